@@ -1,0 +1,34 @@
+"""The seam between the scheduler's loop and whatever computes. Knows neither processes nor tensors."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
+
+MAX_PLANS_IN_FLIGHT = 2
+"""One computes, one waits: the worker never waits for Python, and a token in flight is never two steps old."""
+
+
+class ExecutorError(Exception):
+    """The executor could not start, or what it ran on is gone. The text says what and names a remedy where one is known."""
+
+
+class Executor(Protocol):
+    """Runs plans strictly in order. At most ``MAX_PLANS_IN_FLIGHT`` are unanswered."""
+
+    async def start(self) -> WorkerFacts:
+        """Loads the model. A restart gives the same facts. Raises ExecutorError."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        ...
+
+    def results(self) -> AsyncIterator[StepResult]:
+        """Answers in the order of the plans, until the worker is gone: then raises ExecutorError, after the last whole
+        answer. Ends without an error after ``stop``."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends the worker and waits for it; safe to call twice, and at any time."""
+        ...

@@ -1,0 +1,180 @@
+"""The contract between the scheduler and a worker: plain data, in the order in which it crosses.
+
+A plan holds differences only. Between plans the worker's row state is the authority on where a row stands: a decoding
+row is told to continue, and the result says what came of it. Nothing here knows tensors, sockets or gRPC.
+"""
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """How a row's tokens are chosen; every id is below the tokenizer's vocabulary size, every bound already checked.
+
+    Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token is
+    the argmax of logits plus Gumbel noise keyed by (seed, position, token id), position being the index that the token
+    will have in the row's history; at temperature 0 it is the argmax alone, lowest id first.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Unsigned 64 bits; choices of one request have different ones."""
+    min_tokens: int = 0
+    """No id of ``stop_token_ids`` is chosen before this many output tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sorted; the model's end-of-sequence tokens included unless they are ignored."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences whose last token is masked where the history ends with the others."""
+    logprobs: int | None = None
+    """None: none; k: of the chosen token and the k most likely ones, from the model's own logits."""
+    prompt_logprobs: int | None = None
+
+
+class AddedRow(msgspec.Struct, array_like=True, gc=False):
+    """A row begins (or begins again, after preemption): everything the worker must know about it."""
+
+    row: int
+    """0 to max_num_seqs - 1 + spare; used again only after the newest plan that names it is answered."""
+    epoch: int
+    """Which life of the row this is; results bear it."""
+    token_ids: list[int]
+    """The whole history: prompt and what was output before a preemption."""
+    num_prompt_tokens: int
+    num_computed: int
+    """KV of ``token_ids[:num_computed]`` already lies in ``block_ids``, from the prefix cache."""
+    block_ids: list[int]
+    sampling: SamplingParams
+
+
+class RowBlocks(msgspec.Struct, array_like=True, gc=False):
+    """More blocks for a row, appended to its table."""
+
+    row: int
+    block_ids: list[int]
+
+
+class Chunk(msgspec.Struct, array_like=True, gc=False):
+    """Compute ``history[start:end]`` of a row. Samples the next token iff ``end`` is the length of the history."""
+
+    row: int
+    start: int
+    end: int
+
+
+class Decode(msgspec.Struct, array_like=True, gc=False):
+    """Continue a row from where it stands: one token, or up to ``max_tokens`` where drafts are accepted."""
+
+    row: int
+    max_tokens: int
+
+
+class StepPlan(msgspec.Struct, array_like=True, gc=False):
+    """One step. The worker applies the lists in the order of the fields, then computes chunks and decodes as one batch.
+
+    A block of a dropped row may be given out again in the same plan: plans run in order, so earlier writes came first.
+    """
+
+    step: int
+    dropped: list[int]
+    added: list[AddedRow]
+    blocks: list[RowBlocks]
+    chunks: list[Chunk]
+    decodes: list[Decode]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be computed (rows may still be dropped)."""
+        return not self.chunks and not self.decodes
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Flat arrays: entry t of ``chosen`` and entries t*k to (t+1)*k of the ``top`` arrays are the t-th token's. Natural
+    logarithms, from the model's own logits over the tokenizer's vocabulary."""
+
+    num_top: int
+    chosen: list[float]
+    top_token_ids: list[int]
+    top: list[float]
+
+
+class RowResult(msgspec.Struct, array_like=True, gc=False):
+    """What a step made of one row."""
+
+    row: int
+    epoch: int
+    num_computed: int
+    """Confirmed KV positions now: the row's KV is valid in ``[0, num_computed)``."""
+    token_ids: list[int]
+    """Accepted tokens: none for a chunk that does not end the history, else 1 to ``max_tokens``."""
+    logprobs: TokenLogprobs | None = None
+
+
+class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of ``history[start : start + len(logprobs.chosen)]``, all of it prompt; ``start`` >= 1."""
+
+    row: int
+    epoch: int
+    start: int
+    logprobs: TokenLogprobs
+
+
+class StepResult(msgspec.Struct, array_like=True, gc=False):
+    """The answer to one plan; answers come in the order of the plans. Times by the worker's monotonic clock."""
+
+    step: int
+    rows: list[RowResult]
+    prompt_logprobs: list[PromptLogprobsPart]
+    waited_us: int
+    """How long the worker had nothing to do before this plan reached it; 0 if the plan was there already."""
+    computed_us: int
+    """How long the step took."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What a worker needs to start. The same config gives the same facts after every restart."""
+
+    model: str
+    """A directory in Hugging Face's layout."""
+    device: str = "cpu"
+    dtype: str = "auto"
+    """auto, float32, bfloat16, float16 or float64; auto is the checkpoint's."""
+    backend: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    """None: the model's own context."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    kv_cache_bytes: int | None = None
+    """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
+    memory_utilization: float = 0.5
+    num_threads: int | None = None
+    """None: the cores that the process may use."""
+    tokenizer_vocab_size: int | None = None
+    """Rows of the vocabulary from here on are masked; None: the model's."""
+    load_format: str = "auto"
+    """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a started worker tells the service."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    """Rows of the logits."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    architecture: str
+    backend: str
+    device: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes: int

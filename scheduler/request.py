@@ -1,0 +1,165 @@
+"""What the service hands to the engine, and what it gets back. Everything slow (tokens, hashes, text state) is prepared
+before a request gets here; nothing here knows gRPC or tokenizers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from penstock.scheduler.plan import SamplingParams, TokenLogprobs
+
+
+class FinishReason(Enum):
+    """Why a choice or a request ended."""
+
+    STOP = auto()
+    LENGTH = auto()
+    CANCELLED = auto()
+    DEADLINE = auto()
+    WORKER_DIED = auto()
+    SHUTDOWN = auto()
+    INTERNAL = auto()
+
+
+class RefusalKind(Enum):
+    """Why a request never entered the queue."""
+
+    QUEUE_FULL = auto()
+    TOO_LARGE = auto()
+    """It can never fit in the KV cache, even alone."""
+    DRAINING = auto()
+    WORKER_DOWN = auto()
+    DEADLINE = auto()
+    """Its deadline passed before admission."""
+
+
+class Refused(Exception):
+    """A request that was not admitted. ``retry_after_ms`` is None where trying again cannot help."""
+
+    def __init__(self, kind: RefusalKind, message: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+class Released(NamedTuple):
+    """What a text state lets go after a token."""
+
+    num_tokens: int
+    """How many of the oldest tokens held by the text state are released with ``text``."""
+    text: str
+    stop: str | None = None
+    """The stop string that was matched; ``text`` ends before it and nothing more may be fed."""
+
+
+class TextState(Protocol):
+    """Turns one choice's tokens into text: whole characters, never a possible beginning of a stop string."""
+
+    def feed(self, token_id: int) -> Released:
+        """Takes one output token that is not a stopping token."""
+        ...
+
+    def finish(self) -> Released:
+        """The choice ended for another reason than a stop string: releases all that is held."""
+        ...
+
+
+class Matched(NamedTuple):
+    """How a choice ended, and what was matched if it stopped."""
+
+    reason: FinishReason
+    stop: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class Accepted:
+    """The request is in the queue."""
+
+    cached_tokens: int
+    queue_position: int
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """A part of the prompt's log-probabilities, in order and without gaps; ``start`` is a position in the prompt."""
+
+    start: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """New output of one choice: exactly the tokens of ``text``."""
+
+    choice: int
+    token_ids: list[int]
+    text: str
+    logprobs: TokenLogprobs | None = None
+    end: Matched | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens used so far; stopping tokens and those of stop strings count as output."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Timings:
+    """Microseconds from arrival, as the proto has them."""
+
+    queued_us: int = 0
+    prefill_us: int = 0
+    first_token_us: int = 0
+    total_us: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Finished:
+    """The end of a request: exactly one, last."""
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    message: str = ""
+    """What went wrong, fit for the caller's eyes; empty when nothing did."""
+
+
+Event = Accepted | PromptLogprobs | Delta | Finished
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, prepared. The engine never changes these fields."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    """1 to max_model_len - 1 ids."""
+    block_hashes: list[bytes]
+    """Chained hashes of the prompt's full blocks, salted by tenant (``kv.block_hash``)."""
+    sampling: SamplingParams
+    """``seed`` is set; choice i of n uses one derived from it."""
+    max_tokens: int
+    """Output tokens of each choice; prompt and output together fit in max_model_len."""
+    sink: Callable[[Event], None]
+    """Called on the event loop, synchronously, in order; must not raise or block."""
+    make_text: Callable[[], TextState]
+    """A new text state; called once for each choice."""
+    n: int = 1
+    tenant: str = "default"
+    priority: int = 0
+    """Lower runs first, under the policy ``priority``."""
+    deadline: float | None = None
+    """By ``time.monotonic()``."""
+    arrival: float = 0.0
+    """By ``time.monotonic()``."""
+    hash_salt: bytes = b""
+    """What the block hashes were salted with: output blocks are hashed on with it."""
+    trace: dict[str, str] = field(default_factory=dict)
+    """Identifiers for log lines and spans, never prompts or outputs."""
