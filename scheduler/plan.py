@@ -41,7 +41,7 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """A row begins (or begins again, after preemption): everything the worker must know about it."""
 
     row: int
-    """0 to max_num_seqs - 1 + spare; used again only after the newest plan that names it is answered."""
+    """0 to ``num_row_numbers(max_num_seqs)`` - 1; used again only after the newest plan that names it is answered."""
     epoch: int
     """Which life of the row this is; results bear it."""
     token_ids: list[int]
@@ -178,3 +178,9 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     dtype: str
     weight_bytes: int
     kv_bytes: int
+
+
+def num_row_numbers(max_num_seqs: int) -> int:
+    """Row numbers are below this: as many spare ones as rows that run, since a dropped row's number rests until the
+    newest plan that names it is answered."""
+    return 2 * max_num_seqs

@@ -1,0 +1,140 @@
+# `make` alone lists the verbs. Every verb that needs the environment makes it first, so `make test` works on a new clone.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Added to the end of the command that a verb runs.
+ARGS ?=
+# A package index to take torch from, as well as the ordinary one: where only CUDA builds are offered, name one with CPU builds.
+PENSTOCK_TORCH_INDEX ?=
+
+# Tests and checks never reach a model hub.
+export HF_HUB_OFFLINE := 1
+
+ENVIRONMENT := $(VENV)/.made
+LINKS := .dev/.made
+NODE := node_modules/.made
+
+.PHONY: help
+help: ## list the verbs
+	@echo "usage: make VERB [VENV=.venv] [PYTHON=python3] [ARGS='...']"
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' \
+	  | while IFS=$$'\t' read -r verb text; do printf '  %-10s %s\n' "$$verb" "$$text"; done
+
+# ----------------------------------------------------------------------------------------------------------- environment
+
+.PHONY: setup
+setup: $(ENVIRONMENT) $(LINKS) ## make the environment, .venv, with every dependency; the second time it does nothing
+
+$(ENVIRONMENT): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "penstock needs Python 3.11 to 3.13; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt \
+	  $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") -e '.[server,dev]'
+	@touch $@
+
+# What tools need to see and git need not: the namespace `penstock` as a folder of links, and types of google.rpc, for
+# mypy and pyright; the files of google.rpc that the contract imports, for buf, which would fetch them otherwise.
+$(LINKS): $(ENVIRONMENT)
+	@rm -rf .dev && mkdir -p .dev/penstock .dev/protos/google/rpc .dev/types
+	@for room in clients kernels kv models scheduler service; do ln -s ../../$$room .dev/penstock/$$room; done
+	@ln -s ../../protos/penstock/v1 .dev/penstock/v1
+	@cp $(SITE)/google/rpc/{status,error_details}.proto .dev/protos/google/rpc/
+	@$(BIN)/python -P -m grpc_tools.protoc -I .dev/protos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --mypy_out=quiet:.dev/types google/rpc/status.proto google/rpc/error_details.proto
+	@touch $@
+
+SITE = $(shell $(BIN)/python -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+$(NODE): package.json package-lock.json
+	@command -v npm >/dev/null || { echo "buf comes from npm: install node, or run: make lint types imports" >&2; exit 1; }
+	npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+# ------------------------------------------------------------------------------------------------------------------- run
+
+.PHONY: serve bench
+serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='--model ...' change that
+	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+# -P keeps tests/ off sys.path, where tests/kernels would answer to `import kernels`.
+bench: setup ## print the benchmark figures of the documentation, each with its command
+	$(BIN)/python -P tests/bench.py $(ARGS)
+
+# ------------------------------------------------------------------------------------------------------------------ test
+
+.PHONY: test soak
+test: setup ## run the tests; ARGS='-k name' runs some
+	$(BIN)/pytest $(ARGS)
+
+soak: setup ## run the long tests at their full numbers
+	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
+
+# ----------------------------------------------------------------------------------------------------------------- check
+
+.PHONY: check lint types imports contract format
+check: lint types imports contract ## all that follows; `make -k check` goes on after a failure
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check $(ARGS)
+	$(BIN)/ruff format --check
+
+TYPES := types-3.11 types-3.12 types-3.13
+.PHONY: $(TYPES)
+types: $(TYPES) ## mypy, strictly, for every Python that penstock runs on
+$(TYPES): types-%: setup
+	$(BIN)/mypy --python-version $*
+
+imports: setup ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+# The contract may change freely until the first release; from then on, never in a way that breaks a caller. Compared are
+# the descriptor sets, since a release has no .dev/protos to build from; a test proves that the new one is up to date.
+contract: setup $(NODE) ## buf: the protos' style, comments, and nothing broken since the last release
+	node_modules/.bin/buf lint
+	@release=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
+	if [ -z "$$release" ]; then echo "buf breaking: no release to compare with"; exit 0; fi; \
+	old=$$(mktemp --suffix=.binpb); trap 'rm -f "$$old"' EXIT; \
+	git show "$$release:protos/penstock/v1/descriptor.binpb" > "$$old"; \
+	echo "buf breaking against $$release"; \
+	node_modules/.bin/buf breaking protos/penstock/v1/descriptor.binpb --against "$$old"
+
+format: setup ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix $(ARGS)
+	$(BIN)/ruff format
+
+# -------------------------------------------------------------------------------------------------------------- generate
+
+# Where the generated files go; a test generates them elsewhere and compares.
+PROTO_OUT ?= protos
+# The descriptor set is for callers without the sources: grpcurl, gateways that transcode. With what a Status may carry.
+PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos -I $(SITE)
+
+.PHONY: protos stubs
+protos: setup stubs ## write the stubs and the descriptor set from protos/**/*.proto
+
+stubs:
+	@new=$$(mktemp -d); trap 'rm -rf "$$new"' EXIT; \
+	$(PROTOC) --python_out="$$new" --grpc_python_out="$$new" \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --mypy_out=quiet:"$$new" \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=quiet:"$$new" \
+	  $(sort $(shell find protos -name '*.proto')); \
+	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/descriptor.binpb" \
+	  $(sort $(wildcard protos/penstock/v1/*.proto)) google/rpc/error_details.proto; \
+	mkdir -p $(PROTO_OUT); \
+	find $(PROTO_OUT) -name '*_pb2*.py*' -not -path '*/__pycache__/*' -delete; \
+	cp -R "$$new/." $(PROTO_OUT)/
+
+# ----------------------------------------------------------------------------------------------------------------- clean
+
+.PHONY: clean
+clean: ## remove what the verbs made, except the environments
+	rm -rf .dev .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find clients kernels kv models protos scheduler service tests -name __pycache__ -prune -exec rm -rf {} +

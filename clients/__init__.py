@@ -1,0 +1,51 @@
+"""What callers import or run; it knows the contract in penstock.v1 and nothing of the server.
+
+from penstock.clients import Client
+
+print(Client("127.0.0.1:50051").complete("Once upon a time", max_tokens=20).text)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.clients.channel import Tls
+    from penstock.clients.client import AsyncClient, RequestStream
+    from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, StreamBroken, Unreachable
+    from penstock.clients.events import Accepted, Completion, Delta, Finished, FinishReason, PromptLogprobs
+    from penstock.clients.sync_client import Client, SyncRequestStream
+
+__all__ = [
+    "Accepted",
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "Delta",
+    "FinishReason",
+    "Finished",
+    "InvalidOption",
+    "PenstockError",
+    "PromptLogprobs",
+    "RequestFailed",
+    "RequestStream",
+    "StreamBroken",
+    "SyncRequestStream",
+    "Tls",
+    "Unreachable",
+]
+
+_MODULES = {
+    "channel": {"Tls"},
+    "client": {"AsyncClient", "RequestStream"},
+    "errors": {"InvalidOption", "PenstockError", "RequestFailed", "StreamBroken", "Unreachable"},
+    "events": {"Accepted", "Completion", "Delta", "FinishReason", "Finished", "PromptLogprobs"},
+    "sync_client": {"Client", "SyncRequestStream"},
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is asked for: ``penstock --help`` has no use for grpc."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

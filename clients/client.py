@@ -1,0 +1,264 @@
+"""The asynchronous client: every request travels on one Generate stream, opened when it is first needed.
+
+async with AsyncClient("127.0.0.1:50051") as client:
+    print((await client.complete("Once upon a time", max_tokens=20)).text)
+    async for piece in client.stream("Once upon a time"):
+        print(piece.text, end="")
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+
+from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
+from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
+from penstock.clients.events import Accepted, Completion, Delta, Event, Finished, collect
+from penstock.clients.requests import ChatMessage, Options, Prompt, build_chat, build_start
+from penstock.clients.stream import Call, GenerateStream, Mailbox
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
+from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
+from penstock.v1.model_pb2_grpc import ModelServiceStub
+from penstock.v1.tokenizer_pb2 import DetokenizeRequest, RenderChatRequest, RenderChatResponse, TokenizeRequest
+from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+T = TypeVar("T")
+
+_UNARY_SECONDS = 60.0
+_DEADLINE_GRACE_SECONDS = 5.0
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}; the bare install has no stubs of grpc.health.v1
+
+
+class RequestStream:
+    """One request, from its start to its end, as events.
+
+    It starts with ``async with`` or with the first event that is awaited. Leaving ``async with`` or the loop before the
+    end cancels it. A request that fails raises RequestFailed from the loop, after the events that came before.
+    """
+
+    def __init__(self, open_stream: Callable[[], GenerateStream], start: pb.Start) -> None:
+        self._open_stream = open_stream
+        self._start = start
+        self._carrier: GenerateStream | None = None
+        self._mailbox = Mailbox()
+        self._ref = 0
+        self._ended = False
+        self._cancelled = False
+        self._give_up_at: float | None = None
+        self.request_id = ""
+        """The service's id of the request; empty until it is accepted."""
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        try:
+            while events := await self.take():
+                for event in events:
+                    yield event
+        finally:
+            self.leave()
+
+    async def take(self) -> list[Event]:
+        """All events that have come since the last call, at least one; none once the request has ended."""
+        if self._ended:
+            return []
+        self._begin()
+        try:
+            async with asyncio.timeout_at(self._give_up_at):
+                events = await self._mailbox.take()
+        except TimeoutError:
+            self.leave()
+            message = "no answer came from the service, not even after the request's deadline"
+            raise self._named(RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message)) from None
+        except RequestFailed as failure:
+            self._ended = True
+            if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
+                return [failure.finished]
+            raise self._named(failure) from None
+        for event in events:
+            if isinstance(event, Accepted):
+                self.request_id = event.request_id
+            elif isinstance(event, Finished):
+                self._ended = True
+        return events
+
+    async def completion(self) -> Completion:
+        """All that is left, put together."""
+        events: list[Event] = []
+        while more := await self.take():
+            events += more
+        return collect(events, max(1, self._start.sampling.n))
+
+    def cancel(self) -> None:
+        """Asks for an early end. Events go on until ``Finished``, which has the usage so far."""
+        self._cancelled = True
+        if self._carrier is not None:
+            self._carrier.cancel(self._ref)
+
+    def leave(self) -> None:
+        """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._mailbox.abandoned = True
+            self.cancel()
+
+    def _begin(self) -> None:
+        if self._carrier is None and not self._ended:
+            self._carrier = self._open_stream()
+            self._ref, self._mailbox = self._carrier.start(self._start)
+            if self._start.HasField("timeout_ms"):
+                # The service keeps the deadline. This is for one that does not answer at all.
+                now = asyncio.get_running_loop().time()
+                self._give_up_at = now + self._start.timeout_ms / 1000 + _DEADLINE_GRACE_SECONDS
+
+    def _named(self, failure: RequestFailed) -> RequestFailed:
+        failure.request_id = failure.request_id or self.request_id
+        return failure
+
+
+async def _deltas(request: RequestStream) -> AsyncIterator[Delta]:
+    async with request:
+        async for event in request:
+            if isinstance(event, Delta):
+                yield event
+
+
+class AsyncClient:
+    """Calls one service. Use it from one event loop, in as many tasks as you like.
+
+    ``api_key`` travels in every call's metadata: without ``tls`` anyone on the way can read it. Raises kinds of
+    PenstockError: InvalidOption before anything is sent, RequestFailed for what the service or the connection did.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        self.target = target
+        self._tls = tls
+        self._metadata = call_metadata(api_key)
+        self._opened: grpc.aio.Channel | None = None
+        self._stream: GenerateStream | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
+        """A request as a stream of events: Accepted, PromptLogprobs, Delta, Finished.
+
+        ``prompt`` is text, token ids, or a conversation as a list of {"role", "content"}; ``timeout`` is in seconds;
+        options have the contract's names. Raises InvalidOption at once; nothing is sent before the stream is used.
+        """
+        return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
+
+    def send(self, start: pb.Start) -> RequestStream:
+        """The same for a ``Start`` that was built already; its ref is overwritten, and it must be used once only."""
+        return RequestStream(self._generate_stream, start)
+
+    def stream(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> AsyncIterator[Delta]:
+        """The output alone, as it comes. Leaving the loop cancels the request."""
+        return _deltas(self.generate(prompt, timeout=timeout, **options))
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
+        **options: Unpack[Options],
+    ) -> Completion:
+        """The whole answer. Raises RequestFailed."""
+        async with self.generate(prompt, timeout=timeout, **options) as request:
+            return await request.completion()
+
+    async def model(self) -> GetModelResponse:
+        """What is served, and its limits."""
+        return await self._unary(ModelServiceStub(self._channel()).GetModel, GetModelRequest())
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, as a prompt of that text has them."""
+        request = TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list((await self._unary(TokenizerServiceStub(self._channel()).Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        request = DetokenizeRequest(token_ids=token_ids, include_special_tokens=include_special_tokens)
+        return (await self._unary(TokenizerServiceStub(self._channel()).Detokenize, request)).text
+
+    async def render_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> RenderChatResponse:
+        """The prompt that a conversation becomes: its text and its token ids."""
+        request = RenderChatRequest(chat=build_chat(messages, add_generation_prompt))
+        return await self._unary(TokenizerServiceStub(self._channel()).RenderChat, request)
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109 - it speaks of what it saw last
+        """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``
+        seconds."""
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel().unary_unary(_HEALTH_CHECK)
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + timeout
+        while True:
+            answer = "it says NOT_SERVING"
+            try:
+                left = max(0.001, give_up - loop.time())
+                if await check(b"", timeout=left, metadata=self._metadata, wait_for_ready=True) == _SERVING:
+                    return
+            except grpc.aio.AioRpcError as error:
+                failure = failure_from_call(error, self.target)
+                if not failure.retryable and failure.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise failure from None
+                answer = failure.message
+            if loop.time() + 0.1 >= give_up:
+                message = f"{self.target} was not ready within {timeout:g} s: {answer}"
+                raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+            await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connection. Safe to call twice."""
+        self._closed = True
+        if self._stream is not None:
+            await self._stream.close()
+        if self._opened is not None:
+            await self._opened.close()
+
+    def _channel(self) -> grpc.aio.Channel:
+        # Made here and not in __init__, since a channel belongs to the loop that runs when it is made.
+        if self._closed:
+            raise PenstockError("the client is closed")
+        if self._opened is None:
+            self._opened = open_channel(self.target, self._tls)
+        return self._opened
+
+    def _generate_stream(self) -> GenerateStream:
+        """The open stream, or a new one in place of a broken one."""
+        channel = self._channel()
+        if self._stream is None or not self._stream.is_open:
+            stub = GenerationServiceStub(channel)
+
+            def open_call() -> Call:
+                return stub.Generate(metadata=self._metadata)
+
+            self._stream = GenerateStream(open_call, self.target)
+        return self._stream
+
+    async def _unary(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+        try:
+            return await method(request, timeout=_UNARY_SECONDS, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise failure_from_call(error, self.target) from None

@@ -1,0 +1,81 @@
+"""What the terminal tools share: the flags that name a service, and options of a request given as text."""
+
+import argparse
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.clients.channel import DEFAULT_TARGET, Tls
+from penstock.clients.errors import InvalidOption, PenstockError
+from penstock.clients.requests import build_start
+
+TARGET_VARIABLE = "PENSTOCK_TARGET"
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+
+
+class FlagHolder(Protocol):
+    """A parser or a group of one."""
+
+    def add_argument(self, *names: str, **how: object) -> object:  # noqa: D102
+        ...
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Where a service is and how to reach it: the arguments of a client."""
+
+    target: str
+    api_key: str | None = None
+    tls: Tls | None = None
+
+
+def add_connection_flags(flags: argparse._ArgumentGroup) -> None:
+    """Adds the flags that ``connection`` reads, except ``--target``."""
+    flags.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the key; otherwise ${KEY_VARIABLE} (default: none)",
+    )
+    flags.add_argument("--tls", action="store_true", help="use TLS; so does each of the flags below")
+    flags.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")
+    flags.add_argument("--tls-cert", type=Path, metavar="FILE", help="the client's own certificate")
+    flags.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
+    flags.add_argument("--tls-server-name", metavar="NAME", help="the name in the service's certificate")
+
+
+def connection(arguments: argparse.Namespace, target: str) -> Connection:
+    """What the flags and the environment say. Raises PenstockError if the key's file cannot be read."""
+    uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
+    tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
+    return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+
+
+def default_target() -> str:
+    """What the environment names, or this machine's."""
+    return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """An option of a request from ``name=value``, the value as JSON or plain text; ``name=`` means the default, None.
+    Raises InvalidOption."""
+    name, equals, written = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
+    try:
+        value = json.loads(written) if written else None
+    except ValueError:
+        value = written
+    build_start("-", {"max_tokens": 1, name: value} if value is not None else {})
+    return name, value
+
+
+def _api_key(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PenstockError(f"--api-key-file: cannot read {path}: {error}") from None

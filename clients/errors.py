@@ -1,0 +1,134 @@
+"""What can go wrong, as exceptions: the caller's own mistakes, and what the service or the way to it said."""
+
+import re
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+if TYPE_CHECKING:
+    from penstock.clients.events import Finished
+
+_NO_CONNECTION = re.compile("failed to connect|DNS resolution failed", re.IGNORECASE)
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+
+
+class PenstockError(Exception):
+    """The root of what this client raises on purpose. Its text is one that a user can act on."""
+
+
+class InvalidOption(PenstockError, ValueError):
+    """A request that cannot be sent: ``field`` has the wrong type, is out of range, or is no field at all."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class RequestFailed(PenstockError):
+    """A request did not succeed. ``code`` and ``message`` are the service's, or gRPC's if that never answered."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+        self.reason = ""
+        """The error's name in the service's catalogue, such as ``QUEUE_FULL``; empty if it gave none."""
+        self.violations: list[tuple[str, str]] = []
+        """What is wrong with which field, as (field, description)."""
+        self.retry_after: float | None = None
+        """Seconds to wait before trying again, as the service asked. See ``retryable``."""
+        self.retryable = code in _RETRYABLE
+        """Whether the same request may succeed later."""
+        self.request_id = ""
+        """The service's id of the request, for logs and support; empty if it never got one."""
+        self.finished: Finished | None = None
+        """The request's end with its usage and timings, where the service got so far."""
+
+    def __str__(self) -> str:
+        named = f" (request {self.request_id})" if self.request_id else ""
+        return f"{self.code.name}: {self.message}{named}"
+
+
+class StreamBroken(RequestFailed):
+    """The stream that carried the request ended before it. Others on it got the same; the next opens another."""
+
+
+class Unreachable(RequestFailed):
+    """No service answers at the target."""
+
+
+def failure_from_status(status: Status, request_id: str = "") -> RequestFailed:
+    """The in-band failure of one request."""
+    error = RequestFailed(_code(status.code), status.message)
+    _read_details(error, status)
+    error.request_id = error.request_id or request_id
+    return error
+
+
+def failure_from_call(
+    call_error: grpc.aio.AioRpcError, target: str, kind: type[RequestFailed] = RequestFailed
+) -> RequestFailed:
+    """The failure of a whole call, as ``kind``; ``Unreachable`` if no connection could be made."""
+    code = call_error.code()
+    details = call_error.details() or "no details"
+    if code is grpc.StatusCode.UNAVAILABLE and _NO_CONNECTION.search(details):
+        last = details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
+        return Unreachable(code, f"no service answers at {target}: {last}")
+    error = kind(code, details)
+    metadata = _pairs(call_error.trailing_metadata())
+    if isinstance(packed := metadata.get("grpc-status-details-bin"), bytes):
+        try:
+            _read_details(error, Status.FromString(packed))
+        except DecodeError:
+            pass  # a proxy's; code and text still hold
+    _read_pushback(error, metadata.get("grpc-retry-pushback-ms"))
+    return error
+
+
+def _code(number: int) -> grpc.StatusCode:
+    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
+
+
+def _pairs(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str | bytes]:
+    return dict(metadata or ())
+
+
+def _read_details(error: RequestFailed, status: Status) -> None:
+    for packed in status.details:
+        if packed.Is(ErrorInfo.DESCRIPTOR):
+            info = ErrorInfo()
+            packed.Unpack(info)
+            error.reason = info.reason
+        elif packed.Is(RequestInfo.DESCRIPTOR):
+            request = RequestInfo()
+            packed.Unpack(request)
+            error.request_id = request.request_id
+        elif packed.Is(BadRequest.DESCRIPTOR):
+            bad = BadRequest()
+            packed.Unpack(bad)
+            error.violations = [(v.field, v.description) for v in bad.field_violations]
+        elif packed.Is(RetryInfo.DESCRIPTOR):
+            retry = RetryInfo()
+            packed.Unpack(retry)
+            error.retry_after = retry.retry_delay.ToTimedelta() / timedelta(seconds=1)
+
+
+def _read_pushback(error: RequestFailed, pushback: str | bytes | None) -> None:
+    """gRPC's own hint: milliseconds, or a negative number for "do not try again"."""
+    if pushback is None:
+        return
+    try:
+        milliseconds = int(pushback)
+    except ValueError:
+        return
+    if milliseconds < 0:
+        error.retryable = False
+    else:
+        error.retry_after = milliseconds / 1000

@@ -1,0 +1,305 @@
+"""What a request's stream brings, as typed events, and the whole of it as a ``Completion``."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from penstock.v1 import generation_pb2 as pb
+
+
+class FinishReason(Enum):
+    """Why output ended; the values are what batch files hold."""
+
+    UNSPECIFIED = "unspecified"
+    """Not ended, or ended before any output."""
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    pb.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Natural logarithms as flat arrays: entry t of ``chosen`` and entries t*num_top to (t+1)*num_top of the ``top``
+    arrays belong to the t-th token."""
+
+    chosen: list[float] = field(default_factory=list)
+    num_top: int = 0
+    top_token_ids: list[int] = field(default_factory=list)
+    top: list[float] = field(default_factory=list)
+
+    def extend(self, more: "Logprobs") -> None:
+        """Appends the entries of the tokens that follow."""
+        self.num_top = more.num_top
+        self.chosen += more.chosen
+        self.top_token_ids += more.top_token_ids
+        self.top += more.top
+
+    @classmethod
+    def from_proto(cls, message: pb.Logprobs) -> "Logprobs":
+        """The same, copied."""
+        return cls(list(message.chosen), message.num_top, list(message.top_token_ids), list(message.top))
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens used; stopping tokens and those of stop strings count as output."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where the service's time went: microseconds from the request's arrival there."""
+
+    queued_us: int = 0
+    prefill_us: int = 0
+    first_token_us: int = 0
+    total_us: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Accepted:
+    """The request is in the queue."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    """An estimate; ``Usage`` has the fact."""
+    queue_position: int
+    predicted_ttft_ms: int | None = None
+    client_request_id: str = ""
+
+    @classmethod
+    def from_proto(cls, message: pb.Accepted) -> "Accepted":
+        """The same, copied."""
+        return cls(
+            request_id=message.request_id,
+            prompt_tokens=message.prompt_tokens,
+            cached_tokens=message.cached_tokens,
+            queue_position=message.queue_position,
+            predicted_ttft_ms=message.predicted_ttft_ms if message.HasField("predicted_ttft_ms") else None,
+            client_request_id=message.client_request_id,
+        )
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from position ``start`` on."""
+
+    start: int
+    logprobs: Logprobs
+
+    @classmethod
+    def from_proto(cls, message: pb.PromptLogprobs) -> "PromptLogprobs":
+        """The same, copied."""
+        return cls(message.start, Logprobs.from_proto(message.logprobs))
+
+
+@dataclass(slots=True)
+class ChoiceEnd:
+    """How a choice ended, and what was matched if it stopped."""
+
+    reason: FinishReason
+    stop: str | None = None
+    stop_token_id: int | None = None
+
+    @classmethod
+    def from_proto(cls, message: pb.ChoiceEnd) -> "ChoiceEnd":
+        """The same, copied."""
+        matched = message.WhichOneof("matched")
+        return cls(
+            reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
+            stop=message.stop if matched == "stop" else None,
+            stop_token_id=message.stop_token_id if matched == "stop_token_id" else None,
+        )
+
+
+@dataclass(slots=True)
+class Delta:
+    """New output of one choice: whole characters, and exactly their tokens. One token or several."""
+
+    text: str
+    token_ids: list[int]
+    choice: int = 0
+    logprobs: Logprobs | None = None
+    end: ChoiceEnd | None = None
+    """On a choice's last delta."""
+
+    @classmethod
+    def from_proto(cls, message: pb.Delta) -> "Delta":
+        """The same, copied."""
+        return cls(
+            text=message.text,
+            token_ids=list(message.token_ids),
+            choice=message.choice,
+            logprobs=Logprobs.from_proto(message.logprobs) if message.HasField("logprobs") else None,
+            end=ChoiceEnd.from_proto(message.end) if message.HasField("end") else None,
+        )
+
+
+@dataclass(slots=True)
+class Finished:
+    """The end of a request, its last event."""
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    request_id: str = ""
+    seed: int | None = None
+    """What it was sampled with; the same request with this seed repeats the output where the service can."""
+    may_continue: bool = False
+
+    @classmethod
+    def from_proto(cls, message: pb.Finished) -> "Finished":
+        """The same, copied; the status is left to ``errors``."""
+        usage, timings = message.usage, message.timings
+        return cls(
+            reason=_REASONS.get(message.reason, FinishReason.UNSPECIFIED),
+            usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
+            timings=Timings(
+                queued_us=timings.queued_us,
+                prefill_us=timings.prefill_us,
+                first_token_us=timings.first_token_us,
+                total_us=timings.total_us,
+                preemptions=timings.preemptions,
+            ),
+            request_id=message.request_id,
+            seed=message.seed if message.HasField("seed") else None,
+            may_continue=message.may_continue,
+        )
+
+
+Event = Accepted | PromptLogprobs | Delta | Finished
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole answer among ``n``."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    end: ChoiceEnd = field(default_factory=lambda: ChoiceEnd(FinishReason.UNSPECIFIED))
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.end.reason
+
+
+@dataclass(slots=True)
+class Completion:
+    """The whole answer to one request. ``text`` and its like are the first choice's, which is the only one unless ``n``
+    was given."""
+
+    choices: list[Choice]
+    finished: Finished
+    prompt_logprobs: Logprobs | None = None
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first choice's tokens."""
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The first choice's log-probabilities, if they were asked for."""
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens used, of all choices."""
+        return self.finished.usage
+
+    @property
+    def timings(self) -> Timings:
+        """Where the service's time went."""
+        return self.finished.timings
+
+    @property
+    def request_id(self) -> str:
+        """The service's id of the request."""
+        return self.finished.request_id
+
+
+def collect(events: Iterable[Event], num_choices: int) -> Completion:
+    """Puts the events of one request that ended well together; the last of them is its ``Finished``."""
+    texts: list[list[str]] = [[] for _ in range(num_choices)]
+    choices = [Choice() for _ in range(num_choices)]
+    prompt_logprobs: Logprobs | None = None
+    finished: Finished | None = None
+    for event in events:
+        match event:
+            case Delta():
+                choice = choices[event.choice]
+                texts[event.choice].append(event.text)
+                choice.token_ids += event.token_ids
+                if event.logprobs is not None:
+                    choice.logprobs = choice.logprobs or Logprobs()
+                    choice.logprobs.extend(event.logprobs)
+                if event.end is not None:
+                    choice.end = event.end
+            case PromptLogprobs():
+                prompt_logprobs = prompt_logprobs or Logprobs()
+                prompt_logprobs.extend(event.logprobs)
+            case Finished():
+                finished = event
+            case Accepted():
+                pass
+    assert finished is not None, "events of a request that has not ended"
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
+    return Completion(choices, finished, prompt_logprobs)
+
+
+def merge(events: Iterable[Event]) -> list[Event]:
+    """The same events in fewer: all deltas of a choice become one, so do all parts of the prompt's log-probabilities.
+    Nothing is lost; the order within a choice is kept."""
+    merged: list[Event] = []
+    deltas: dict[int, Delta] = {}
+    prompt: PromptLogprobs | None = None
+    for event in events:
+        if isinstance(event, Delta) and event.choice in deltas:
+            _append(deltas[event.choice], event)
+        elif isinstance(event, PromptLogprobs) and prompt is not None:
+            prompt.logprobs.extend(event.logprobs)
+        else:
+            merged.append(event)
+            if isinstance(event, Delta):
+                deltas[event.choice] = event
+            elif isinstance(event, PromptLogprobs):
+                prompt = event
+    return merged
+
+
+def _append(delta: Delta, more: Delta) -> None:
+    delta.text += more.text
+    delta.token_ids += more.token_ids
+    if more.logprobs is not None:
+        delta.logprobs = delta.logprobs or Logprobs()
+        delta.logprobs.extend(more.logprobs)
+    delta.end = more.end or delta.end

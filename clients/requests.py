@@ -1,0 +1,273 @@
+"""The one place where keyword arguments, and lines of a batch file, become the contract's ``Start``.
+
+Names, types and ranges of numbers come from the contract's descriptors; bounds that depend on the model are the
+service's business, which names the field as well.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from numbers import Integral, Real
+from typing import TypedDict, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from penstock.clients.errors import InvalidOption
+from penstock.v1 import generation_pb2 as pb
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    """Who speaks: "system", "user", "assistant", or whatever else the model's template knows."""
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation."""
+
+
+class Format(Enum):
+    """What the service sends back."""
+
+    TEXT = "text"
+    TOKEN_IDS = "token_ids"
+    TEXT_AND_TOKEN_IDS = "text_and_token_ids"
+
+
+class Options(TypedDict, total=False):
+    """Everything that a request may say besides its prompt and timeout, under the contract's names; the contract's
+    comments have meaning, default and bounds. None means the default."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    ignore_eos: bool | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Iterable[int] | None
+    bad_words: str | Iterable[str] | None
+    n: int | None
+
+    format: Format | str | None
+    """Default here: both text and token ids."""
+    logprobs: int | None
+    prompt_logprobs: int | None
+    include_special_tokens: bool | None
+
+    add_generation_prompt: bool | None
+    """Of a conversation alone."""
+
+    priority: int | None
+    tenant: str | None
+    continue_from: str | None
+    traceparent: str | None
+    client_request_id: str | None
+
+
+_SAMPLING = pb.Sampling.DESCRIPTOR.fields_by_name
+_OUTPUT = pb.Output.DESCRIPTOR.fields_by_name
+_START = {
+    name: field
+    for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
+    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
+}
+_PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
+
+OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, "add_generation_prompt"})
+"""The keys of ``Options``, as the contract has them."""
+
+MAX_START_BYTES = 5 << 20
+"""More than the largest request that a service accepts: 4 MiB of text, and its options."""
+
+
+def build_start(prompt: Prompt, options: Mapping[str, object], timeout: float | None = None) -> pb.Start:
+    """A ``Start`` without its ref. ``timeout`` is in seconds. Raises InvalidOption."""
+    start = pb.Start()
+    start.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+    _set_prompt(start, prompt)
+    for name, value in options.items():
+        if value is not None:
+            _set_option(start, name, value)
+    if timeout is not None:
+        start.timeout_ms = timeout_ms(timeout)
+    if (size := start.ByteSize()) > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
+        raise InvalidOption("prompt", f"the request has {size:,} bytes; it may have {MAX_START_BYTES:,}")
+    return start
+
+
+def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) -> pb.Start:
+    """A ``Start`` from a line of a batch file, whose ``id`` is left out; ``defaults`` are options of lines that do not
+    name them. Raises InvalidOption."""
+    options = {**defaults, **line}
+    prompts = [name for name in _PROMPTS_OF_LINE if options.get(name) is not None]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or "none of them"
+        raise InvalidOption("prompt", f"a line has one of prompt, prompt_token_ids and messages; this has {found}")
+    name = prompts[0]
+    prompt = options[name]
+    if name == "prompt":
+        if not isinstance(prompt, str):
+            raise InvalidOption(name, f"expected text, got {_shown(prompt)}")
+    elif not isinstance(prompt, list) or not prompt:
+        kind = "token ids" if name == "prompt_token_ids" else "messages"
+        raise InvalidOption(name, f"expected a list of {kind}, got {_shown(prompt)}")
+    timeout = options.pop("timeout_ms", None)
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int)):
+        raise InvalidOption("timeout_ms", f"expected an integer, got {_shown(timeout)}")
+    for used in _PROMPTS_OF_LINE:
+        options.pop(used, None)
+    options.pop("id", None)
+    try:
+        return build_start(prompt, options, None if timeout is None else timeout / 1000)
+    except InvalidOption as error:
+        if error.field == "timeout":
+            raise InvalidOption("timeout_ms", f"expected 1 to 86,400,000, got {timeout}") from None
+        raise InvalidOption(re.sub(r"^prompt\b", name, error.field), error.problem) from None
+
+
+def build_chat(messages: Sequence[ChatMessage], add_generation_prompt: bool | None = None) -> pb.Chat:
+    """A conversation. Raises InvalidOption."""
+    chat = pb.Chat()
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidOption(where, f"expected an object with role and content, got {_shown(message)}")
+        for part in ("role", "content"):
+            if not isinstance(message[part], str):
+                raise InvalidOption(f"{where}.{part}", f"expected text, got {_shown(message[part])}")
+        added = chat.messages.add()
+        try:
+            added.role = message["role"]
+            added.content = message["content"]
+        except ValueError as error:
+            raise InvalidOption(where, str(error)) from None
+    if add_generation_prompt is not None:
+        chat.add_generation_prompt = add_generation_prompt
+    return chat
+
+
+def timeout_ms(seconds: float) -> int:
+    """The contract's form of a timeout: at least 1 ms. Raises InvalidOption."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
+        raise InvalidOption("timeout", f"expected seconds above 0, at most 86,400, got {_shown(seconds)}")
+    return max(1, round(seconds * 1000))
+
+
+def _set_prompt(start: pb.Start, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        try:
+            start.text = prompt
+        except ValueError as error:  # half of a surrogate pair
+            raise InvalidOption("prompt", str(error)) from None
+        return
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+        raise InvalidOption("prompt", f"expected text, token ids or messages, got {_shown(prompt)}")
+    items = list(prompt)
+    if not items:
+        raise InvalidOption("prompt", "it is empty")
+    if isinstance(items[0], Mapping):
+        start.chat.CopyFrom(build_chat(cast(list[ChatMessage], items)))
+        return
+    try:
+        if bool in map(type, items):
+            raise TypeError
+        start.token_ids.ids.extend(cast(list[int], items))  # protobuf checks faster than a loop of ours would
+    except (TypeError, ValueError):
+        wrong = next(i for i, item in enumerate(items) if not _is_token_id(item))
+        raise InvalidOption(f"prompt[{wrong}]", f"expected a token id, got {_shown(items[wrong])}") from None
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool) and 0 <= int(item) < 2**32
+
+
+def _set_option(start: pb.Start, name: str, value: object) -> None:
+    if name == "format":
+        start.output.format = _format(value)
+    elif name == "add_generation_prompt":
+        if not start.HasField("chat"):
+            raise InvalidOption(name, "only a prompt of messages has it")
+        _set_field(start.chat, pb.Chat.DESCRIPTOR.fields_by_name[name], value)
+    elif name in _SAMPLING:
+        _set_field(start.sampling, _SAMPLING[name], value)
+    elif name in _OUTPUT:
+        _set_field(start.output, _OUTPUT[name], value)
+    elif name in _START:
+        _set_field(start, _START[name], value)
+    else:
+        near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(OPTION_NAMES))}"
+        raise InvalidOption(name, f"there is no such field; {hint}")
+
+
+def _format(value: object) -> pb.OutputFormat.ValueType:
+    try:
+        return pb.OutputFormat.Value(f"OUTPUT_FORMAT_{Format(value).name}")
+    except ValueError:
+        known = ", ".join(each.value for each in Format)
+        raise InvalidOption("format", f"expected one of {known}, got {_shown(value)}") from None
+
+
+def _set_field(message: Message, field: FieldDescriptor, value: object) -> None:
+    """Sets a field from a value of Python or JSON. protobuf's own checks are kept, and told under the field's name."""
+    try:
+        if field.message_type is not None:  # the only fields that reach this and are no scalars are maps
+            _set_map(getattr(message, field.name), field.name, field.message_type.fields_by_name["value"], value)
+        elif field.is_repeated:
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, Mapping) or not isinstance(items, Iterable):
+                raise InvalidOption(field.name, f"expected a list, got {_shown(value)}")
+            getattr(message, field.name).extend([_scalar(field, field.name, item) for item in items])
+        else:
+            setattr(message, field.name, _scalar(field, field.name, value))
+    except InvalidOption:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidOption(field.name, str(error)) from None
+
+
+def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, value: object) -> None:
+    """A map of token ids to numbers; a JSON object has its keys as text."""
+    if not isinstance(value, Mapping):
+        raise InvalidOption(name, f"expected a map of token ids to numbers, got {_shown(value)}")
+    for key, item in value.items():
+        try:
+            token_id = int(key)
+        except ValueError:
+            raise InvalidOption(name, f"expected token ids as keys, got {_shown(key)}") from None
+        target[token_id] = _scalar(of_value, name, item)
+
+
+_TYPES: dict[int, tuple[type, str]] = {
+    FieldDescriptor.CPPTYPE_BOOL: (bool, "true or false"),
+    FieldDescriptor.CPPTYPE_FLOAT: (Real, "a number"),
+    FieldDescriptor.CPPTYPE_INT32: (Integral, "an integer"),
+    FieldDescriptor.CPPTYPE_STRING: (str, "text"),
+    FieldDescriptor.CPPTYPE_UINT32: (Integral, "an integer"),
+    FieldDescriptor.CPPTYPE_UINT64: (Integral, "an integer"),
+}
+
+
+def _scalar(field: FieldDescriptor, name: str, value: object) -> object:
+    """The value, if its type is the field's: protobuf would take True for 1, and 1.0 for 1."""
+    kind, expected = _TYPES[field.cpp_type]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidOption(name, f"expected {expected}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

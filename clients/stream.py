@@ -1,0 +1,148 @@
+"""One open Generate stream that carries many requests: refs, a task that writes, a task that reads and distributes."""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Callable
+
+import grpc
+
+from penstock.clients.errors import RequestFailed, StreamBroken, failure_from_call, failure_from_status
+from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, merge
+from penstock.v1 import generation_pb2 as pb
+
+Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+MAX_EVENTS_WAITING = 64
+"""Of one request. Further events are merged into those that wait: a slow consumer gets fewer, larger ones, what waits
+for it is bounded by the request's own output, and no other request is held up."""
+
+_CLOSING_SECONDS = 1.0
+
+
+class Mailbox:
+    """What the reader has for one request's consumer."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._failure: RequestFailed | None = None
+        self._arrived = asyncio.Event()
+        self.abandoned = False
+        """Whether nobody will take events any more; those that still come are dropped."""
+
+    def put(self, event: Event) -> None:
+        """Adds an event; never waits."""
+        if self.abandoned:
+            return
+        self._events.append(event)
+        if len(self._events) > MAX_EVENTS_WAITING:
+            self._events = merge(self._events)
+        self._arrived.set()
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends the request: ``take`` raises this after the last event."""
+        self._failure = failure
+        self._arrived.set()
+
+    async def take(self) -> list[Event]:
+        """All events that wait, at least one. Raises the failure when there are none left."""
+        while not self._events:
+            if self._failure is not None:
+                raise self._failure
+            self._arrived.clear()
+            await self._arrived.wait()
+        events, self._events = self._events, []
+        return events
+
+
+class GenerateStream:
+    """Carries requests until it breaks or is closed; a broken one is not mended but replaced by its owner."""
+
+    def __init__(self, open_call: Callable[[], Call], target: str) -> None:
+        self._target = target
+        self._live: dict[int, Mailbox] = {}
+        self._refs = itertools.count(1)
+        self._outgoing: asyncio.Queue[pb.GenerateRequest | None] = asyncio.Queue()
+        self.is_open = True
+        self._call = open_call()
+        self._writer = asyncio.create_task(self._write(), name="penstock-generate-writer")
+        self._reader = asyncio.create_task(self._read(), name="penstock-generate-reader")
+
+    def start(self, start: pb.Start) -> tuple[int, Mailbox]:
+        """Sends a request and returns its ref and mailbox. Never waits; what was not written yet is kept in memory."""
+        assert self.is_open
+        ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
+        start.ref = ref
+        mailbox = self._live[ref] = Mailbox()
+        self._outgoing.put_nowait(pb.GenerateRequest(start=start))
+        return ref, mailbox
+
+    def cancel(self, ref: int) -> None:
+        """Asks for the early end of a request, whose ``Finished`` still comes. Nothing happens if it has ended."""
+        if self.is_open and ref in self._live:
+            self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=[ref])))
+
+    async def close(self) -> None:
+        """Cancels what is live, lets the service end the stream, and cuts it if that takes more than a second."""
+        if self.is_open:
+            if self._live:
+                self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=list(self._live))))
+            self._outgoing.put_nowait(None)
+            self._break(RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed"))
+        await asyncio.wait({self._reader}, timeout=_CLOSING_SECONDS)
+        self._call.cancel()
+        self._writer.cancel()
+        await asyncio.wait({self._reader, self._writer})
+
+    async def _write(self) -> None:
+        # A task of its own, since grpc.aio cancels the whole call if whoever awaits write() is cancelled.
+        try:
+            while (frame := await self._outgoing.get()) is not None:
+                await self._call.write(frame)
+            await self._call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader learns why
+
+    async def _read(self) -> None:
+        failure: RequestFailed = StreamBroken(grpc.StatusCode.UNAVAILABLE, "the service ended the stream")
+        try:
+            async for response in self._call:
+                self._distribute(response)
+        except grpc.aio.AioRpcError as error:
+            failure = failure_from_call(error, self._target, StreamBroken)
+        finally:  # whatever raised, nobody waits for ever
+            self._break(failure)
+            self._writer.cancel()
+            self._call.cancel()
+
+    def _break(self, failure: RequestFailed) -> None:
+        self.is_open = False
+        live, self._live = self._live, {}
+        for mailbox in live.values():
+            mailbox.fail(copy.copy(failure))  # each is raised in a task of its own
+
+    def _distribute(self, response: pb.GenerateResponse) -> None:
+        for accepted in response.accepted:
+            self._put(accepted.ref, Accepted.from_proto(accepted))
+        for part in response.prompt_logprobs:
+            self._put(part.ref, PromptLogprobs.from_proto(part))
+        for delta in response.deltas:
+            self._put(delta.ref, Delta.from_proto(delta))
+        for finished in response.finished:
+            self._finish(finished)
+
+    def _put(self, ref: int, event: Event) -> None:
+        if (mailbox := self._live.get(ref)) is not None:
+            mailbox.put(event)
+
+    def _finish(self, message: pb.Finished) -> None:
+        mailbox = self._live.pop(message.ref, None)
+        if mailbox is None:
+            return
+        finished = Finished.from_proto(message)
+        if message.status.code != 0:
+            failure = failure_from_status(message.status, message.request_id)
+            failure.finished = finished
+            mailbox.fail(failure)
+        else:
+            mailbox.put(finished)

@@ -1,0 +1,176 @@
+"""The client for code without an event loop: the asynchronous one, on a thread of its own.
+
+with Client("127.0.0.1:50051") as client:
+    print(client.complete("Once upon a time", max_tokens=20).text)
+    for piece in client.stream("Once upon a time"):
+        print(piece.text, end="")
+"""
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+from penstock.clients.channel import DEFAULT_TARGET, Tls
+from penstock.clients.client import AsyncClient, RequestStream
+from penstock.clients.errors import PenstockError
+from penstock.clients.events import Completion, Delta, Event
+from penstock.clients.requests import ChatMessage, Options, Prompt
+from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1.tokenizer_pb2 import RenderChatResponse
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop on a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="penstock-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Waits for a coroutine; Ctrl-C while waiting cancels it. Raises PenstockError once the thread was ended."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise PenstockError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Calls something on the loop, soon and in order; not at all once the thread was ended."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(action)
+
+    def end(self, last: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Runs a last coroutine and ends the thread."""
+
+        def begin() -> None:
+            self._loop.create_task(last()).add_done_callback(lambda _: self._loop.stop())
+
+        self.call(begin)
+        if threading.current_thread() is not self._thread:  # the collector may have called from there
+            self._thread.join()
+
+    def _main(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+class SyncRequestStream:
+    """One request, as events. Leaving ``with`` or the loop before the end cancels it."""
+
+    def __init__(self, request: RequestStream, thread: _LoopThread, owner: "Client") -> None:
+        self._request = request
+        self._thread = thread
+        self._owner = owner  # held, since a client that nobody holds is closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            while events := self.take():
+                yield from events
+        finally:
+            self.leave()
+
+    @property
+    def request_id(self) -> str:
+        """The service's id of the request; empty until it is accepted."""
+        return self._request.request_id
+
+    def take(self) -> list[Event]:
+        """All events that have come since the last call, at least one; none once the request has ended."""
+        return self._thread.run(self._request.take())
+
+    def completion(self) -> Completion:
+        """All that is left, put together."""
+        return self._thread.run(self._request.completion())
+
+    def cancel(self) -> None:
+        """Asks for an early end. Events go on until ``Finished``, which has the usage so far."""
+        self._thread.call(self._request.cancel)
+
+    def leave(self) -> None:
+        """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
+        self._thread.call(self._request.leave)
+
+
+class Client:
+    """Calls one service; safe to use from several threads. The parameters and errors are those of ``AsyncClient``."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        self.target = target
+        self._client = AsyncClient(target, api_key=api_key, tls=tls)
+        self._thread = _LoopThread()
+        # Without close(), the thread ends with the object or the program.
+        self._close = weakref.finalize(self, self._thread.end, self._client.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> SyncRequestStream:
+        """A request as a stream of events: Accepted, PromptLogprobs, Delta, Finished. See ``AsyncClient.generate``."""
+        return SyncRequestStream(self._client.generate(prompt, timeout=timeout, **options), self._thread, self)
+
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Delta]:
+        """The output alone, as it comes. Leaving the loop cancels the request."""
+        return _deltas(self.generate(prompt, timeout=timeout, **options))
+
+    def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+        """The whole answer. Raises RequestFailed."""
+        return self._thread.run(self._client.complete(prompt, timeout=timeout, **options))
+
+    def model(self) -> GetModelResponse:
+        """What is served, and its limits."""
+        return self._thread.run(self._client.model())
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, as a prompt of that text has them."""
+        return self._thread.run(self._client.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def detokenize(self, token_ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return self._thread.run(self._client.detokenize(token_ids, include_special_tokens=include_special_tokens))
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> RenderChatResponse:
+        """The prompt that a conversation becomes: its text and its token ids."""
+        return self._thread.run(self._client.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``
+        seconds."""
+        self._thread.run(self._client.wait_ready(timeout))
+
+    def close(self) -> None:
+        """Cancels what still runs, closes the connection and ends the thread. Safe to call twice."""
+        self._close()
+
+
+def _deltas(request: SyncRequestStream) -> Iterator[Delta]:
+    with request:
+        for event in request:
+            if isinstance(event, Delta):
+                yield event

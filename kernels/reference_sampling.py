@@ -1,0 +1,115 @@
+"""Torch references of the sampling kernels: filters without a sort of the vocabulary, and noise that is a pure function.
+
+Logits are (R, V) in fp32 or fp64; minus infinity marks what is masked. R is rows, V the vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+GOLDEN = -7046029254386353131
+"""0x9E3779B97F4A7C15 as a signed integer: 2^64 over the golden ratio, the increment of SplitMix64."""
+MIX_1 = -4658895280553007687
+"""0xBF58476D1CE4E5B9."""
+MIX_2 = -7723592293110705685
+"""0x94D049BB133111EB."""
+
+NOISE_RANGE = 26.0
+"""In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10 and
+22.19. An entry further below the best one cannot win."""
+
+PIVOT_CANDIDATES = 1024
+"""How many of the largest logits are looked at before top-p falls back to a sort."""
+
+
+def mix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea, Flood 2014). int64 in and out, arithmetic wraps."""
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """The logical right shift, of which torch has only the arithmetic one."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def keyed_uniform(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """u = (h + 1) / (2^32 + 1), h being the upper 32 bits of mix(mix(mix(seed) + position G) + (id + 1) G); fp64 in (0, 1).
+
+    That is SplitMix64's stream from a state which seed and position choose, so it's the same on every device. All int64,
+    broadcast against each other.
+    """
+    state = mix64(mix64(seeds) + positions * GOLDEN)
+    upper = _shift(mix64(state + (token_ids + 1) * GOLDEN), 32)
+    return (upper.double() + 1.0) / (2.0**32 + 1.0)
+
+
+def keyed_gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """g = -ln(-ln(u)) with u from ``keyed_uniform``; fp64."""
+    return -torch.log(-torch.log(keyed_uniform(seeds, positions, token_ids)))
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
+    """Masks, in place, all but the ``top_k`` largest entries of each row; of equal ones the lowest ids are kept.
+
+    ``top_k`` is (R,) int64 of at least 1.
+    """
+    width = min(int(top_k.max()), logits.shape[1])
+    largest = torch.topk(logits, width, dim=1).values
+    last = top_k.clamp(max=width).unsqueeze(1) - 1
+    pivot = largest.gather(1, last)
+    above = (largest > pivot).sum(1, keepdim=True)
+    _keep_to_pivot(logits, pivot, last + 1 - above)
+
+
+def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
+    """Masks, in place, all but the smallest set of the likeliest entries whose probability reaches ``top_p``.
+
+    Of equal ones at the pivot the lowest ids are kept; the likeliest entry always is. ``top_p`` is (R,) in [0, 1].
+    """
+    target = top_p.double().unsqueeze(1)
+    total = torch.logsumexp(logits, 1, keepdim=True)
+    width = min(PIVOT_CANDIDATES, logits.shape[1])
+    largest = torch.topk(logits, width, dim=1).values
+    reached = (largest - total).double().exp().cumsum(1)
+    if width < logits.shape[1] and bool((reached[:, -1:] < target).any()):
+        largest = torch.sort(logits, dim=1, descending=True).values
+        reached = (largest - total).double().exp().cumsum(1)
+    # Entry i is kept if what comes before it has not reached the target.
+    kept = (reached < target).sum(1, keepdim=True).clamp(max=largest.shape[1] - 1)
+    pivot = largest.gather(1, kept)
+    above = (largest > pivot).sum(1, keepdim=True)
+    _keep_to_pivot(logits, pivot, kept + 1 - above)
+
+
+def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
+    """Masks, in place, entries less likely than ``min_p`` times the likeliest: x < max + ln(min_p). ``min_p`` is (R,) in
+    [0, 1]."""
+    floor = logits.amax(1, keepdim=True) + torch.log(min_p.to(logits.dtype)).unsqueeze(1)
+    logits.masked_fill_(logits < floor, -math.inf)
+
+
+def _keep_to_pivot(logits: Tensor, pivot: Tensor, num_equal: Tensor) -> None:
+    """Masks what is below the pivot, and what equals it after the first ``num_equal`` ids. Both are (R, 1)."""
+    logits.masked_fill_(logits < pivot, -math.inf)
+    equal = logits == pivot
+    if bool((equal.sum(1, keepdim=True) > num_equal).any()):
+        logits.masked_fill_(equal & (equal.cumsum(1) > num_equal), -math.inf)
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """argmax over ids of logit + keyed Gumbel noise, which draws from softmax(logits); equal sums: the lowest id.
+
+    Noise is drawn only for entries that could win. ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64.
+    """
+    best = logits.amax(1, keepdim=True)
+    rows, ids = torch.nonzero(logits >= best - NOISE_RANGE, as_tuple=True)
+    scores = logits[rows, ids].double() + keyed_gumbel(seeds[rows], positions[rows], ids)
+    num_rows, vocab_size = logits.shape
+    top = torch.full((num_rows,), -math.inf, dtype=torch.float64, device=logits.device)
+    top.scatter_reduce_(0, rows, scores, "amax")
+    wins = scores == top[rows]
+    chosen = torch.full((num_rows,), vocab_size - 1, dtype=torch.int64, device=logits.device)
+    return chosen.scatter_reduce_(0, rows[wins], ids[wins], "amin")

@@ -1,0 +1,1 @@
+"""Accounts for KV blocks, in pure Python; it knows block numbers, never what a block holds."""

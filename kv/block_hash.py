@@ -1,0 +1,43 @@
+"""Names blocks by what their KV depends on: the tokens from the start of the sequence, the model and the tenant.
+
+Knows neither blocks nor pools. A hash is sha256 over tagged, length-prefixed fields, so that no two different lists of
+fields give the same bytes; each block's hash takes its parent's, so that equal hashes mean equal histories.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_TAG = b"penstock.kv.block.1"
+_SALT_TAG = b"penstock.kv.salt.1"
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+def tenant_salt(model: str, tenant: str) -> bytes:
+    """32 bytes that keep the cached blocks of two tenants, or of two models, apart."""
+    return hashlib.sha256(_field(_SALT_TAG) + _field(model.encode()) + _field(tenant.encode())).digest()
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, salt: bytes, parent: bytes = b"") -> list[bytes]:
+    """Hashes of the full blocks of ``token_ids``; tokens after the last full block are ignored.
+
+    ``parent`` is the hash of the block before the first one; empty at the start of a sequence.
+    """
+    num_full = len(token_ids) // block_size
+    if not num_full:
+        return []
+    packed = memoryview(struct.pack(f"<{num_full * block_size}I", *token_ids[: num_full * block_size]))
+    num_bytes = 4 * block_size
+    tokens_prefix = num_bytes.to_bytes(8, "little")
+    base = hashlib.sha256(_field(_TAG) + _field(salt))
+    hashes = []
+    for start in range(0, len(packed), num_bytes):
+        block = base.copy()
+        block.update(_field(parent) + tokens_prefix)
+        block.update(packed[start : start + num_bytes])
+        parent = block.digest()
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,1 @@
+"""Owns tensors: loads weights, runs a step and samples; it knows no request, stream or client."""

@@ -1,0 +1,72 @@
+"""A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no device."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.rows import Row, RowTable
+from penstock.scheduler.plan import StepPlan
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first."""
+
+    rows: list[Row]
+    starts: Ids
+    """(R,): position of each row's first token."""
+    ends: Ids
+    """(R,): position after each row's last token; KV before it is valid once the step has written its own."""
+    token_starts: Ids
+    """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
+    token_ids: Ids
+    """(T,)."""
+    positions: Ids
+    """(T,)."""
+    slots: Ids
+    """(T,): where each token's KV is written: block * block_size + offset."""
+    tables: Ids
+    """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means nothing."""
+
+    @property
+    def samples(self) -> list[bool]:
+        """Of each row: whether its last token ends its history, so that the next token is to be chosen."""
+        return [int(end) == len(row.history) for row, end in zip(self.rows, self.ends, strict=True)]
+
+
+def build_batch(table: RowTable, plan: StepPlan) -> Batch:
+    """The batch of a plan that was applied to the rows. Each row may be named once."""
+    spans = [(table[chunk.row], chunk.start, chunk.end) for chunk in plan.chunks]
+    for decode in plan.decodes:
+        row = table[decode.row]
+        spans.append((row, row.num_computed, len(row.history)))
+    # Decoding rows of like length are read together, so they must be neighbours.
+    spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
+    for row, start, end in spans:
+        assert row.num_computed == start < end <= len(row.history), f"row {row.number} does not stand at {start}"
+        assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
+    rows = [row for row, _, _ in spans]
+    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
+    starts = np.array([start for _, start, _ in spans], dtype=np.int64)
+    ends = np.array([end for _, _, end in spans], dtype=np.int64)
+    lengths = ends - starts
+    token_starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+    owners = np.repeat(np.arange(len(rows)), lengths)
+    positions = np.arange(token_starts[-1]) - token_starts[owners] + starts[owners]
+    tables = table.tables(rows)
+    token_ids: list[int] = []
+    for row, start, end in spans:
+        token_ids += row.history[start:end] if end - start > 1 else (row.history[start],)
+    return Batch(
+        rows=rows,
+        starts=starts,
+        ends=ends,
+        token_starts=token_starts,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=positions,
+        slots=tables[owners, positions // table.block_size] * table.block_size + positions % table.block_size,
+        tables=tables,
+    )

@@ -1,0 +1,186 @@
+"""Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes.
+
+Needs no torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.models.errors import ModelError as ModelError
+from penstock.models.families import spec_from_config
+from penstock.models.safetensors_header import TensorEntry, read_header
+from penstock.models.spec import ModelSpec
+
+DEMO = "demo"
+"""The name of the built-in model."""
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtypes of tensors that can be loaded, with torch's names for them."""
+
+MAX_JSON_BYTES = 64 << 20
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+"""What is fetched of a repository on the hub."""
+
+DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+"""Endings of tensors that old checkpoints hold although they follow from the config."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A model directory that passed every check."""
+
+    path: Path
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    tensors: Mapping[str, TensorEntry]
+    """Exactly those of ``spec.tensors()``; empty if weights were not asked for."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, in torch's name; from the config where there are no weights."""
+        entry = self.tensors.get("model.embed_tokens.weight")
+        if entry is not None:
+            return FLOAT_DTYPES[entry.dtype]
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        return named if named in FLOAT_DTYPES.values() else "float32"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all tensors, as they lie in the files."""
+        return sum(entry.num_bytes for entry in self.tensors.values())
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model: a path, ``demo``, or the id of a repository on the Hugging Face hub.
+
+    An id is fetched into huggingface_hub's cache unless it is there; HF_HUB_OFFLINE=1 asks the cache alone. Raises ModelError.
+    """
+    if name == DEMO:
+        return Path(__file__).parent / "demo"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{name}: is a file: give the directory that holds config.json")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    # The library costs half a second to import, and a local directory needs nothing of it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except HFValidationError as error:
+        raise ModelError(f"{name}: neither a directory nor a repository id: give one of the two") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{name}: not in the Hugging Face cache, and the hub cannot be reached: fetch it where there is a network, "
+            "or give a directory"
+        ) from error
+    except HfHubHTTPError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{name}: the hub refused ({reason}): check the id, and HF_TOKEN for a gated model") from error
+
+
+def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
+    """Checks config.json and, if ``weights``, every header of the safetensors files against the file's length and the
+    model that the config describes. Reads no tensor. Raises ModelError."""
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such directory: give a model's directory")
+    config = _read_json(path / CONFIG)
+    try:
+        spec = spec_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
+    tensors = _match(spec, _entries(path), path) if weights else {}
+    return CheckpointInfo(path, config, spec, tensors)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB: this is no such file")
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelError(f"{file}: is missing: give a directory in Hugging Face's layout") from error
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check its rights") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: is no valid JSON ({error}): download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: is no JSON object: download it again")
+    return value
+
+
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of all shards."""
+    if (path / INDEX).is_file():
+        return _indexed_entries(path)
+    if (path / SINGLE).is_file():
+        return read_header(path / SINGLE)
+    for name in PICKLED:
+        if (path / name).exists():
+            raise ModelError(f"{path / name}: pickled weights are never loaded: use the model's safetensors version")
+    raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
+
+
+def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
+    index = path / INDEX
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: weight_map is missing or empty: download it again")
+    for name, shard in weight_map.items():
+        # A name with a separator could point anywhere on this machine.
+        if not isinstance(shard, str) or shard != Path(shard).name or not shard.endswith(".safetensors"):
+            raise ModelError(f"{index}: weight_map gives {name} the file {shard!r}: it must be a safetensors file beside it")
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise ModelError(f"{path / shard}: this shard is missing, and {INDEX} names it: download it")
+        shards[shard] = read_header(path / shard)
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise ModelError(f"{path / shard}: tensor {name} is missing, and {INDEX} says it is here: download the shard again")
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _match(spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path) -> dict[str, TensorEntry]:
+    """The tensors that the spec needs; raises where one is missing, wrong, or too many."""
+    matched = {}
+    for name, shape in spec.tensors():
+        entry = entries.get(name)
+        if entry is None:
+            raise ModelError(f"{path}: tensor {name} is missing, and {CONFIG} calls for it: download the weights again")
+        if entry.shape != shape:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
+                "config and weights are of different models"
+            )
+        if entry.dtype not in FLOAT_DTYPES:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}: weights must be {', '.join(FLOAT_DTYPES)}; "
+                "use the unquantised checkpoint"
+            )
+        matched[name] = entry
+    for name in entries.keys() - matched.keys():
+        # A tensor that nobody reads means that the model would compute something else than was trained.
+        if not name.endswith(DERIVED_TENSORS) and not (name == "lm_head.weight" and spec.tied_embeddings):
+            raise ModelError(
+                f"{entries[name].file}: tensor {name} has no place in {spec.architecture} as {CONFIG} describes it: "
+                "config and weights are of different models"
+            )
+    return matched

@@ -1,0 +1,80 @@
+"""Reads fields of a Hugging Face config with bounds, so that whatever is wrong is named. Knows no model family."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.models.errors import ModelError
+
+
+class Fields:
+    """A mapping out of config.json, or a part of it called ``path``. Every getter raises ModelError naming the field."""
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self._values = values
+        self._path = path
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and null."""
+        return name in self._values and self._values[name] is None
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in [low, high]; ``default`` where the field is absent or null."""
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(name, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]; ``default`` where the field is absent or null."""
+        value = self._get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(name, f"must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; ``default`` where the field is absent or null."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; ``default`` where the field is absent or null."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "must be a string")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings."""
+        value = self._get(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "must be a list of strings")
+        return value
+
+    def part(self, name: str) -> "Fields":
+        """A mapping inside this one; empty where the field is absent or null."""
+        value = self._values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "must be an object")
+        return Fields(value, f"{self._path}{name}.")
+
+    def wrong(self, name: str, rule: str) -> ModelError:
+        """The error for a field that breaks a rule."""
+        value = repr(self._values.get(name))
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        return ModelError(f"config.json: {self._path}{name} is {shown}: it {rule}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise ModelError(f"config.json: {self._path}{name} is missing: download the model's config.json again")
+        return default

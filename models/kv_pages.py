@@ -1,0 +1,49 @@
+"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no plans."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference import gather_kv, write_kv
+from penstock.models.spec import ModelSpec
+
+
+class KVPages:
+    """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded with
+    it.
+
+    Memory is taken when a block is first used: until ``renew`` a page holds whatever the allocator gave.
+    """
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        shape = (spec.num_layers, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.renew([num_blocks])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities must
+        not reach the next."""
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        for layer in range(self.keys.shape[0]):
+            self.keys[layer].index_fill_(0, ids, 0)
+            self.values[layer].index_fill_(0, ids, 0)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""
+        write_kv(self.keys[layer], slots, keys)
+        write_kv(self.values[layer], slots, values)
+
+    def gather(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows, each (B, N * block_size, kv heads, head size), from a ``table`` (B, N) of block ids.
+
+        Slots from ``lengths`` (B,) on are not the row's: what is returned there is finite and must be masked.
+        """
+        return gather_kv(self.keys[layer], table), gather_kv(self.values[layer], table)

@@ -1,0 +1,126 @@
+"""Trains the demo model's tokenizer, writes its files, and encodes the corpus with it.
+
+A byte-level BPE of 4,096 ids: any text encodes, and decoding gives the same bytes back. The tokenizer is trained only when
+--out has none yet (or with --retrain): a tokenizer that weights were trained with must not change. The corpus becomes
+train.bin, token ids in uint16, documents in a shuffled order, each followed by <|endoftext|>.
+
+Examples:
+    python tokenize_corpus.py
+    python tokenize_corpus.py --work /data/demo-train --out /data/demo --retrain
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.trainers import BpeTrainer
+from tqdm import tqdm
+
+from penstock.models.train_demo.prepare import DEFAULT_WORK
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
+VOCAB_SIZE = 4096
+# Words with the blank before them, single digits, runs of signs, runs of white space: Qwen's pattern.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def read_texts(path: Path, keep_every: int = 1) -> Iterator[str]:
+    """Yields the text of every `keep_every`th document of a .jsonl file."""
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            if number % keep_every == 0:
+                yield str(json.loads(line)["text"])
+
+
+def train_tokenizer(corpus: Path) -> Tokenizer:
+    """A tokenizer of `VOCAB_SIZE` ids trained on a third of the corpus; special tokens have the highest ids."""
+    tokenizer = Tokenizer(BPE())
+    split = Split(Regex(PATTERN), behavior="isolated")
+    tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        initial_alphabet=ByteLevel.alphabet(),
+        max_token_length=24,
+    )
+
+    def plain() -> Iterator[str]:
+        for text in read_texts(corpus, keep_every=3):
+            for token in SPECIAL_TOKENS:
+                text = text.replace(token, "\n")
+            yield text
+
+    tokenizer.train_from_iterator(plain(), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "additional_special_tokens": [IM_START, IM_END],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 16_384,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
+    """Writes the documents' ids to `out` in a shuffled order; returns how many there are."""
+    texts = list(read_texts(corpus))
+    random.Random(2).shuffle(texts)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    total = 0
+    new = out.with_suffix(".new")  # a training run may have the old file mapped
+    with new.open("wb") as stream, tqdm(total=len(texts), unit="document", desc="encoding") as bar:
+        for start in range(0, len(texts), 1024):
+            batch = texts[start : start + 1024]
+            ids = np.concatenate([[*e.ids, end] for e in tokenizer.encode_batch_fast(batch, add_special_tokens=False)])
+            stream.write(ids.astype(np.uint16).tobytes())
+            total += len(ids)
+            bar.update(len(batch))
+    new.replace(out)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
+    parser.add_argument("--retrain", action="store_true", help="train the tokenizer even if --out has one")
+    args = parser.parse_args()
+    if args.retrain or not (args.out / "tokenizer.json").exists():
+        write_tokenizer(train_tokenizer(args.work / "train.jsonl"), args.out)
+    tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    total = encode_corpus(tokenizer, args.work / "train.jsonl", args.work / "train.bin")
+    size = sum(len(text.encode()) for text in read_texts(args.work / "train.jsonl"))
+    print(f"{total:,} tokens, {size / total:.3f} bytes each")
+
+
+if __name__ == "__main__":
+    main()

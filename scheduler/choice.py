@@ -1,0 +1,204 @@
+"""What the scheduler knows of a request while it lives, and of each of its choices. Decides nothing.
+
+Where a choice stands, in positions of its history:
+
+    0 .............. num_computed ........ num_planned .......... len(token_ids) .......... length_bound
+    |  KV confirmed  |  KV in a plan that  |  not planned yet      |  at most what plans     |
+    |                |  is not answered    |  (prompt chunks)      |  in flight will add     |
+
+A decoding choice has everything planned that is known; then the worker alone knows where between ``len(token_ids)`` and
+``length_bound`` the row's history ends.
+"""
+
+import hashlib
+from collections import deque
+from enum import Enum, auto
+
+import msgspec
+
+from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.plan import Decode, SamplingParams
+from penstock.scheduler.policy import Rank
+from penstock.scheduler.request import FinishReason, Finished, Request, Timings, Usage
+
+
+class ChoiceState(Enum):
+    """Where a choice is."""
+
+    WAITING = auto()
+    """In the queue: new, forked or preempted. It holds no row."""
+    PREFILLING = auto()
+    """Has a row and all blocks of its history; chunks of it are still to be planned."""
+    DECODING = auto()
+    """Has a row that continues by itself."""
+    ENDED = auto()
+
+
+class LiveRequest:
+    """A request from admission to its one ``Finished``."""
+
+    __slots__ = (
+        "choices",
+        "first_token_at",
+        "forked",
+        "num_ended",
+        "num_prompt_logprobs",
+        "number",
+        "request",
+        "started_at",
+        "timings",
+        "usage",
+    )
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request = request
+        self.number = number
+        """Of arrival."""
+        self.choices: list[Choice] = []
+        """Choice 0 alone, until the prompt is computed."""
+        self.forked = request.n == 1
+        self.num_ended = 0
+        self.num_prompt_logprobs = 1
+        """Positions of the prompt whose log-probabilities are reported; the first token has none."""
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
+        self.timings = Timings()
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether there are log-probabilities of the prompt that nobody was told yet."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and self.num_prompt_logprobs < len(self.request.prompt_token_ids)
+        )
+
+    def finished(self, reason: FinishReason, message: str, now: float) -> Finished:
+        """The request's last event."""
+        arrival = self.request.arrival
+        timings = self.timings
+        timings.total_us = _microseconds(now - arrival)
+        timings.queued_us = timings.total_us if self.started_at is None else _microseconds(self.started_at - arrival)
+        if self.started_at is not None and self.first_token_at is not None:
+            timings.prefill_us = _microseconds(self.first_token_at - self.started_at)
+            timings.first_token_us = _microseconds(self.first_token_at - arrival)
+        self.usage.output_tokens = sum(choice.delivery.num_tokens for choice in self.choices)
+        return Finished(reason, self.usage, timings, message)
+
+
+class Choice:
+    """One of a request's n sequences."""
+
+    __slots__ = (
+        "awaited_hash",
+        "block_ids",
+        "capacity",
+        "decode",
+        "delivery",
+        "epoch",
+        "hashes",
+        "in_flight",
+        "length_bound",
+        "length_limit",
+        "live",
+        "num_computed",
+        "num_planned",
+        "num_published",
+        "pinned",
+        "prefill_end",
+        "rank",
+        "row",
+        "sampling",
+        "state",
+        "token_ids",
+    )
+
+    def __init__(
+        self, live: LiveRequest, index: int, rank: Rank, hashes: list[bytes], max_tokens: int, pinned: list[int]
+    ) -> None:
+        request = live.request
+        self.live = live
+        self.rank = rank
+        self.sampling = sampling_of_choice(request.sampling, index)
+        self.state = ChoiceState.WAITING
+        self.token_ids = list(request.prompt_token_ids)
+        """Prompt and accepted output; only what the worker confirmed."""
+        self.delivery = Delivery(
+            index,
+            request.make_text(),
+            request.sampling.stop_token_ids,
+            request.sampling.min_tokens,
+            max_tokens,
+            request.sampling.logprobs,
+        )
+        self.length_bound = len(self.token_ids)
+        """The longest that the history can be when every plan in flight is answered."""
+        self.length_limit = self.length_bound + max_tokens
+        self.in_flight: deque[int] = deque()
+        """For each unanswered plan that computes the choice: how many tokens it may add."""
+
+        self.hashes = hashes
+        """Of the history's full blocks, as far as they were needed; empty with the cache off."""
+        self.awaited_hash: bytes | None = None
+        """The block that somebody else is computing and that this choice waits for."""
+        self.pinned = pinned
+        """Blocks of the prompt that a forked choice keeps until it runs."""
+
+        self.row = -1
+        self.epoch = 0
+        self.decode = Decode(-1, 1)
+        """What a plan says to continue the row by one token; the same object every time, to save time."""
+        self.block_ids: list[int] = []
+        self.capacity = 0
+        """Positions that ``block_ids`` hold."""
+        self.num_computed = 0
+        self.num_planned = 0
+        self.num_published = 0
+        """Blocks, from the first one, that are published or came from the cache."""
+        self.prefill_end = 0
+        """The history's length when the row began: chunks go up to here."""
+
+    @property
+    def index(self) -> int:
+        """0 to n-1."""
+        return self.delivery.index
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the request's prompt."""
+        return len(self.live.request.prompt_token_ids)
+
+    def begin(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
+        """A row's life starts, with KV in its first blocks."""
+        assert self.state is ChoiceState.WAITING
+        assert not self.in_flight, "a row begins again before its newest plan is answered"
+        assert self.length_bound == len(self.token_ids)
+        self.state = ChoiceState.PREFILLING
+        self.row, self.epoch = row, epoch
+        self.decode = Decode(row, 1)
+        self.block_ids = block_ids
+        self.capacity = len(block_ids) * block_size
+        self.num_computed = self.num_planned = num_cached_blocks * block_size
+        self.num_published = num_cached_blocks
+        self.prefill_end = len(self.token_ids)
+        self.awaited_hash = None
+
+    def leave_row(self) -> None:
+        """The row's life is over, and its blocks are given up; what is in flight still counts."""
+        self.row = -1
+        self.block_ids = []
+        self.capacity = 0
+        self.num_computed = self.num_planned = self.num_published = 0
+
+
+def sampling_of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The request's own for choice 0; another seed, and no log-probabilities of the prompt, for the others."""
+    if index == 0:
+        return sampling
+    field = b"penstock.choice.1" + sampling.seed.to_bytes(8, "little") + index.to_bytes(4, "little")
+    seed = int.from_bytes(hashlib.sha256(field).digest()[:8], "little")
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))

@@ -1,0 +1,235 @@
+"""Every way in which a call or a request may fail, and the google.rpc.Status that says so.
+
+A message comes from this file, or from a named error that was written for the caller's eyes; an exception's own text
+never does. Knows neither streams nor the engine's inner life.
+"""
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from penstock.scheduler.request import FinishReason, RefusalKind, Refused
+
+DOMAIN = "penstock"
+"""Of every ErrorInfo: with its reason it names the failure for programs."""
+
+MAX_STATUS_BYTES = 1024
+_MAX_MESSAGE_BYTES = 300
+_MAX_FIELD_BYTES = 80
+DONT_RETRY = -1
+"""As a retry hint: trying again cannot help (a negative pushback, by gRPC's retry design)."""
+
+
+class Reason(Enum):
+    """The reasons of the catalogue; their names are what ErrorInfo carries."""
+
+    INVALID_FIELD = auto()
+    MALFORMED_MESSAGE = auto()
+    DUPLICATE_REF = auto()
+    TOO_LARGE = auto()
+    TOO_EXPENSIVE = auto()
+    NO_CHAT_TEMPLATE = auto()
+    UNKNOWN_SERVICE = auto()
+    UNAUTHENTICATED = auto()
+    METHOD_DENIED = auto()
+    TENANT_DENIED = auto()
+    QUEUE_FULL = auto()
+    PREPARATION_FULL = auto()
+    READER_TOO_SLOW = auto()
+    DEADLINE = auto()
+    CANCELLED = auto()
+    DRAINING = auto()
+    SHUTDOWN = auto()
+    WORKER_DOWN = auto()
+    WORKER_DIED = auto()
+    NOT_AVAILABLE_YET = auto()
+    INTERNAL = auto()
+
+
+class Entry(NamedTuple):
+    """What the catalogue says of a reason."""
+
+    code: grpc.StatusCode
+    message: str
+    """Sent where the error brings no message of its own."""
+    retry_after_ms: int | None = None
+    """When to try again; DONT_RETRY; or None, which leaves it to the code."""
+
+
+_Code = grpc.StatusCode
+CATALOGUE: Mapping[Reason, Entry] = {
+    Reason.INVALID_FIELD: Entry(_Code.INVALID_ARGUMENT, "a field is out of its bounds"),
+    Reason.MALFORMED_MESSAGE: Entry(
+        _Code.INVALID_ARGUMENT, "the message is no valid protobuf of its type; generate the stubs anew"
+    ),
+    Reason.DUPLICATE_REF: Entry(_Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"),
+    Reason.TOO_LARGE: Entry(_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"),
+    Reason.TOO_EXPENSIVE: Entry(_Code.INVALID_ARGUMENT, "the request asks for too much in all"),
+    Reason.NO_CHAT_TEMPLATE: Entry(
+        _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
+    ),
+    Reason.UNKNOWN_SERVICE: Entry(_Code.NOT_FOUND, "no service of this name is served here"),
+    Reason.UNAUTHENTICATED: Entry(
+        _Code.UNAUTHENTICATED, "no valid API key; send the metadata 'authorization: Bearer <key>'"
+    ),
+    Reason.METHOD_DENIED: Entry(_Code.PERMISSION_DENIED, "this method is not open to callers"),
+    Reason.TENANT_DENIED: Entry(
+        _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
+    ),
+    Reason.QUEUE_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
+    Reason.PREPARATION_FULL: Entry(
+        _Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250
+    ),
+    Reason.READER_TOO_SLOW: Entry(
+        _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
+    ),
+    Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
+    Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
+    Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service is going down; try another", 1000),
+    Reason.SHUTDOWN: Entry(_Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000),
+    Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),
+    Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
+    Reason.NOT_AVAILABLE_YET: Entry(_Code.UNIMPLEMENTED, "not available yet"),
+    Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report the request id to its operator"),
+}
+
+_REFUSALS: Mapping[RefusalKind, Reason] = {
+    RefusalKind.QUEUE_FULL: Reason.QUEUE_FULL,
+    RefusalKind.TOO_LARGE: Reason.TOO_LARGE,
+    RefusalKind.DRAINING: Reason.DRAINING,
+    RefusalKind.WORKER_DOWN: Reason.WORKER_DOWN,
+    RefusalKind.DEADLINE: Reason.DEADLINE,
+}
+
+_ENDINGS: Mapping[FinishReason, Reason | None] = {
+    FinishReason.STOP: None,
+    FinishReason.LENGTH: None,
+    FinishReason.CANCELLED: Reason.CANCELLED,
+    FinishReason.DEADLINE: Reason.DEADLINE,
+    FinishReason.WORKER_DIED: Reason.WORKER_DIED,
+    FinishReason.SHUTDOWN: Reason.SHUTDOWN,
+    FinishReason.INTERNAL: Reason.INTERNAL,
+}
+
+
+class ServiceError(Exception):
+    """A failure out of the catalogue. ``message`` is sent to the caller as it is, so it says nothing of prompts,
+    outputs, keys or our own inner life; ``field`` is a path such as ``sampling.top_p``."""
+
+    def __init__(
+        self, reason: Reason, message: str = "", *, field: str = "", retry_after_ms: int | None = None
+    ) -> None:
+        entry = CATALOGUE[reason]
+        super().__init__(message or entry.message)
+        self.reason = reason
+        self.code = entry.code
+        self.message = message or entry.message
+        self.field = field
+        self.retry_after_ms = entry.retry_after_ms if retry_after_ms is None else retry_after_ms
+
+
+class StatusError(Exception):
+    """Ends a call with a status that is made already: that of the one request which the call carried."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+def invalid(field: str, problem: str) -> ServiceError:
+    """A field out of its bounds: ``problem`` says what is wrong and what would be right."""
+    return ServiceError(Reason.INVALID_FIELD, f"{field}: {problem}", field=field)
+
+
+def from_refusal(refused: Refused) -> ServiceError:
+    """The engine's refusal in the catalogue's terms."""
+    retry_after_ms = refused.retry_after_ms
+    if retry_after_ms is None and refused.kind is RefusalKind.QUEUE_FULL:
+        retry_after_ms = DONT_RETRY
+    return ServiceError(_REFUSALS[refused.kind], refused.message, retry_after_ms=retry_after_ms)
+
+
+def from_exception(error: BaseException) -> ServiceError | None:
+    """The catalogue's error for an exception; None for one that is a bug of our own, whose text no caller may see."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, Refused):
+        return from_refusal(error)
+    return None
+
+
+def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
+    """The error as the wire has it, in at most MAX_STATUS_BYTES."""
+    message = _cut(error.message, _MAX_MESSAGE_BYTES)
+    details = [
+        _pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
+        _pack(error_details_pb2.RequestInfo(request_id=request_id)),
+    ]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(error.field, _MAX_FIELD_BYTES), description=message
+        )
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_ms is not None and error.retry_after_ms >= 0:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    number: int = error.code.value[0]
+    status = status_pb2.Status(code=number, message=message, details=details)
+    assert status.ByteSize() <= MAX_STATUS_BYTES, "the caps on message and field keep a status small"
+    return status
+
+
+def ending_status(reason: FinishReason, message: str, request_id: str) -> status_pb2.Status:
+    """The status of a request that ended for ``reason``: OK where it ended as it should."""
+    named = _ENDINGS[reason]
+    if named is None:
+        return status_pb2.Status()
+    # What an internal error says is for the log; the caller gets the request id to find it there.
+    return to_status(ServiceError(named, "" if named is Reason.INTERNAL else message), request_id)
+
+
+def status_code(status: status_pb2.Status) -> grpc.StatusCode:
+    """gRPC's own code of a status."""
+    return _CODES[status.code]
+
+
+def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata of a call that ends with ``status``: its details, and the pushback for clients that retry."""
+    trailing: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
+    pushback = _pushback_ms(status)
+    if pushback is not None:
+        trailing.append(("grpc-retry-pushback-ms", str(pushback)))
+    return tuple(trailing)
+
+
+_CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _pushback_ms(status: status_pb2.Status) -> int | None:
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(retry):
+            return retry.retry_delay.ToMilliseconds()
+        detail.Unpack(info)
+    known = Reason.__members__.get(info.reason)
+    return CATALOGUE[known].retry_after_ms if known is not None else None
+
+
+def _pack(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _cut(text: str, limit: int) -> str:
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= limit:
+        return encoded.decode()
+    return encoded[: limit - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,147 @@
+"""The outermost interceptor: every call gets an id, a span, and exactly one status out of the catalogue.
+
+grpc.aio by itself answers UNKNOWN with the exception's text, and nothing at all after a CancelledError of the handler's
+own. Here both become INTERNAL with the call's id, under which the log has the rest.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc._cython.cygrpc import ExecuteBatchError
+from opentelemetry.trace import Span
+
+from penstock.service.errors import (
+    Reason,
+    ServiceError,
+    StatusError,
+    from_exception,
+    status_code,
+    to_status,
+    trailers,
+)
+from penstock.service.request_id import new_request_id
+from penstock.service.telemetry import Telemetry, end_call
+
+_log = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 1.0
+"""How long the status of a call may wait behind messages that the client does not read."""
+
+current_request_id: ContextVar[str] = ContextVar("current_request_id")
+"""The id of the call that this task answers; on the single-request methods also the request's."""
+
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Maps whatever a handler raises to a status; to be the first in the list."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The method's handler inside the guard; None for a method that is not served, which gRPC answers itself."""
+        current_request_id.set(new_request_id())
+        try:
+            handler = await continuation(handler_call_details)
+        except Exception as error:
+            handler = _failing(error)
+        return handler if handler is None else self._guarded(handler, handler_call_details)
+
+    def _guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        parse = handler.request_deserializer or _as_it_is
+        serialize = handler.response_serializer or _as_it_is
+
+        async def answer(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            request_id = current_request_id.get()
+            with self._telemetry.call(details.method, details.invocation_metadata, request_id) as span:
+                try:
+                    parsed = _each(parse, argument) if handler.request_streaming else _parsed(parse, argument)
+                    outcome = behaviour(parsed, context)
+                    if inspect.isasyncgen(outcome):
+                        async for message in outcome:
+                            await context.write(message)
+                        return None
+                    message = await outcome
+                    # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
+                    return None if handler.response_streaming else serialize(message)
+                except BaseException as error:
+                    await _end(context, error, request_id, span)
+
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            return make(answer, None, handler.response_serializer)
+        make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        return make(answer, None, None)
+
+
+def _failing(error: Exception) -> Handler:
+    async def fail(argument: Any, context: Any) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(fail)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError:
+        raise ServiceError(Reason.MALFORMED_MESSAGE) from None
+
+
+async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for raw in raw_messages:
+        yield _parsed(parse, raw)
+
+
+async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str, span: Span) -> NoReturn:
+    """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
+    if isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):
+        raise error
+    if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+        end_call(span, grpc.StatusCode.CANCELLED)
+        raise error
+    if isinstance(error, ExecuteBatchError):
+        # The client went away while a message was on its way: nobody is left to be told.
+        end_call(span, grpc.StatusCode.CANCELLED)
+        raise asyncio.CancelledError from None
+    status = _status_of(error, request_id)
+    code = status_code(status)
+    end_call(span, code)
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await context.abort(code, status.message, trailers(status))
+    except (ExecuteBatchError, TimeoutError):
+        raise asyncio.CancelledError from None
+    raise AssertionError("abort always raises")
+
+
+def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+    if isinstance(error, StatusError):
+        return error.status
+    known = from_exception(error)
+    if known is None:
+        _log.error("call %s: an error of our own", request_id, exc_info=error)
+        known = ServiceError(Reason.INTERNAL)
+    return to_status(known, request_id)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

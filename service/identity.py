@@ -1,0 +1,195 @@
+"""Who calls: API keys to tenants, and which methods are open to whom. Everything that is not named here is denied.
+
+A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others]``; blank lines and what follows a ``#`` are ignored.
+``hash_key`` makes the first word. Keys themselves are in no file, no log and no message.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from penstock.service.errors import Reason, ServiceError
+
+DEFAULT_TENANT = "default"
+_ACT_FOR_OTHERS = "act-for-others"
+_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_KEY_BYTES = 1024
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made a call."""
+
+    tenant: str
+    may_act_for_others: bool = False
+
+    def tenant_for(self, named: str) -> str:
+        """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED."""
+        if named in ("", self.tenant):
+            return self.tenant
+        if not self.may_act_for_others:
+            raise ServiceError(Reason.TENANT_DENIED, field="tenant")
+        return named
+
+
+class KeyFileError(Exception):
+    """The key file cannot be used; the text names the file, the line and the remedy, and never a key."""
+
+
+class Authenticator(Protocol):
+    """Finds out who calls, from a call's metadata alone."""
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Raises ServiceError UNAUTHENTICATED."""
+        ...
+
+
+class Everyone:
+    """Without a key file everyone is one tenant, and nobody acts for another."""
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Never fails."""
+        return Caller(DEFAULT_TENANT)
+
+
+class ApiKeys:
+    """Keys known by their hashes."""
+
+    def __init__(self, callers: Mapping[bytes, Caller]) -> None:
+        """``callers`` has the sha256 digest of each key."""
+        # Looked up by a keyed hash of the digest, under a secret of this process: how long a look-up takes then tells
+        # nothing about the digests, and the one comparison that follows takes the same time for every key.
+        self._secret = secrets.token_bytes(32)
+        self._callers = {self._blind(digest): (digest, caller) for digest, caller in callers.items()}
+        self._nobody = (bytes(32), Caller(DEFAULT_TENANT))
+
+    @classmethod
+    def load(cls, path: Path) -> "ApiKeys":
+        """Reads a key file. Raises KeyFileError."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeyFileError(f"{path}: cannot be read as text: {type(error).__name__}; check the path") from error
+        callers: dict[bytes, Caller] = {}
+        for number, line in enumerate(lines, start=1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            digest, caller = _parse_line(words, f"{path}:{number}")
+            if digest in callers:
+                raise KeyFileError(f"{path}:{number}: the key is in the file already; remove one of the lines")
+            callers[digest] = caller
+        if not callers:
+            raise KeyFileError(f"{path}: holds no key; add a line 'sha256:<hex> <tenant>', or leave --api-keys-file out")
+        return cls(callers)
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Wants ``authorization: Bearer <key>``, once."""
+        values = [value for name, value in metadata if name == "authorization"]
+        if len(values) != 1 or not isinstance(values[0], str):
+            raise ServiceError(Reason.UNAUTHENTICATED)
+        scheme, _, key = values[0].partition(" ")
+        if scheme.lower() != "bearer" or not 0 < len(key) <= _MAX_KEY_BYTES:
+            raise ServiceError(Reason.UNAUTHENTICATED)
+        digest = _digest(key)
+        known, caller = self._callers.get(self._blind(digest), self._nobody)
+        if not hmac.compare_digest(known, digest):
+            raise ServiceError(Reason.UNAUTHENTICATED)
+        return caller
+
+    def _blind(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+def hash_key(key: str) -> str:
+    """The first word of a key's line: its sha256. Keys are long and random, so nothing slower is needed."""
+    return f"sha256:{_digest(key).hex()}"
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    OPEN = auto()
+    """Anyone: probes and tools that ask what there is."""
+    CALLERS = auto()
+    """Whoever the authenticator knows."""
+
+
+ACCESS: Mapping[str, Access] = {
+    "/grpc.health.v1.Health/Check": Access.OPEN,
+    "/grpc.health.v1.Health/Watch": Access.OPEN,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/penstock.v1.GenerationService/Complete": Access.CALLERS,
+    "/penstock.v1.GenerationService/Generate": Access.CALLERS,
+    "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
+    "/penstock.v1.ModelService/GetModel": Access.CALLERS,
+    "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
+    "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
+    "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
+}
+"""Every method that is served. One that is not here is denied to everyone."""
+
+current_caller: ContextVar[Caller] = ContextVar("current_caller")
+"""Who made the call that this task answers."""
+
+
+class IdentityInterceptor(grpc.aio.ServerInterceptor):
+    """Turns callers away before their message is looked at."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The method's own handler, or one that ends the call without reading it."""
+        handler = await continuation(handler_call_details)
+        access = ACCESS.get(handler_call_details.method)
+        if handler is None or access is Access.OPEN:
+            return handler
+        try:
+            if access is None:
+                raise ServiceError(Reason.METHOD_DENIED)
+            current_caller.set(self._authenticator.authenticate(handler_call_details.invocation_metadata))
+        except ServiceError as error:
+            return _denial(error)
+        return handler
+
+
+def _denial(error: ServiceError) -> grpc.RpcMethodHandler[Any, Any]:
+    # As a stream, whatever the method is: a unary handler would have the message received and parsed first.
+    async def deny(request_iterator: Any, context: Any) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(deny)
+
+
+def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
+    hashed, *rest = words
+    match = _HASHED.fullmatch(hashed)
+    if match is None:
+        raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 hex digits, as hash_key makes it of a key")
+    if not rest or not _TENANT.fullmatch(rest[0]):
+        raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
+    if rest[1:] not in ([], [_ACT_FOR_OTHERS]):
+        raise KeyFileError(f"{where}: after the tenant only '{_ACT_FOR_OTHERS}' may follow")
+    return bytes.fromhex(match[1]), Caller(rest[0], may_act_for_others=len(rest) == 2)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

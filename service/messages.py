@@ -1,0 +1,101 @@
+"""From the engine's events to messages of the contract. Knows neither streams nor when anything is sent."""
+
+from collections.abc import Mapping
+
+from google.rpc import status_pb2
+
+from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.request import Finished, FinishReason, Matched
+from penstock.service.outbox import Batch
+from penstock.v1 import generation_pb2 as pb
+
+_REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
+    FinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
+    FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
+}
+
+
+def stream_message(batch: Batch) -> pb.GenerateResponse:
+    """A message of Generate."""
+    message = pb.GenerateResponse(
+        accepted=batch.accepted,
+        finished=batch.finished,
+        heartbeat=batch.heartbeat,
+        update_refused=batch.update_refused,
+    )
+    _fill(message, batch)
+    return message
+
+
+def single_message(batch: Batch) -> pb.GenerateOneResponse:
+    """A message of GenerateOne, whose stream carries one request."""
+    message = pb.GenerateOneResponse(
+        accepted=batch.accepted[0] if batch.accepted else None,
+        finished=batch.finished[0] if batch.finished else None,
+        heartbeat=batch.heartbeat,
+    )
+    _fill(message, batch)
+    return message
+
+
+def finished_message(
+    ref: int, request_id: str, finished: Finished, status: status_pb2.Status, seed: int | None
+) -> pb.Finished:
+    """The end of a request; ``seed`` is None for one that was not admitted."""
+    usage, timings = finished.usage, finished.timings
+    return pb.Finished(
+        ref=ref,
+        status=status,
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens
+        ),
+        timings=pb.Timings(
+            queued_us=timings.queued_us,
+            prefill_us=timings.prefill_us,
+            first_token_us=timings.first_token_us,
+            total_us=timings.total_us,
+            preemptions=timings.preemptions,
+        ),
+        reason=_REASONS[finished.reason],
+        seed=seed,
+        request_id=request_id,
+    )
+
+
+def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
+    """Appends: parts of one choice or prompt, in order, make the whole."""
+    out.num_top = logprobs.num_top
+    out.chosen.extend(logprobs.chosen)
+    out.top_token_ids.extend(logprobs.top_token_ids)
+    out.top.extend(logprobs.top)
+
+
+def fill_end(out: pb.ChoiceEnd, end: Matched) -> None:
+    """How a choice ended."""
+    out.reason = _REASONS[end.reason]
+    if end.stop is not None:
+        out.stop = end.stop
+    elif end.stop_token_id is not None:
+        out.stop_token_id = end.stop_token_id
+
+
+def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: Batch) -> None:
+    for ref, part in batch.prompt_logprobs:
+        fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
+    add = message.deltas.add
+    # The hot path: a delta for each running request, 100 times a second. Fields are set where they are not empty.
+    for (ref, choice), (delta, form) in batch.deltas.items():
+        out = add(ref=ref, choice=choice)
+        if form.text:
+            out.text = delta.text
+        if form.token_ids:
+            out.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            fill_logprobs(out.logprobs, delta.logprobs)
+        if delta.end is not None:
+            fill_end(out.end, delta.end)

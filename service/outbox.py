@@ -1,0 +1,341 @@
+"""What waits to be written to one stream, and the one task that writes it: at most one message a step.
+
+Sinks put events in, synchronously and without waiting; what a step brought to all requests of the stream leaves as one
+message. Under very many streams a message waits a little, and so carries several steps: a message costs the loop 25 to 64
+microseconds, whatever is in it. Knows neither the engine nor what a request is.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.service.errors import Reason, ServiceError
+from penstock.v1 import generation_pb2 as pb
+
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_PENDING_BYTES = 4 << 20
+HEARTBEAT_S = 10.0
+WRITE_COST_S = 1e-4
+"""Each stream's share of time between messages: with a message's cost of 30 us, writers take 30 % of a core at most."""
+
+# Upper bounds of what parts take on the wire; ids below 2**21 take three bytes. What a message holds besides its parts is
+# within the margin.
+_BYTES_PER_ID = 3
+_BYTES_PER_FLOAT = 4
+_BYTES_PER_PART = 48
+_FULL = MAX_MESSAGE_BYTES - 1024
+
+
+class OutputForm(NamedTuple):
+    """Which parts of the output a request wants."""
+
+    text: bool
+    token_ids: bool
+
+
+class Batch:
+    """The parts of one message. Lists in the order in which they came; one delta for each choice."""
+
+    __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
+
+    def __init__(self) -> None:
+        self.accepted: list[pb.Accepted] = []
+        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+        self.deltas: dict[tuple[int, int], tuple[Delta, OutputForm]] = {}
+        self.finished: list[pb.Finished] = []
+        self.update_refused: list[pb.UpdateRefused] = []
+        self.heartbeat: pb.Heartbeat | None = None
+        self.num_bytes = 0
+
+
+class Receiver(Protocol):
+    """Takes what one request brings, synchronously and in order."""
+
+    def accepted(self, accepted: pb.Accepted) -> None:
+        """The request is in the queue."""
+        ...
+
+    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+        """A part of the prompt's log-probabilities."""
+        ...
+
+    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+        """New output; ``at_once`` for a first token."""
+        ...
+
+    def finished(self, finished: pb.Finished) -> None:
+        """The request is over."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more can be received in order: ends whatever carries the request with ``error``."""
+        ...
+
+
+class Pacer:
+    """How long a stream waits between two messages: in proportion to the streams that have live requests."""
+
+    def __init__(self, write_cost_s: float = WRITE_COST_S) -> None:
+        self.num_active = 0
+        self._write_cost_s = write_cost_s
+
+    @property
+    def interval(self) -> float:
+        """Seconds. With few streams it is less than any step."""
+        return self.num_active * self._write_cost_s
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Outbox(Generic[M]):
+    """The pending output of one stream. All methods but ``run`` are synchronous and belong to the event loop."""
+
+    def __init__(
+        self,
+        write: Callable[[M], Awaitable[None]],
+        encode: Callable[[Batch], M],
+        pacer: Pacer,
+        state: Callable[[], "pb.ServiceState.ValueType"],
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """``write`` sends a message, ``encode`` makes it, ``state`` is what a heartbeat tells."""
+        self._write = write
+        self._encode = encode
+        self._pacer = pacer
+        self._state = state
+        self._heartbeat_s = heartbeat_s
+        self._loop = asyncio.get_running_loop()
+        self._batches: deque[Batch] = deque()
+        self._pending_bytes = 0
+        self._at_once = False
+        self._num_live = 0
+        self._closed = False
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._writer: asyncio.Task[None] | None = None
+        """The task of ``run``, while it is inside ``write``."""
+        self._last_write = self._loop.time()
+
+    # ------------------------------------------------------------------------------------------------- what goes in
+
+    def opened(self) -> None:
+        """A request begins to live on the stream."""
+        self._set_live(self._num_live + 1)
+
+    def accepted(self, accepted: pb.Accepted) -> None:
+        """Goes with the next message."""
+        self._room(_BYTES_PER_PART + len(accepted.client_request_id)).accepted.append(accepted)
+        self._ring(at_once=False)
+
+    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+        """Split, where one message can't hold it."""
+        for piece in _split(part):
+            size = _BYTES_PER_PART + _logprobs_bytes(piece.logprobs)
+            self._room(size).prompt_logprobs.append((ref, piece))
+        self._ring(at_once=False)
+
+    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+        """Joined to what waits of the same choice, if anything does."""
+        shown = (form.text and delta.text) or (form.token_ids and delta.token_ids)
+        if not shown and delta.logprobs is None and delta.end is None:
+            return
+        size = _BYTES_PER_PART
+        if form.text:
+            size += len(delta.text) if delta.text.isascii() else len(delta.text.encode())
+        if form.token_ids:
+            size += _BYTES_PER_ID * len(delta.token_ids)
+        if delta.logprobs is not None:
+            size += _logprobs_bytes(delta.logprobs)
+        if delta.end is not None and delta.end.stop is not None:
+            size += len(delta.end.stop.encode())
+        deltas = self._room(size).deltas
+        key = (ref, delta.choice)
+        waiting = deltas.get(key)
+        deltas[key] = (delta if waiting is None else _joined(waiting[0], delta), form)
+        self._ring(at_once)
+
+    def finished(self, finished: pb.Finished) -> None:
+        """Goes at once; the request no longer lives on the stream."""
+        self._room(_BYTES_PER_PART + finished.ByteSize()).finished.append(finished)
+        self._set_live(max(self._num_live - 1, 0))
+        self._ring(at_once=True)
+
+    def update_refused(self, refused: pb.UpdateRefused) -> None:
+        """Goes at once."""
+        self._room(_BYTES_PER_PART + refused.ByteSize()).update_refused.append(refused)
+        self._ring(at_once=True)
+
+    def heartbeat(self) -> None:
+        """Tells the service's state, at once."""
+        self._room(0).heartbeat = pb.Heartbeat(state=self._state())
+        self._ring(at_once=True)
+
+    def close(self) -> None:
+        """Nothing more will come: ``run`` returns when all is written."""
+        self._closed = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Drops what waits and ends ``run`` with ``error``, even while it is held up by a reader. The first error counts."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._batches.clear()
+        self._wake()
+        if self._writer is not None:
+            self._writer.cancel()
+
+    # ------------------------------------------------------------------------------------------------ what comes out
+
+    async def run(self) -> None:
+        """Writes until the outbox is closed and empty. Raises what ``write`` raises, or what ``fail`` was given."""
+        self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
+        try:
+            while await self._due():
+                await self._write_next()
+        finally:
+            self._abandon()
+
+    async def _write_next(self) -> None:
+        batch = self._batches.popleft()
+        self._at_once = bool(self._batches) and self._at_once
+        self._last_write = self._loop.time()
+        message = self._encode(batch)
+        task = self._writer = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._write(message)
+        except asyncio.CancelledError:
+            if self._failure is not None and task.uncancel() == 0:
+                raise self._failure from None
+            raise
+        finally:
+            self._writer = None
+        self._pending_bytes -= batch.num_bytes
+
+    async def _due(self) -> bool:
+        """Waits until a message may be written; False when there will be none any more."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._batches:
+                delay = self._delay()
+                if delay <= 0:
+                    return True
+                self._timer = self._loop.call_later(delay, self._wake)
+            elif self._closed:
+                return False
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
+
+    def _room(self, size: int) -> Batch:
+        """The batch that takes a part of ``size`` bytes."""
+        if self._failure is not None or self._closed:
+            return Batch()  # nobody will read it
+        self._pending_bytes += size
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self.fail(ServiceError(Reason.READER_TOO_SLOW))
+            return Batch()
+        if not self._batches or self._batches[-1].num_bytes + size > _FULL:
+            self._batches.append(Batch())
+        batch = self._batches[-1]
+        batch.num_bytes += size
+        return batch
+
+    def _ring(self, at_once: bool) -> None:
+        self._at_once |= at_once
+        if self._waiter is None or (self._timer is not None and not self._at_once):
+            return
+        # The writer wakes after the whole step was put in: the engine puts a step's events without a pause between them.
+        delay = self._delay()
+        if delay > 0:
+            self._timer = self._loop.call_later(delay, self._wake)
+        else:
+            self._wake()
+
+    def _delay(self) -> float:
+        """How long the next message waits, for what else may come."""
+        if self._at_once or self._closed or len(self._batches) > 1:
+            return 0.0
+        return self._last_write + self._pacer.interval - self._loop.time()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _beat(self) -> None:
+        idle = self._loop.time() - self._last_write
+        if idle >= self._heartbeat_s and self._writer is None and not self._batches:
+            self.heartbeat()
+            idle = 0.0
+        self._next_beat = self._loop.call_later(max(self._heartbeat_s - idle, 0.01), self._beat)
+
+    def _abandon(self) -> None:
+        """Nothing is written any more: what requests still bring is dropped."""
+        self._next_beat.cancel()
+        self._closed = True
+        self._batches.clear()
+        self._set_live(0)
+
+    def _set_live(self, num_live: int) -> None:
+        """A stream with live requests counts for the pace of all."""
+        self._pacer.num_active += (num_live > 0) - (self._num_live > 0)
+        self._num_live = num_live
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return Delta(
+        choice=first.choice,
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        logprobs=_joined_logprobs(first.logprobs, second.logprobs),
+        end=second.end,
+    )
+
+
+def _joined_logprobs(first: TokenLogprobs | None, second: TokenLogprobs | None) -> TokenLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    return TokenLogprobs(
+        num_top=first.num_top,
+        chosen=first.chosen + second.chosen,
+        top_token_ids=first.top_token_ids + second.top_token_ids,
+        top=first.top + second.top,
+    )
+
+
+def _logprobs_bytes(logprobs: TokenLogprobs) -> int:
+    return _BYTES_PER_FLOAT * len(logprobs.chosen) + (_BYTES_PER_ID + _BYTES_PER_FLOAT) * len(logprobs.top)
+
+
+def _split(part: PromptLogprobs) -> list[PromptLogprobs]:
+    num_top = part.logprobs.num_top
+    most = (_FULL // 2) // (_BYTES_PER_FLOAT + num_top * (_BYTES_PER_ID + _BYTES_PER_FLOAT))
+    num_tokens = len(part.logprobs.chosen)
+    if num_tokens <= most:
+        return [part]
+    return [
+        PromptLogprobs(
+            start=part.start + first,
+            logprobs=TokenLogprobs(
+                num_top=num_top,
+                chosen=part.logprobs.chosen[first : first + most],
+                top_token_ids=part.logprobs.top_token_ids[first * num_top : (first + most) * num_top],
+                top=part.logprobs.top[first * num_top : (first + most) * num_top],
+            ),
+        )
+        for first in range(0, num_tokens, most)
+    ]

@@ -1,0 +1,141 @@
+"""What each token id adds to a text: tables made once from a tokenizer's decoder, so that a token costs one look-up.
+
+Covers the decoders that decoder-only models have: byte-level, SentencePiece's with and without byte fallback, and none.
+Knows neither streams nor stop strings.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+
+class UnsupportedDecoder(Exception):
+    """A decoder that cannot be turned into tables; the text names it."""
+
+
+class Pieces:
+    """The tables. A token's text is whole, or it is bytes that make a character with the tokens around it."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], decoder: Any
+    ) -> None:
+        """``decoder`` is that of tokenizer.json, parsed. Raises UnsupportedDecoder."""
+        rules = _Rules(decoder)
+        tokens = [tokenizer.id_to_token(token_id) for token_id in range(vocab_size)]
+        self._tokens = tokens
+        self._opening = rules.opening
+        self.opens_differently = rules.opening is not None
+        """Whether the first token's text is that of ``opening``."""
+        self.num_stripped = rules.num_stripped
+        """How many spaces the beginning of a whole text loses, if it has them."""
+        self.decodes_runs = rules.byte_fallback
+        """Whether byte tokens in a row are decoded together, each to U+FFFD if together they are no UTF-8. Otherwise each
+        part of the bytes that cannot be a character is one U+FFFD."""
+        self.split: dict[int, bytes] = {}
+        """The bytes of tokens that are no whole characters."""
+        self.all: list[str | None] = []
+        """The text of each token; None where it is in ``split``."""
+        for token_id, token in enumerate(tokens):
+            piece = "" if token is None else rules.piece(token)
+            if isinstance(piece, bytes):
+                self.split[token_id] = piece
+                self.all.append(None)
+            else:
+                self.all.append(piece)
+        self.unknown = frozenset(token_id for token_id, token in enumerate(tokens) if token is None)
+        """Ids that name no token, and so leave no trace in a text."""
+        self.skipped = self.unknown | special_ids
+        """Ids that leave no trace in a text without special tokens."""
+        self.ordinary = self.all.copy()
+        """As ``all``, but the texts of ``skipped`` are empty."""
+        for token_id in self.skipped:
+            self.ordinary[token_id] = ""
+
+    def opening(self, token_id: int) -> str:
+        """The text of a token that is the first of a text, where ``opens_differently``."""
+        token = self._tokens[token_id]
+        assert token is not None, "ids that name no token are passed over"
+        assert self._opening is not None
+        return self._opening(token)
+
+
+class _Rules:
+    """A decoder's description, read as rules for one token at a time."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.byte_fallback = False
+        self.num_stripped = 0
+        self.opening: Callable[[str], str] | None = None
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_of: Mapping[str, int] | None = None
+        self._prefix = ""
+        steps = _flatten(decoder)
+        kinds = [step["type"] for step in steps]
+        if not kinds:
+            self._prefix = " "
+            self.opening = str
+        elif kinds == ["ByteLevel"]:
+            self._byte_of = _byte_alphabet()
+        elif kinds == ["Metaspace"]:
+            mark = steps[0]["replacement"]
+            self._replacements = [(mark, " ")]
+            if steps[0].get("prepend_scheme", "always") != "never":
+                self.opening = lambda token: token.replace(mark, "")
+        elif _FROM_SENTENCEPIECE.fullmatch("".join(f"{kind} " for kind in kinds)):
+            for step in steps:
+                self._read(step)
+        else:
+            raise UnsupportedDecoder(" + ".join(kinds))
+
+    def _read(self, step: Any) -> None:
+        match step:
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                self._replacements.append((old, new))
+            case {"type": "ByteFallback"}:
+                self.byte_fallback = True
+            case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
+                self.num_stripped = start
+            case {"type": "Fuse"}:
+                pass
+            case _:
+                raise UnsupportedDecoder(str(step))
+
+    def piece(self, token: str) -> str | bytes:
+        """A token's text, or its bytes where they are no text by themselves."""
+        if self._byte_of is not None:
+            return _byte_level_piece(token, self._byte_of)
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return self._prefix + token
+
+
+_FROM_SENTENCEPIECE = re.compile("(Replace )*(ByteFallback )?Fuse (Strip )?")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_piece(token: str, byte_of: Mapping[str, int]) -> str | bytes:
+    try:
+        data = bytes([byte_of[char] for char in token])
+    except KeyError:
+        return token  # an added token, with characters that stand for no byte
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _byte_alphabet() -> Mapping[str, int]:
+    """Which byte a character stands for: printable Latin-1 for itself, the rest moved up past U+00FF, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _flatten(decoder: Any) -> Sequence[Any]:
+    if decoder is None:
+        return []
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

@@ -1,0 +1,142 @@
+"""Keeps special tokens out of callers' hands: what looks like one is encoded as text, unless the chat template wrote it.
+
+Knows one library and its habits; nothing of templates.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+
+import tokenizers
+
+_CALLERS = "\udfff"
+"""Stands after a character of a caller's that no special token may include. No text from a wire can hold it: it is half
+of a surrogate pair, which UTF-8 cannot express."""
+
+
+class Specials:
+    """Tells a caller's text from the template's, whatever the template does with it.
+
+    The library is set to read special tokens as text. Where the template has one, an alias stands for it: an added
+    token with the same habits (which spaces around it are taken), whose name no caller can guess. So one call encodes a
+    whole prompt, and all that a tokenizer looks at beyond a single word is as it should be.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, specials: Mapping[int, tokenizers.AddedToken]) -> None:
+        """Adds the aliases to ``tokenizer``, above its own ids."""
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._id_of = {token.content: token_id for token_id, token in specials.items()}
+        longest_first = sorted(self._id_of, key=len, reverse=True)
+        any_of_them = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._templates = re.compile(f"(?:{any_of_them})(?!{_CALLERS})")
+        self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
+        self._prefixes = tuple({text[:end] for text in longest_first for end in range(1, len(text))})
+        self._suffixes = tuple({text[start:] for text in longest_first for start in range(1, len(text))})
+        secret = f"\U0010fffd{secrets.token_hex(8)}"
+        self._alias_of: dict[str, str] = {}
+        for token in specials.values():
+            alias = f"{secret}.{token.lstrip:d}{token.rstrip:d}{token.normalized:d}"
+            self._alias_of[token.content] = alias
+            tokenizer.add_tokens(
+                [tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)]
+            )
+        splitter = f"{secret}.split"
+        tokenizer.add_tokens([tokenizers.AddedToken(splitter, normalized=False)])
+        self._alias_ids = frozenset(tokenizer.token_to_id(alias) for alias in self._alias_of.values())
+        self._splitter_id = tokenizer.token_to_id(splitter)
+        self._between = ""
+        """What takes the place of a mark: nothing, since the library reads the text around it as text. But a Unigram or
+        word-level model may know a special token as an ordinary piece too; then the text is split there."""
+        if any(token_id in self._ids(content, False) for content, token_id in self._id_of.items()):
+            self._between = splitter
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt."""
+        if not self._between:
+            return self._ids(text, add_special_tokens)
+        ids = self._ids(self._marked(text).replace(_CALLERS, self._between), add_special_tokens)
+        return [token_id for token_id in ids if token_id != self._splitter_id]
+
+    def guarded(self, text: str) -> str:
+        """A caller's text for a template: marked where it holds a special token, and where one could come about at its
+        ends, together with what the template puts there."""
+        marked = self._marked(text)
+        words = marked.strip()
+        if not words.endswith(self._prefixes) and not words.startswith(self._suffixes):
+            return marked
+        start = marked.index(words)
+        end = start + len(words)
+        if words.endswith(self._prefixes):
+            marked = f"{marked[:end]}{_CALLERS}{marked[end:]}"
+        if words.startswith(self._suffixes):
+            marked = f"{marked[: start + 1]}{_CALLERS}{marked[start + 1 :]}"
+        return marked
+
+    def guarded_name(self, name: str) -> str:
+        """As ``guarded``, for text that a template may put in the middle of a special token: a role."""
+        return f"{self.guarded(name)}{_CALLERS}"
+
+    def encode_template(self, rendered: str) -> list[int]:
+        """Ids of what a template made of guarded texts."""
+        special_ids: list[int] = []
+
+        def alias(match: re.Match[str]) -> str:
+            special_ids.append(self._id_of[match[0]])
+            return self._alias_of[match[0]]
+
+        aliased = self._templates.sub(alias, rendered).replace(_CALLERS, self._between)
+        in_order = iter(special_ids)
+        ids = [
+            next(in_order) if token_id in self._alias_ids else token_id
+            for token_id in self._ids(aliased, False)
+            if token_id != self._splitter_id
+        ]
+        assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
+        return ids
+
+    def _marked(self, text: str) -> str:
+        return self._beginnings.sub(rf"\1{_CALLERS}", text)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def without_marks(rendered: str) -> str:
+    """What a template made of guarded texts, as the text that it is."""
+    return rendered.replace(_CALLERS, "")
+
+
+def named_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json has a name for: bos_token, eos_token and so on."""
+    named = {}
+    for name in _NAMES:
+        content = _content(config.get(name))
+        if content:
+            named[name] = content
+    return named
+
+
+def unnamed_tokens(config: Mapping[str, object]) -> Iterable[str]:
+    """The special tokens that tokenizer_config.json merely lists."""
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key)
+        values: Sequence[object] = ()
+        if isinstance(listed, dict):
+            values = list(listed.values())
+        elif isinstance(listed, list):
+            values = listed
+        yield from filter(None, map(_content, values))
+
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _content(value: object) -> str:
+    """A token as a configuration has it: its text, or an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""

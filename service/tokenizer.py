@@ -1,0 +1,201 @@
+"""Text to token ids and back, by the served model's own tokenizer, and the threads in which that happens.
+
+Whatever a caller writes becomes ordinary tokens: special ones come from the chat template, and from what the tokenizer
+puts around a prompt, alone. Knows neither requests nor streams.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from penstock.kv.block_hash import hash_blocks
+from penstock.service.chat_template import Message
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.pieces import Pieces, UnsupportedDecoder
+from penstock.service.specials import Specials, without_marks
+from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
+
+__all__ = ["MAX_TEXT_BYTES", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
+
+MAX_TEXT_BYTES = 4 << 20
+"""Of a prompt, and of all messages of a conversation together."""
+
+_BYTES_PER_JOB = 1024
+"""What waiting costs besides the input."""
+_USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+T = TypeVar("T")
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Nothing changes after it is made, so threads may share it."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        """Raises TokenizerError."""
+        library = files.library
+        library.no_truncation()
+        library.no_padding()
+        library.add_special_tokens(sorted(t for t in files.special_tokens if library.token_to_id(t) is not None))
+        self.vocab_size = max(library.get_vocab().values(), default=-1) + 1
+        """Token ids lie below it; added tokens count, aliases of our own do not."""
+        self.eos_token_ids = tuple(sorted(i for i in files.eos_token_ids if 0 <= i < self.vocab_size))
+        """Tokens that end an output. A configuration may name ids that the tokenizer lacks: they are never chosen."""
+        specials = {
+            token_id: token
+            for token_id, token in library.get_added_tokens_decoder().items()
+            if token.special or token.content in files.special_tokens
+        }
+        self.special_ids = frozenset(specials)
+        """Ids that leave no trace in a text, unless special tokens are asked for."""
+        try:
+            self.pieces = Pieces(library, self.vocab_size, self.special_ids, files.decoder)
+            """What each token adds to a text."""
+        except UnsupportedDecoder as error:
+            raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
+        self._specials = Specials(library, specials)
+        self._library = library
+        self._template = files.template
+
+    @classmethod
+    def load(cls, directory: Path, chat_template: Path | None = None) -> "Tokenizer":
+        """Of a directory in Hugging Face's layout. ``chat_template`` takes the place of the model's own template.
+
+        Raises TokenizerError.
+        """
+        return cls(read_tokenizer(directory, chat_template))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be prompts."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
+        sequence; in the text there are none. Raises ServiceError."""
+        _check_size((text,), "text")
+        return self._specials.encode(text, add_special_tokens)
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """A conversation: special tokens where the template has them, text where a message does. Raises ServiceError."""
+        return self._specials.encode_template(self._render(messages, add_generation_prompt))
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text that the template makes of it. Raises ServiceError."""
+        return without_marks(self._render(messages, add_generation_prompt))
+
+    def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
+        """The text of ids below ``vocab_size``; what is no character becomes U+FFFD."""
+        # A batch of one: see Specials on Python's lock.
+        text: str
+        [text] = self._library.decode_batch([token_ids], skip_special_tokens=not include_special_tokens)
+        return text
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of words: as they stand, and after a space, where a tokenizer tells the two apart."""
+        spelled = (spelling for word in words for spelling in (word, f" {word}"))
+        sequences = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spelled)
+        return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            raise ServiceError(Reason.NO_CHAT_TEMPLATE)
+        _check_size([text for message in messages for text in message], "chat")
+        # A role that a template asks for must reach it as it is; any other has no business in a special token.
+        known = _USUAL_ROLES | self._template.words
+        specials = self._specials
+        guarded = [
+            Message(role if role in known else specials.guarded_name(role), specials.guarded(content))
+            for role, content in messages
+        ]
+        return self._template.render(guarded, add_generation_prompt)
+
+
+def _check_size(texts: Iterable[str], field: str) -> None:
+    try:
+        num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    except UnicodeEncodeError:
+        raise invalid(field, "is no valid Unicode text: it holds half of a surrogate pair") from None
+    if num_bytes > MAX_TEXT_BYTES:
+        raise invalid(field, f"at most {MAX_TEXT_BYTES:,} bytes of UTF-8; it has {num_bytes:,}")
+
+
+class Prompt(NamedTuple):
+    """A prompt that is ready for the queue."""
+
+    token_ids: list[int]
+    block_hashes: list[bytes]
+
+
+class TokenizerPool:
+    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold.
+
+    The threads run side by side: the library lets go of Python's lock while it encodes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int,
+        max_prompt_tokens: int,
+        num_threads: int = 2,
+        max_waiting_bytes: int = 64 << 20,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._block_size = block_size
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    async def run(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
+
+        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. A caller that is cancelled does not stop work that
+        has begun.
+        """
+        num_bytes += _BYTES_PER_JOB
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            raise ServiceError(Reason.PREPARATION_FULL)
+        self._waiting_bytes += num_bytes
+        done = self._threads.submit(work)
+        done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), num_bytes))
+        return await asyncio.wrap_future(done)
+
+    async def text_prompt(self, text: str, salt: bytes) -> Prompt:
+        """A caller's text as a prompt. ``salt`` is the tenant's, for the block hashes. Raises ServiceError."""
+        return await self.run(lambda: self.prompt(self.tokenizer.encode(text), salt, "text"), 4 * len(text))
+
+    async def chat_prompt(self, messages: Sequence[Message], salt: bytes, add_generation_prompt: bool = True) -> Prompt:
+        """A conversation as a prompt. Raises ServiceError."""
+        num_bytes = 4 * sum(len(message.content) for message in messages)
+        return await self.run(
+            lambda: self.prompt(self.tokenizer.encode_chat(messages, add_generation_prompt), salt, "chat"), num_bytes
+        )
+
+    async def ids_prompt(self, token_ids: list[int], salt: bytes) -> Prompt:
+        """A caller's own token ids as a prompt. Raises ServiceError."""
+        return await self.run(lambda: self.prompt(token_ids, salt, "token_ids"), 8 * len(token_ids))
+
+    def prompt(self, token_ids: list[int], salt: bytes, field: str) -> Prompt:
+        """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
+        if not 1 <= len(token_ids) <= self._max_prompt_tokens:
+            raise invalid(field, f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {len(token_ids):,}")
+        if max(token_ids) >= self.tokenizer.vocab_size:
+            raise invalid(field, f"ids must be below the vocabulary size, {self.tokenizer.vocab_size:,}")
+        return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
+
+    def close(self) -> None:
+        """Ends the threads; work that has not begun is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self, loop: asyncio.AbstractEventLoop, num_bytes: int, done: object) -> None:
+        # Called by the thread that did the work; the count belongs to the loop.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._give_back, num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._waiting_bytes -= num_bytes

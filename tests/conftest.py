@@ -1,0 +1,20 @@
+"""What every test may count on: no model hub is reached, and a test for a GPU is skipped where there is none."""
+
+import os
+
+import pytest
+
+# Before anything imports huggingface_hub, which reads it once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked gpu on a machine without CUDA; torch is imported only if there is such a test."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
