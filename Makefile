@@ -61,7 +61,7 @@ $(NODE): package.json package-lock.json
 # ------------------------------------------------------------------------------------------------------------------- run
 
 .PHONY: serve bench
-serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='--model ...' change that
+serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # -P keeps tests/ off sys.path, where tests/kernels would answer to `import kernels`.

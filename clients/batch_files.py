@@ -1,9 +1,9 @@
 """The two files of a batch: lines that ask, and lines that answer. Knows neither sockets nor progress bars.
 
-A line in is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and ``messages``,
-and options of the request under the contract's names. A line out is ``{"id", "text", "token_ids", "finish_reason",
-"usage"}`` (``choices`` in place of the three in the middle where ``n`` is above 1), or ``{"id", "error": {"code",
-"message"}}``. The answer to a line that is no valid request bears its number as ``line`` besides.
+A line in is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and
+``messages``, and options of the request under the contract's names. A line out is ``{"id", "text", "token_ids",
+"finish_reason", "usage"}`` (``choices`` in place of the three in the middle where ``n`` is above 1), or
+``{"id", "error": {"code", "message"}}``. The answer to a line that is no request bears its number as ``line`` besides.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -126,30 +127,41 @@ class StreamResults:
     def write(self, record: Mapping[str, object]) -> None:
         """Adds a line and flushes it."""
         self.num_failed += "error" in record
-        # Half of a surrogate pair, as JSON may have it, has no UTF-8: it goes out as the escape that it came as.
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
-        self._stream.write(line + b"\n")
+        self._stream.write(_line(record))
         self._stream.flush()
 
     def close(self) -> None:
         """Leaves the stream open: it is the caller's."""
 
 
-class FileResults(StreamResults):
+class FileResults:
     """Results in a file that an earlier run may have begun, and been killed over."""
 
     def __init__(self, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> None:
         """Opens or creates the file for this process alone, and mends its last line. Raises PenstockError."""
+        self._path = path
+        self.ids: set[Id] = set()
+        self.bad_lines: set[int] = set()
+        self.num_failed = 0
         try:
-            self._file = _open_locked(path)
-            super().__init__(self._file)
+            self._file = self._open()
             if overwrite:
                 self._file.truncate(0)
             elif retry_failed:
-                self._file = self._stream = _without_failures(path, self._file)
-            self._read(path)
+                self._take_out_failures()
+            self._resume()
         except OSError as error:
-            raise PenstockError(f"cannot write {path}: {error.strerror}") from None
+            raise self._unwritable(error) from None
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Adds a line. Raises PenstockError if the disk is full, or the like; the next run mends a torn line."""
+        self.num_failed += "error" in record
+        rest = memoryview(_line(record))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         """Waits until the disk has it all."""
@@ -157,65 +169,72 @@ class FileResults(StreamResults):
             os.fsync(self._file.fileno())
             self._file.close()
 
-    def _read(self, path: Path) -> None:
-        """Notes what was answered, and leaves the file where the next line goes."""
-        for record in _records(path, self._file):
-            self.num_failed += "error" in record
-            line, identity = record.get("line"), record["id"]
-            if isinstance(line, int):
-                self.bad_lines.add(line)
-            elif isinstance(identity, str | int):
-                self.ids.add(identity)
-
-
-def _open_locked(path: Path) -> BinaryIO:
-    file = open(path, "r+b" if path.exists() else "x+b")  # noqa: SIM115 - it is closed with the results
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise PenstockError(f"{path} is being written by another run") from None
-    return file
-
-
-def _records(path: Path, file: BinaryIO) -> Iterator[dict[str, object]]:
-    """The lines of an earlier run. Of a last one without its newline, the newline is added if it is whole, and it is cut
-    off if it is torn; afterwards the file stands at its end."""
-    file.seek(0)
-    end = 0
-    for number, raw in enumerate(file, 1):
-        whole = raw.endswith(b"\n")
+    def _open(self) -> FileIO:
+        # Unbuffered: each write is a whole line, and one that fails leaves nothing behind to fail again.
+        file = FileIO(self._path, "a+")
         try:
-            record = json.loads(raw)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and "id" in record:
-            yield record
-        elif whole:
-            raise PenstockError(
-                f"{path}, line {number} is no line of results; name another file, or --overwrite to begin again"
-            )
-        else:
-            break
-        end += len(raw)
-        if not whole:
-            file.seek(end)
-            file.write(b"\n")
-            end += 1
-            break
-    file.seek(end)
-    file.truncate()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise PenstockError(f"{self._path} is being written by another run") from None
+        return file
+
+    def _resume(self) -> None:
+        """Notes what was answered, and mends the last line: one without its newline gets it if it is whole, and is cut
+        off if it is torn."""
+        end = 0
+        try:
+            for record, record_end in _records(self._path):
+                end = record_end
+                self.num_failed += "error" in record
+                line, identity = record.get("line"), record["id"]
+                if isinstance(line, int):
+                    self.bad_lines.add(line)
+                elif isinstance(identity, str | int):
+                    self.ids.add(identity)
+        except PenstockError:
+            self._file.close()
+            raise
+        self._file.truncate(end)
+        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            self._file.write(b"\n")
+
+    def _take_out_failures(self) -> None:
+        """Replaces the file by one without its errors, whole or not at all."""
+        new_path = self._path.with_name(self._path.name + ".new")
+        with open(new_path, "wb") as new:
+            for record, _ in _records(self._path):
+                if "error" not in record:
+                    new.write(_line(record))
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(new_path, self._path)
+        self._file.close()
+        self._file = self._open()
+
+    def _unwritable(self, error: OSError) -> PenstockError:
+        return PenstockError(f"cannot write {self._path}: {error.strerror}")
 
 
-def _without_failures(path: Path, file: BinaryIO) -> BinaryIO:
-    """Replaces the file by one without its errors, whole or not at all."""
-    new_path = path.with_name(path.name + ".new")
-    with open(new_path, "wb") as new:
-        copy = StreamResults(new)
-        for record in _records(path, file):
-            if "error" not in record:
-                copy.write(record)
-        os.fsync(new.fileno())
-    os.replace(new_path, path)
-    file.close()
-    return _open_locked(path)
+def _line(record: Mapping[str, object]) -> bytes:
+    # Half of a surrogate pair, as JSON may have it, has no UTF-8: it goes out as the escape that it came as.
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, object], int]]:
+    """The lines of an earlier run, each with the offset of its end; a torn last one is left out. Raises PenstockError
+    if another is no line of results."""
+    end = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                record = json.loads(raw)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and "id" in record:
+                end += len(raw)
+                yield record, end
+            elif raw.endswith(b"\n"):
+                raise PenstockError(
+                    f"{path}, line {number} is no line of results; name another file, or --overwrite to begin again"
+                )

@@ -5,7 +5,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
 from penstock.clients.errors import InvalidOption, PenstockError
@@ -13,13 +12,6 @@ from penstock.clients.requests import build_start
 
 TARGET_VARIABLE = "PENSTOCK_TARGET"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
-
-
-class FlagHolder(Protocol):
-    """A parser or a group of one."""
-
-    def add_argument(self, *names: str, **how: object) -> object:  # noqa: D102
-        ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +23,10 @@ class Connection:
     tls: Tls | None = None
 
 
-def add_connection_flags(flags: argparse._ArgumentGroup) -> None:
-    """Adds the flags that ``connection`` reads, except ``--target``."""
+def add_connection_flags(parser: argparse.ArgumentParser, of_target: str) -> None:
+    """Adds ``--target``, which ``of_target`` explains, and the flags that ``connection`` reads."""
+    flags = parser.add_argument_group("the service")
+    flags.add_argument("--target", metavar="HOST:PORT", help=of_target)
     flags.add_argument(
         "--api-key-file",
         type=Path,
@@ -53,12 +47,26 @@ def connection(arguments: argparse.Namespace, target: str) -> Connection:
     return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
 
 
+def add_setting_flag(parser: argparse.ArgumentParser, explanation: str) -> None:
+    """Adds ``--set NAME=VALUE``, whose values are in ``settings`` as pairs."""
+
+    def read(text: str) -> tuple[str, object]:
+        try:
+            return setting(text)
+        except InvalidOption as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    parser.add_argument(
+        "--set", action="append", type=read, default=[], dest="settings", metavar="NAME=VALUE", help=explanation
+    )
+
+
 def default_target() -> str:
     """What the environment names, or this machine's."""
     return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
-def parse_setting(text: str) -> tuple[str, object]:
+def setting(text: str) -> tuple[str, object]:
     """An option of a request from ``name=value``, the value as JSON or plain text; ``name=`` means the default, None.
     Raises InvalidOption."""
     name, equals, written = (part.strip() for part in text.partition("="))

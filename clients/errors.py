@@ -63,6 +63,9 @@ class StreamBroken(RequestFailed):
 class Unreachable(RequestFailed):
     """No service answers at the target."""
 
+    def __str__(self) -> str:
+        return self.message
+
 
 def failure_from_status(status: Status, request_id: str = "") -> RequestFailed:
     """The in-band failure of one request."""

@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
 
 import grpc
 
@@ -11,6 +12,7 @@ from penstock.clients.errors import RequestFailed, StreamBroken, failure_from_ca
 from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, merge
 from penstock.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 MAX_EVENTS_WAITING = 64
@@ -55,6 +57,45 @@ class Mailbox:
         return events
 
 
+class _FirstStatus:
+    """How a call ended. grpc.aio replaces the service's status by an INTERNAL of its own where a write fails because
+    the call has ended (grpc/grpc#36066), so the status is noted when it is first set."""
+
+    def __init__(self, call: Call) -> None:
+        self._noted: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note)
+
+    def of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The service's status, if ``error`` is the one that replaced it."""
+        if not self._is_replacement(error):
+            return error
+        if self._noted is None or self._is_replacement(self._noted):
+            return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, details="the stream ended while it was written to")
+        return self._noted
+
+    def _note(self, call: Call) -> None:
+        if self._noted is None:
+            self._noted = grpc.aio.AioRpcError(
+                _ready(call.code()),
+                trailing_metadata=_ready(call.trailing_metadata()),
+                details=_ready(call.details()),
+            )
+
+    @staticmethod
+    def _is_replacement(error: grpc.aio.AioRpcError) -> bool:
+        return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
+
+
+def _ready(coroutine: Coroutine[object, object, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("the coroutine waits")
+
+
 class GenerateStream:
     """Carries requests until it breaks or is closed; a broken one is not mended but replaced by its owner."""
 
@@ -65,6 +106,7 @@ class GenerateStream:
         self._outgoing: asyncio.Queue[pb.GenerateRequest | None] = asyncio.Queue()
         self.is_open = True
         self._call = open_call()
+        self._status = _FirstStatus(self._call)
         self._writer = asyncio.create_task(self._write(), name="penstock-generate-writer")
         self._reader = asyncio.create_task(self._read(), name="penstock-generate-reader")
 
@@ -109,7 +151,9 @@ class GenerateStream:
             async for response in self._call:
                 self._distribute(response)
         except grpc.aio.AioRpcError as error:
-            failure = failure_from_call(error, self._target, StreamBroken)
+            ended = self._status.of(error)
+            if ended.code() is not grpc.StatusCode.OK:
+                failure = failure_from_call(ended, self._target, StreamBroken)
         finally:  # whatever raised, nobody waits for ever
             self._break(failure)
             self._writer.cancel()

@@ -53,7 +53,8 @@ def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def gather_kv(pages: Tensor, table: Tensor) -> Tensor:
-    """Copies pages into rows: ``table`` (B, N) int64 of page ids, ``pages`` (pages, S, K, D); returns (B, N * S, K, D)."""
+    """Copies pages into rows: ``table`` (B, N) int64 of page ids, ``pages`` (pages, S, K, D); returns (B, N * S, K,
+    D)."""
     rows, num_pages = table.shape
     return pages.index_select(0, table.flatten()).view(rows, num_pages * pages.shape[1], *pages.shape[2:])
 
@@ -61,13 +62,14 @@ def gather_kv(pages: Tensor, table: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for each query head with its key head, h * K // H.
 
-    ``query`` is (B, Q, H, D), ``key`` and ``value`` (B, L, K, D), ``mask`` (B, Q, L) bool: true where the query sees the
-    key; None: everything. Masked keys must be finite. Returns (B, Q, H, D).
+    ``query`` is (B, Q, H, D), ``key`` and ``value`` (B, L, K, D), ``mask`` (B, Q, L) bool: true where the query sees
+    the key; None: everything. Masked keys must be finite. Returns (B, Q, H, D).
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if query.shape[1] == 1:
-        # The heads of a group become queries of their key head: no copies of keys, and torch's fast path in every dtype.
+        # The heads of a group become queries of their key head: no copies of keys, and torch's fast path in every
+        # dtype.
         folded = query.view(query.shape[0], num_kv_heads, num_heads // num_kv_heads, query.shape[3])
         mixed = functional.scaled_dot_product_attention(
             folded, key, value, attn_mask=None if mask is None else mask.unsqueeze(1)
@@ -94,9 +96,9 @@ def paged_attention(
 ) -> Tensor:
     """Ragged causal attention over paged KV, a row at a time: the reference for every batched form of it.
 
-    Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward; its
-    keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w, s > p - w.
-    ``query`` is (T, H, D), pages are (pages, S, K, D); returns (T, H, D).
+    Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
+    its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w, s >
+    p - w. ``query`` is (T, H, D), pages are (pages, S, K, D); returns (T, H, D).
     """
     out = torch.empty_like(query)
     for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):

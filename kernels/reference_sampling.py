@@ -1,4 +1,5 @@
-"""Torch references of the sampling kernels: filters without a sort of the vocabulary, and noise that is a pure function.
+"""Torch references of the sampling kernels: filters without a sort of the vocabulary, and noise that is a pure
+function.
 
 Logits are (R, V) in fp32 or fp64; minus infinity marks what is masked. R is rows, V the vocabulary.
 """
@@ -16,8 +17,8 @@ MIX_2 = -7723592293110705685
 """0x94D049BB133111EB."""
 
 NOISE_RANGE = 26.0
-"""In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10 and
-22.19. An entry further below the best one cannot win."""
+"""In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10
+and 22.19. An entry further below the best one cannot win."""
 
 PIVOT_CANDIDATES = 1024
 """How many of the largest logits are looked at before top-p falls back to a sort."""
@@ -36,10 +37,11 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def keyed_uniform(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """u = (h + 1) / (2^32 + 1), h being the upper 32 bits of mix(mix(mix(seed) + position G) + (id + 1) G); fp64 in (0, 1).
+    """u = (h + 1) / (2^32 + 1), h being the upper 32 bits of mix(mix(mix(seed) + position G) + (id + 1) G); fp64 in (0,
+    1).
 
-    That is SplitMix64's stream from a state which seed and position choose, so it's the same on every device. All int64,
-    broadcast against each other.
+    That is SplitMix64's stream from a state which seed and position choose, so it's the same on every device. All
+    int64, broadcast against each other.
     """
     state = mix64(mix64(seeds) + positions * GOLDEN)
     upper = _shift(mix64(state + (token_ids + 1) * GOLDEN), 32)
@@ -85,8 +87,8 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Masks, in place, entries less likely than ``min_p`` times the likeliest: x < max + ln(min_p). ``min_p`` is (R,) in
-    [0, 1]."""
+    """Masks, in place, entries less likely than ``min_p`` times the likeliest: x < max + ln(min_p). ``min_p`` is (R,)
+    in [0, 1]."""
     floor = logits.amax(1, keepdim=True) + torch.log(min_p.to(logits.dtype)).unsqueeze(1)
     logits.masked_fill_(logits < floor, -math.inf)
 

@@ -107,7 +107,9 @@ class BlockPool:
             states = (block in blanks) + (block in cached) + (refcount > 0)
             assert states == 1, f"block {block} is in {states} states"
             block_hash = self._hashes[block]
-            assert block_hash is None or self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"
-            assert (block_hash is None) <= (block not in cached), f"cached block {block} has no hash"
-            assert (block_hash is None) or (block not in blanks), f"blank block {block} has a hash"
+            if block_hash is None:
+                assert block not in cached, f"cached block {block} has no hash"
+            else:
+                assert block not in blanks, f"blank block {block} has a hash"
+                assert self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)

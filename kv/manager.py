@@ -97,7 +97,7 @@ class KVCacheManager:
         return [*prefix, *pool.take(num_new)]
 
     def grow(self, block_ids: list[int], num_blocks: int) -> list[int] | None:
-        """New blocks at the end of a table, until it has ``num_blocks``; None, and nothing changed, if too few are free."""
+        """New blocks at the end of a table until it has ``num_blocks``; None, and nothing changed, if few are free."""
         num_new = num_blocks - len(block_ids)
         if num_new > self.pool.num_free:
             return None
@@ -105,12 +105,16 @@ class KVCacheManager:
         block_ids += new
         return new
 
+    def share(self, block_ids: Sequence[int]) -> None:
+        """One more holder for the full blocks at the beginning of somebody's table; each holder frees them."""
+        self.pool.share(block_ids)
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Gives up a table. Published blocks stay cached until they are evicted, the last ones first."""
         self.pool.release(block_ids)
 
     def publish(self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int) -> None:
-        """Blocks ``start`` to ``stop`` of a table hold KV that every later plan may read: from now on they are found."""
+        """Blocks ``start`` to ``stop`` of a table hold KV that every later plan may read: now they can be found."""
         pool = self.pool
         for block, block_hash in zip(block_ids[start:stop], hashes[start:stop], strict=False):
             pool.publish(block, block_hash)

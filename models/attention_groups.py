@@ -1,4 +1,5 @@
-"""Cuts a batch into groups of rows whose attention is one call of dense attention, for backends that have nothing ragged.
+"""Cuts a batch into groups of rows whose attention is one call of dense attention, for backends that have nothing
+ragged.
 
 The work is done once a step for each kind of window, not once a layer.
 """
@@ -40,9 +41,7 @@ def attention_groups(
     batch: Batch, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> list[AttentionGroup]:
     """Groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
-    return [
-        _group(batch, spans, window, num_blocks, block_size, device) for spans in _spans(batch, block_size)
-    ]
+    return [_group(batch, spans, window, num_blocks, block_size, device) for spans in _spans(batch, block_size)]
 
 
 _Span = tuple[int, int, int]
@@ -50,7 +49,8 @@ _Span = tuple[int, int, int]
 
 
 def _spans(batch: Batch, block_size: int) -> Iterator[list[_Span]]:
-    """Rows of one token together, while the shortest has at least half the blocks of the longest; others alone, in pieces."""
+    """Rows of one token together, while the shortest has at least half the blocks of the longest; others alone, in
+    pieces."""
     decodes: list[_Span] = []
     for row in range(len(batch.rows)):
         begin, end = int(batch.token_starts[row]), int(batch.token_starts[row + 1])
@@ -100,5 +100,3 @@ def _group(
         num_keys=num_keys,
         mask=mask,
     )
-
-

@@ -23,7 +23,8 @@ class Backend(Protocol):
         ...
 
     def renew(self, block_ids: list[int]) -> None:
-        """The blocks have a new owner, who will write them: forgets what they held, so that nothing of it can be read."""
+        """The blocks have a new owner, who will write them: forgets what they held, so that nothing of it can be
+        read."""
         ...
 
     def forward(self, batch: Batch) -> "Tensor":
@@ -53,4 +54,3 @@ def load_backend(config: WorkerConfig) -> Backend:
     module, _, attribute = BACKENDS[name].partition(":")
     factory: BackendFactory = getattr(import_module(module), attribute)
     return factory(config, info)
-

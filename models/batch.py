@@ -1,4 +1,5 @@
-"""A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no device."""
+"""A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no
+device."""
 
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class Batch:
     slots: Ids
     """(T,): where each token's KV is written: block * block_size + offset."""
     tables: Ids
-    """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means nothing."""
+    """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
+    nothing."""
 
     @property
     def samples(self) -> list[bool]:

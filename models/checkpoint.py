@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.models.errors import ModelError as ModelError
+from penstock.models.errors import ModelError
 from penstock.models.families import spec_from_config
 from penstock.models.safetensors_header import TensorEntry, read_header
 from penstock.models.spec import ModelSpec
@@ -51,7 +51,7 @@ class CheckpointInfo:
         entry = self.tensors.get("model.embed_tokens.weight")
         if entry is not None:
             return FLOAT_DTYPES[entry.dtype]
-        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         return named if named in FLOAT_DTYPES.values() else "float32"
 
     @property
@@ -63,7 +63,8 @@ class CheckpointInfo:
 def resolve_model(name: str) -> Path:
     """The directory of a model: a path, ``demo``, or the id of a repository on the Hugging Face hub.
 
-    An id is fetched into huggingface_hub's cache unless it is there; HF_HUB_OFFLINE=1 asks the cache alone. Raises ModelError.
+    An id is fetched into huggingface_hub's cache unless it is there; HF_HUB_OFFLINE=1 asks the cache alone. Raises
+    ModelError.
     """
     if name == DEMO:
         return Path(__file__).parent / "demo"
@@ -146,7 +147,9 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         # A name with a separator could point anywhere on this machine.
         if not isinstance(shard, str) or shard != Path(shard).name or not shard.endswith(".safetensors"):
-            raise ModelError(f"{index}: weight_map gives {name} the file {shard!r}: it must be a safetensors file beside it")
+            raise ModelError(
+                f"{index}: weight_map gives {name} the file {shard!r}: it must be a safetensors file beside it"
+            )
     shards = {}
     for shard in sorted(set(weight_map.values())):
         if not (path / shard).is_file():
@@ -154,7 +157,9 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
         shards[shard] = read_header(path / shard)
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise ModelError(f"{path / shard}: tensor {name} is missing, and {INDEX} says it is here: download the shard again")
+            raise ModelError(
+                f"{path / shard}: tensor {name} is missing, and {INDEX} says it is here: download the shard again"
+            )
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 

@@ -1,5 +1,6 @@
-"""One function per model family: from its Hugging Face config to a ``ModelSpec``. A new family is a function and a line in
-``FAMILIES``. Defaults are those of transformers' config classes, which leave defaults out of the files they write."""
+"""One function per model family: from its Hugging Face config to a ``ModelSpec``. A new family is a function and a line
+in ``FAMILIES``. Defaults are those of transformers' config classes, which leave defaults out of the files they
+write."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -121,7 +122,9 @@ def _decoder(
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise fields.wrong("hidden_act", f"must be one of {', '.join(ACTIVATIONS)}")
-    rope, max_positions = _rope(fields, fields.integer("max_position_embeddings", 1, MAX_POSITIONS, default_max_positions))
+    rope, max_positions = _rope(
+        fields, fields.integer("max_position_embeddings", 1, MAX_POSITIONS, default_max_positions)
+    )
     return ModelSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
@@ -166,7 +169,9 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise fields.wrong("layer_types", "must name full_attention or sliding_attention once for each layer")
     if window is None and "sliding_attention" in kinds:
-        raise fields.wrong("layer_types", "needs use_sliding_window and sliding_window for its sliding_attention layers")
+        raise fields.wrong(
+            "layer_types", "needs use_sliding_window and sliding_window for its sliding_attention layers"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -7,7 +7,8 @@ from penstock.models.errors import ModelError
 
 
 class Fields:
-    """A mapping out of config.json, or a part of it called ``path``. Every getter raises ModelError naming the field."""
+    """A mapping out of config.json, or a part of it called ``path``. Every getter raises ModelError naming the
+    field."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values

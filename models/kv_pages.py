@@ -1,4 +1,5 @@
-"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no plans."""
+"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no
+plans."""
 
 import torch
 from torch import Tensor
@@ -8,13 +9,15 @@ from penstock.models.spec import ModelSpec
 
 
 class KVPages:
-    """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded with
-    it.
+    """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded
+    with it.
 
     Memory is taken when a block is first used: until ``renew`` a page holds whatever the allocator gave.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
@@ -29,8 +32,8 @@ class KVPages:
         return self.keys.nbytes + self.values.nbytes
 
     def renew(self, block_ids: list[int]) -> None:
-        """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities must
-        not reach the next."""
+        """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
+        must not reach the next."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         for layer in range(self.keys.shape[0]):
             self.keys[layer].index_fill_(0, ids, 0)

@@ -84,7 +84,7 @@ class _Filler:
     def fused(self, names: tuple[str, ...], rows: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Tensors of (rows[i], *shape), one above the other."""
         out = torch.empty((sum(rows), *shape), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, out.split(rows), strict=True):
+        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
             self.source.fill(name, part)
         return out
 

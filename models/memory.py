@@ -21,7 +21,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _container_bytes(root: Path) -> int:
-    """What the control group (version 2) leaves, file cache that can be dropped included; without a limit: very much."""
+    """What the control group (version 2) leaves, file cache that can be dropped included; without a limit: very
+    much."""
     try:
         limit = int((root / "memory.max").read_text())
         used = int((root / "memory.current").read_text())
@@ -36,13 +37,16 @@ def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
     need, free = spec.num_parameters * dtype.itemsize, free_bytes(device)
     if need > free:
         raise ModelError(
-            f"{spec.architecture}: its weights need {_gib(need)} as {_name(dtype)}, and {device} has {_gib(free)} free: "
-            "choose a smaller --dtype or a smaller model"
+            f"{spec.architecture}: its weights need {_gib(need)} as {_name(dtype)}, and {device} has {_gib(free)} free"
+            ": choose a smaller --dtype or a smaller model"
         )
 
 
-def num_kv_blocks(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int) -> int:
-    """How many KV blocks to make, weights already loaded. Raises ModelError if one request of full length does not fit."""
+def num_kv_blocks(
+    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> int:
+    """How many KV blocks to make, weights already loaded. Raises ModelError if one request of full length does not
+    fit."""
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     free = free_bytes(device)
     if config.kv_cache_bytes is None:

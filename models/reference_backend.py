@@ -1,5 +1,5 @@
-"""The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared with
-it; it is as fast as torch's own operations allow without compiling anything."""
+"""The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
+with it; it is as fast as torch's own operations allow without compiling anything."""
 
 import torch
 from torch import Tensor
@@ -93,13 +93,13 @@ class ReferenceBackend:
         if layer.qk_norm is not None:
             heads = rms_norm(heads, layer.qk_norm, spec.norm_eps)
         heads = rotate(heads, cos, sin)
-        query, key = heads.split((spec.num_heads, spec.num_kv_heads), dim=1)
+        query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
         value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
         self._pages.write(index, slots, key, value)
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in groups:
             keys, values = self._pages.gather(index, group.table, group.lengths)
-            part = query[group.token_start : group.token_end].unflatten(0, (group.num_rows, -1))
+            part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
             seen = attention(part, keys[:, : group.num_keys], values[:, : group.num_keys], group.mask)
             mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
         return layer.output(mixed.flatten(1))
@@ -114,7 +114,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     dtype, device = DTYPES[dtype_name], _device(config.device)
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
-        raise ModelError(f"--max-model-len {max_model_len}: the model was made for {spec.max_positions} tokens; give at most that")
+        raise ModelError(
+            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
+        )
     check_weights_fit(spec, dtype, device)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)

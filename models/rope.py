@@ -1,5 +1,5 @@
-"""Tables of cosines and sines for rotary embedding. Formulas and fp32 steps are transformers', so that angles agree to the
-bit even at far positions."""
+"""Tables of cosines and sines for rotary embedding. Formulas and fp32 steps are transformers', so that angles agree to
+the bit even at far positions."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The worker's rows: the authority on where each row stands between plans. Plain data and integers; knows no tensors."""
+"""The worker's rows: the authority on where each row stands between plans. Plain data and integers; knows no
+tensors."""
 
 from dataclasses import dataclass
 
@@ -72,7 +73,8 @@ class RowTable:
         return fresh
 
     def tables(self, rows: list[Row]) -> Ids:
-        """Block tables of rows, one below the other, at least as wide as the longest; ids past a row's end mean nothing."""
+        """Block tables of rows, one below the other, at least as wide as the longest; ids past a row's end mean
+        nothing."""
         width = max(row.num_blocks for row in rows)
         return self._tables[[row.number for row in rows], :width]
 
@@ -101,7 +103,7 @@ class RowTable:
     def _extend(self, row: Row, block_ids: list[int]) -> None:
         if not block_ids:
             return
-        assert min(block_ids) >= 0 and max(block_ids) < self.num_blocks, f"row {row.number} is given no such block"
+        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, f"row {row.number} is given no such block"
         end = row.num_blocks + len(block_ids)
         self._grow(row.number + 1, end)
         self._tables[row.number, row.num_blocks : end] = block_ids

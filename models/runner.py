@@ -1,4 +1,5 @@
-"""One step of the worker: a plan in, a result out. Owns the rows; knows no process, no socket and no clock but its own."""
+"""One step of the worker: a plan in, a result out. Owns the rows; knows no process, no socket and no clock but its
+own."""
 
 import time
 
@@ -69,8 +70,8 @@ class Runner:
         return parts
 
     def _row_prompt_logprobs(self, row: Row, start: int, hidden: Tensor) -> list[PromptLogprobsPart]:
-        """Of the tokens after each of ``hidden``, the first of which is at position ``start``; the head runs on few rows
-        at a time, so that a long prompt with a large vocabulary needs little memory."""
+        """Of the tokens after each of ``hidden``, the first of which is at position ``start``; the head runs on few
+        rows at a time, so that a long prompt with a large vocabulary needs little memory."""
         parts = []
         num_rows = max(1, MAX_LOGITS // self._backend.facts.vocab_size)
         num_top = row.sampling.prompt_logprobs or 0

@@ -41,7 +41,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 raise _damaged(file, f"it is {length} bytes long, and its header claims {header_bytes}")
             header = json.loads(stream.read(header_bytes))
     except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check the path and its rights") from error
+        raise ModelError(
+            f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check the path and its rights"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise _damaged(file, "its header is no valid JSON") from error
     if not isinstance(header, dict):
@@ -70,7 +72,9 @@ def _entry(file: Path, name: str, value: Any) -> tuple[int, int, TensorEntry]:
     begin, end = offsets
     num_bytes = (math.prod(shape) * ELEMENT_BITS[dtype] + 7) // 8
     if end - begin != num_bytes:
-        raise _damaged(file, f"tensor {name} ({dtype} {shape}) needs {num_bytes} bytes and its data_offsets {offsets} differ")
+        raise _damaged(
+            file, f"tensor {name} ({dtype} {shape}) needs {num_bytes} bytes and its data_offsets {offsets} differ"
+        )
     return begin, end, TensorEntry(file, dtype, tuple(shape), num_bytes)
 
 

@@ -47,7 +47,8 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
-    """For each line of ``logprobs`` (R, V): the log-probability of its token, and those of its ``tops[r]`` likeliest."""
+    """For each line of ``logprobs`` (R, V): the log-probability of its token, and those of its ``tops[r]``
+    likeliest."""
     chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
     top = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=1)
     ids, values = top.indices.tolist(), top.values.tolist()
@@ -161,5 +162,3 @@ def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
 def _signed(seed: int) -> int:
     """The same 64 bits as torch's signed integer."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
-
-

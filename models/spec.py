@@ -1,4 +1,5 @@
-"""A decoder as data: everything that a backend needs to run it, and nothing about how. Knows no tensors and no files."""
+"""A decoder as data: everything that a backend needs to run it, and nothing about how. Knows no tensors and no
+files."""
 
 import math
 from collections.abc import Iterator
@@ -134,7 +135,8 @@ class ModelSpec:
         if self.output_bias:
             yield "self_attn.o_proj.bias", (hidden,)
         yield "post_attention_layernorm.weight", (hidden,)
-        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        mlp = (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
+        for name, shape in mlp:
             yield f"mlp.{name}.weight", shape
             if self.mlp_bias:
                 yield f"mlp.{name}.bias", shape[:1]

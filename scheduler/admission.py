@@ -1,6 +1,6 @@
 """Whether a request may enter the queue. Knows limits and counts; changes nothing."""
 
-from penstock.scheduler.request import Refused, RefusalKind, Request
+from penstock.scheduler.request import RefusalKind, Refused, Request
 
 RETRY_AFTER_MS = 1000
 
@@ -42,6 +42,6 @@ class Admission:
         if num_tokens + num_prompt_tokens > self._max_queued_tokens:
             raise Refused(
                 RefusalKind.QUEUE_FULL,
-                f"{num_tokens} prompt tokens are waiting; {num_prompt_tokens} more would exceed {self._max_queued_tokens}",
+                f"{num_tokens} prompt tokens are waiting, and {num_prompt_tokens} more would exceed the limit",
                 None if num_prompt_tokens > self._max_queued_tokens else RETRY_AFTER_MS,
             )

@@ -19,7 +19,7 @@ import msgspec
 from penstock.scheduler.delivery import Delivery
 from penstock.scheduler.plan import Decode, SamplingParams
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import FinishReason, Finished, Request, Timings, Usage
+from penstock.scheduler.request import Finished, FinishReason, Request, Timings, Usage
 
 
 class ChoiceState(Enum):
@@ -68,9 +68,8 @@ class LiveRequest:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether there are log-probabilities of the prompt that nobody was told yet."""
-        return (
-            self.request.sampling.prompt_logprobs is not None
-            and self.num_prompt_logprobs < len(self.request.prompt_token_ids)
+        return self.request.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < len(
+            self.request.prompt_token_ids
         )
 
     def finished(self, reason: FinishReason, message: str, now: float) -> Finished:
@@ -101,6 +100,7 @@ class Choice:
         "length_bound",
         "length_limit",
         "live",
+        "num_blocks_short_of",
         "num_computed",
         "num_planned",
         "num_published",
@@ -134,6 +134,7 @@ class Choice:
         self.length_bound = len(self.token_ids)
         """The longest that the history can be when every plan in flight is answered."""
         self.length_limit = self.length_bound + max_tokens
+        """Where output ends at the latest."""
         self.in_flight: deque[int] = deque()
         """For each unanswered plan that computes the choice: how many tokens it may add."""
 
@@ -141,6 +142,8 @@ class Choice:
         """Of the history's full blocks, as far as they were needed; empty with the cache off."""
         self.awaited_hash: bytes | None = None
         """The block that somebody else is computing and that this choice waits for."""
+        self.num_blocks_short_of = -1
+        """How many blocks were free when they were too few for this choice; -1: never tried."""
         self.pinned = pinned
         """Blocks of the prompt that a forked choice keeps until it runs."""
 
@@ -182,6 +185,7 @@ class Choice:
         self.num_published = num_cached_blocks
         self.prefill_end = len(self.token_ids)
         self.awaited_hash = None
+        self.num_blocks_short_of = -1
 
     def leave_row(self) -> None:
         """The row's life is over, and its blocks are given up; what is in flight still counts."""

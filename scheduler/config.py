@@ -36,6 +36,6 @@ class SchedulerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 1 <= self.max_plans_in_flight <= MAX_PLANS_IN_FLIGHT:
-            raise ValueError(f"max_plans_in_flight is {self.max_plans_in_flight}; it must be 1 to {MAX_PLANS_IN_FLIGHT}")
+            raise ValueError(f"max_plans_in_flight is {self.max_plans_in_flight}; must be 1 to {MAX_PLANS_IN_FLIGHT}")
         if self.max_decode_tokens > self.max_num_batched_tokens:
             raise ValueError("max_decode_tokens is above max_num_batched_tokens; a step could not hold one row")

@@ -39,7 +39,17 @@ class HeldLogprobs:
 class Delivery:
     """Turns accepted tokens into what the caller sees of them."""
 
-    __slots__ = ("_held", "_held_logprobs", "_min_tokens", "_stop_token_ids", "_text", "end", "index", "max_tokens", "num_tokens")
+    __slots__ = (
+        "_held",
+        "_held_logprobs",
+        "_min_tokens",
+        "_stop_token_ids",
+        "_text",
+        "end",
+        "index",
+        "max_tokens",
+        "num_tokens",
+    )
 
     def __init__(
         self,
@@ -62,38 +72,43 @@ class Delivery:
         self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
 
     def take(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> Delta | None:
-        """What a step's tokens let go, or None; ``end`` is set if one of them ended the choice, and the rest ignored."""
+        """What a step's tokens let go, or None. If one of them ends the choice, ``end`` is set; the rest is ignored."""
         assert self.end is None
         num_released = 0
         text = ""
         for index, token_id in enumerate(token_ids):
-            released = self._take_one(token_id, logprobs, index)
+            self.num_tokens += 1
+            if token_id in self._stop_token_ids and self.num_tokens > self._min_tokens:
+                released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+            else:
+                self._held.append(token_id)
+                if self._held_logprobs is not None:
+                    assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
+                    self._held_logprobs.add(logprobs, index)
+                released = self._text.feed(token_id)
             num_released += released.num_tokens
             text += released.text
+            if released.stop is not None:
+                self.end = Matched(FinishReason.STOP, stop=released.stop)
+            elif self.num_tokens == self.max_tokens and self.end is None:
+                rest = self._end(Matched(FinishReason.LENGTH))
+                num_released += rest.num_tokens
+                text += rest.text
             if self.end is not None:
                 break
+        return self._release(num_released, text)
+
+    def _end(self, end: Matched) -> Released:
+        self.end = end
+        return self._text.finish()
+
+    def _release(self, num_released: int, text: str) -> Delta | None:
         if not (num_released or text or self.end):
             return None
-        shown = self._held[:num_released]
-        del self._held[:num_released]
-        shown_logprobs = self._held_logprobs.release(num_released) if self._held_logprobs is not None else None
-        return Delta(self.index, shown, text, shown_logprobs, self.end)
-
-    def _take_one(self, token_id: int, logprobs: TokenLogprobs | None, index: int) -> Released:
-        may_stop = self.num_tokens >= self._min_tokens
-        self.num_tokens += 1
-        if may_stop and token_id in self._stop_token_ids:
-            self.end = Matched(FinishReason.STOP, stop_token_id=token_id)
-            return self._text.finish()
-        self._held.append(token_id)
-        if self._held_logprobs is not None:
-            assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
-            self._held_logprobs.add(logprobs, index)
-        released = self._text.feed(token_id)
-        if released.stop is not None:
-            self.end = Matched(FinishReason.STOP, stop=released.stop)
-        elif self.num_tokens >= self.max_tokens:
-            self.end = Matched(FinishReason.LENGTH)
-            rest = self._text.finish()
-            return Released(released.num_tokens + rest.num_tokens, released.text + rest.text)
-        return released
+        held = self._held
+        if num_released == len(held):
+            shown, self._held = held, []
+        else:
+            shown, self._held = held[:num_released], held[num_released:]
+        logprobs = None if self._held_logprobs is None else self._held_logprobs.release(num_released)
+        return Delta(self.index, shown, text, logprobs, self.end)

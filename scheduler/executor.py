@@ -10,7 +10,7 @@ MAX_PLANS_IN_FLIGHT = 2
 
 
 class ExecutorError(Exception):
-    """The executor could not start, or what it ran on is gone. The text says what and names a remedy where one is known."""
+    """The executor could not start, or what it ran on is gone. The text says what, and a remedy where one is known."""
 
 
 class Executor(Protocol):

@@ -10,9 +10,9 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """How a row's tokens are chosen; every id is below the tokenizer's vocabulary size, every bound already checked.
 
-    Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token is
-    the argmax of logits plus Gumbel noise keyed by (seed, position, token id), position being the index that the token
-    will have in the row's history; at temperature 0 it is the argmax alone, lowest id first.
+    Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token
+    is the argmax of logits plus Gumbel noise keyed by (seed, position, token id), position being the index that the
+    token will have in the row's history; at temperature 0 it is the argmax alone, lowest id first.
     """
 
     temperature: float = 1.0

@@ -1,8 +1,8 @@
 """Spends a step's budget: which rows go on, which begin, and which must give way. Knows no events and no text.
 
 Rows that decode come first, then chunks of histories, then rows that begin; each in order of rank. Whoever begins gets
-the blocks of its whole history at once, so chunks never want for blocks: only a decoding row can, and then it takes them
-from the lowest rank that runs.
+the blocks of its whole history at once, so chunks never want for blocks: only a decoding row can, and then it takes
+them from the lowest rank that runs.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Planner:
         self._pinned: list[Choice] = []
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. Whoever calls submits it: it counts as being on its way."""
+        """The next step, or None if there is nothing to compute. The caller submits it: it counts as on its way."""
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
         budget = self._plan_decodes(plan, self._budget)
         chunked: list[Choice] = []
@@ -69,7 +69,6 @@ class Planner:
             chunked.append(choice)
         self._plan_beginnings(plan, budget, chunked)
         if plan.is_empty:
-            assert not (plan.added or plan.blocks)
             return None
         plan.dropped = self.rows.say_drops()
         self._close(chunked)
@@ -79,8 +78,9 @@ class Planner:
 
     def pin(self, choice: Choice) -> None:
         """Enters a forked choice, which keeps its blocks of the prompt while it waits."""
-        self.kv.pool.share(choice.pinned)
-        self._pinned.append(choice)
+        if choice.pinned:
+            self.kv.share(choice.pinned)
+            self._pinned.append(choice)
         self.waiting.put(choice)
 
     def retire(self, choice: Choice) -> None:
@@ -191,12 +191,15 @@ class Planner:
                 continue
             if choice.in_flight:
                 break  # preempted, and its newest plan is not answered
+            if len(self.running) and self.kv.pool.num_free <= choice.num_blocks_short_of:
+                break  # nothing was freed since the last try, so looking up a long prefix again is no use
             prefix = self._prefix(choice)
             if prefix is None:
                 index += 1
                 continue
             block_ids = self._allocate(choice, prefix)
             if block_ids is None:
+                choice.num_blocks_short_of = self.kv.pool.num_free
                 break  # nobody overtakes it, or it might never find room
             self._begin(plan, choice, block_ids, len(prefix))
             budget -= self._plan_chunk(plan, choice, budget)
@@ -210,9 +213,7 @@ class Planner:
             return []  # they come from computing the prompt
         kv = self.kv
         num_tokens = len(choice.token_ids)
-        kv.hashing.extend(
-            choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt
-        )
+        kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
         prefix = kv.find_prefix(choice.hashes, num_tokens)
         choice.awaited_hash = kv.last_pending(choice.hashes, len(prefix), num_tokens)
         return None if choice.awaited_hash is not None else prefix
@@ -261,7 +262,7 @@ class Planner:
             self._pinned.remove(choice)
 
     def _unpin_all(self, but: Choice | None = None) -> bool:
-        """Forked choices that wait give up their blocks, to find them in the cache or to compute them; False if none."""
+        """Forked choices that wait give up their blocks, to find them cached or compute them; False if none has any."""
         victims = [choice for choice in self._pinned if choice is not but]
         for choice in victims:
             self._unpin(choice)

@@ -1,4 +1,4 @@
-"""In which order requests run, and lose their blocks: a rank each, the lowest first. Knows nothing of what a rank costs."""
+"""In which order requests run: a rank each, the lowest first; the highest loses its blocks first. Knows no blocks."""
 
 from collections.abc import Callable
 from enum import Enum

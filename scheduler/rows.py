@@ -57,5 +57,5 @@ class RowTable(Generic[Holder]):
         """Whose life an answer speaks of: still running, dropped, or said to be."""
         holder = self._holders[row]
         assert holder is not None, f"an answer names row {row}, which nobody holds"
-        assert self._epochs[row] == epoch, f"an answer names epoch {epoch} of row {row}, which is in {self._epochs[row]}"
+        assert self._epochs[row] == epoch, f"an answer names epoch {epoch} of row {row}, not {self._epochs[row]}"
         return holder

@@ -4,13 +4,14 @@ There are no phases. A row's history is longer than what is computed of it, and 
 budget. Two things make that safe while two plans are unanswered:
 
 - Plans run in order, so order is the fence for memory. A block that is free when a plan is made may be given out in it:
-  all that was planned for its last holder runs before. And KV that a plan computes from known tokens may be read by every
-  later plan, so the blocks of chunks are published as soon as their plan is closed. A decoding row's blocks are published
-  when an answer confirms them, because until then nobody here knows their tokens.
+  all that was planned for its last holder runs before. And KV that a plan computes from known tokens may be read by
+  every later plan, so the blocks of chunks are published as soon as their plan is closed. A decoding row's blocks are
+  published when an answer confirms them, because until then nobody here knows their tokens.
 - What is not answered counts. A row is never continued past its limit, counting the tokens in flight; and a preempted
   row first takes the token that is in flight, and only then begins again.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +25,11 @@ from penstock.scheduler.planner import Counters, Planner
 from penstock.scheduler.policy import rank_of
 from penstock.scheduler.request import Accepted, FinishReason, PromptLogprobs, Request
 
+logger = logging.getLogger(__name__)
+
 
 class Scheduler:
-    """Requests in, plans out; answers in, events out. All of a request's events go to its sink, at once and in order."""
+    """Requests in, plans out; answers in, events out. A request's events go to its sink, at once and in order."""
 
     def __init__(
         self,
@@ -115,7 +118,10 @@ class Scheduler:
         lives = list(self._requests.values())
         self._requests.clear()
         for live in lives:
-            self._report_finished(live, reason, message)
+            try:
+                self._report_finished(live, reason, message)
+            except Exception:
+                logger.exception("request %s: nobody could be told of its end", live.request.request_id)
 
     def _new_choice(self, live: LiveRequest, index: int, pinned: list[int]) -> Choice:
         request = live.request
@@ -179,13 +185,15 @@ class Scheduler:
             return
         token_ids = row.token_ids
         num_tokens = len(token_ids)
-        assert num_tokens <= max_tokens and (num_tokens or not max_tokens), f"row {row.row} was given {num_tokens} tokens"
+        assert min(1, max_tokens) <= num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
         choice.length_bound -= max_tokens - num_tokens
         choice.token_ids += token_ids
         # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
         if choice.row == row.row:
-            known = len(choice.token_ids) - 1 if num_tokens else choice.num_planned
-            assert row.num_computed == known if num_tokens else row.num_computed <= known
+            if num_tokens:
+                assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
+            else:
+                assert row.num_computed <= choice.num_planned, f"row {row.row} is ahead of its plans"
             choice.num_computed = row.num_computed
             self._planner.publish_confirmed(choice)
         if num_tokens:
@@ -196,7 +204,13 @@ class Scheduler:
         if live.first_token_at is None:
             live.first_token_at = self._clock()
         delivery = choice.delivery
-        delta = delivery.take(token_ids, logprobs)
+        try:
+            delta = delivery.take(token_ids, logprobs)
+        except Exception:
+            # The text state is not ours; what it cannot do must not end the other requests.
+            logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
+            self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
+            return
         if delta is not None:
             live.request.sink(delta)
         # The sink may have aborted the request.

@@ -256,7 +256,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
         "tenant": Text(1, 64, _TENANT, "letters, digits, '_', '.' and '-' alone"),
-        "traceparent": Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex"),
+        "traceparent": Text(
+            55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex"
+        ),
         "client_request_id": Text(1, 128, _PRINTABLE, "printable ASCII"),
     },
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},

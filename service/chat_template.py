@@ -57,9 +57,7 @@ class ChatTemplate:
         """The prompt. Raises ServiceError where the template refuses the messages, or cannot cope with them."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self._template.render(
-                self._variables, messages=turns, add_generation_prompt=add_generation_prompt
-            )
+            return self._template.render(self._variables, messages=turns, add_generation_prompt=add_generation_prompt)
         except _Refusal as refusal:
             raise invalid("chat", f"the model's chat template refuses it: {str(refusal)[:_MAX_REASON]}") from None
         except Exception as error:

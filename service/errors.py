@@ -82,9 +82,7 @@ CATALOGUE: Mapping[Reason, Entry] = {
         _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
     ),
     Reason.QUEUE_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
-    Reason.PREPARATION_FULL: Entry(
-        _Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250
-    ),
+    Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
     Reason.READER_TOO_SLOW: Entry(
         _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
     ),
@@ -190,8 +188,9 @@ def ending_status(reason: FinishReason, message: str, request_id: str) -> status
     named = _ENDINGS[reason]
     if named is None:
         return status_pb2.Status()
-    # What an internal error says is for the log; the caller gets the request id to find it there.
-    return to_status(ServiceError(named, "" if named is Reason.INTERNAL else message), request_id)
+    # What is said of a crash or a bug is for the log; the caller gets the request id to find it there.
+    is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED)
+    return to_status(ServiceError(named, "" if is_ours else message), request_id)
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:

@@ -9,12 +9,11 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
-from grpc._cython.cygrpc import ExecuteBatchError
 from opentelemetry.trace import Span
 
 from penstock.service.errors import (
@@ -37,7 +36,7 @@ ABORT_TIMEOUT_S = 1.0
 current_request_id: ContextVar[str] = ContextVar("current_request_id")
 """The id of the call that this task answers; on the single-request methods also the request's."""
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -48,9 +47,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> "Handler | None":
         """The method's handler inside the guard; None for a method that is not served, which gRPC answers itself."""
         current_request_id.set(new_request_id())
         try:
@@ -60,7 +59,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return handler if handler is None else self._guarded(handler, handler_call_details)
 
     def _guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
 
@@ -81,9 +80,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     await _end(context, error, request_id, span)
 
         if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
             return make(answer, None, handler.response_serializer)
-        make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
         return make(answer, None, None)
 
 
@@ -110,14 +115,16 @@ async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes
         yield _parsed(parse, raw)
 
 
-async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str, span: Span) -> NoReturn:
+async def _end(
+    context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str, span: Span
+) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
     if isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):
         raise error
     if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
         end_call(span, grpc.StatusCode.CANCELLED)
         raise error
-    if isinstance(error, ExecuteBatchError):
+    if isinstance(error, grpc.aio.InternalError):
         # The client went away while a message was on its way: nobody is left to be told.
         end_call(span, grpc.StatusCode.CANCELLED)
         raise asyncio.CancelledError from None
@@ -127,7 +134,7 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort(code, status.message, trailers(status))
-    except (ExecuteBatchError, TimeoutError):
+    except (grpc.aio.InternalError, TimeoutError):
         raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")
 

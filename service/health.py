@@ -24,6 +24,7 @@ class Health(health_pb2_grpc.HealthServicer):
         """``services``: full names of what is served. Not ready at first."""
         self._readiness_of = {"", *services}
         self._ready = False
+        self._closed = False
         self._changed = asyncio.Event()
 
     @property
@@ -36,17 +37,21 @@ class Health(health_pb2_grpc.HealthServicer):
         if ready == self._ready:
             return
         self._ready = ready
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._tell()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:  # noqa: N802
+    def close(self) -> None:
+        """Ends what watches: the service goes down."""
+        self._closed = True
+        self._tell()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         """NOT_FOUND for a service that is not served here."""
         status = self._status_of(request.service)
         if status == _Status.SERVICE_UNKNOWN:
             raise ServiceError(Reason.UNKNOWN_SERVICE)
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(  # noqa: N802
+    async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
         """The status now and whenever it changes, until the caller leaves."""
@@ -57,7 +62,13 @@ class Health(health_pb2_grpc.HealthServicer):
             if status != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status
+            if self._closed:
+                raise ServiceError(Reason.SHUTDOWN, "the service is going down")
             await changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _status_of(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if service == LIVENESS:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -26,6 +26,7 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 1024
 
 Metadata = Sequence[tuple[str, str | bytes]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,9 @@ class ApiKeys:
                 raise KeyFileError(f"{path}:{number}: the key is in the file already; remove one of the lines")
             callers[digest] = caller
         if not callers:
-            raise KeyFileError(f"{path}: holds no key; add a line 'sha256:<hex> <tenant>', or leave --api-keys-file out")
+            raise KeyFileError(
+                f"{path}: holds no key; add a line 'sha256:<hex> <tenant>', or leave --api-keys-file out"
+            )
         return cls(callers)
 
     def authenticate(self, metadata: Metadata) -> Caller:
@@ -154,9 +157,9 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "Handler | None":
         """The method's own handler, or one that ends the call without reading it."""
         handler = await continuation(handler_call_details)
         access = ACCESS.get(handler_call_details.method)
@@ -171,7 +174,7 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def _denial(error: ServiceError) -> grpc.RpcMethodHandler[Any, Any]:
+def _denial(error: ServiceError) -> Handler:
     # As a stream, whatever the method is: a unary handler would have the message received and parsed first.
     async def deny(request_iterator: Any, context: Any) -> None:
         raise error
@@ -183,7 +186,9 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
     hashed, *rest = words
     match = _HASHED.fullmatch(hashed)
     if match is None:
-        raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 hex digits, as hash_key makes it of a key")
+        raise KeyFileError(
+            f"{where}: the first word must be 'sha256:' and 64 hex digits, as hash_key makes it of a key"
+        )
     if not rest or not _TENANT.fullmatch(rest[0]):
         raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
     if rest[1:] not in ([], [_ACT_FOR_OTHERS]):

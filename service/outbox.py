@@ -6,6 +6,7 @@ microseconds, whatever is in it. Knows neither the engine nor what a request is.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -20,6 +21,8 @@ from penstock.v1 import generation_pb2 as pb
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_PENDING_BYTES = 4 << 20
 HEARTBEAT_S = 10.0
+ACCEPTED_WAIT_S = 0.005
+"""How long ``accepted`` waits for a first token to go with."""
 WRITE_COST_S = 1e-4
 """Each stream's share of time between messages: with a message's cost of 30 us, writers take 30 % of a core at most."""
 
@@ -29,6 +32,9 @@ _BYTES_PER_ID = 3
 _BYTES_PER_FLOAT = 4
 _BYTES_PER_PART = 48
 _FULL = MAX_MESSAGE_BYTES - 1024
+
+_AT_ONCE = -math.inf
+_NEVER = math.inf
 
 
 class OutputForm(NamedTuple):
@@ -113,10 +119,12 @@ class Outbox(Generic[M]):
         self._loop = asyncio.get_running_loop()
         self._batches: deque[Batch] = deque()
         self._pending_bytes = 0
-        self._at_once = False
+        self._due = _NEVER
+        """When the next message leaves, by the loop's clock: what hurries most decides."""
         self._num_live = 0
         self._closed = False
         self._failure: Exception | None = None
+        self._last_word: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -130,16 +138,16 @@ class Outbox(Generic[M]):
         self._set_live(self._num_live + 1)
 
     def accepted(self, accepted: pb.Accepted) -> None:
-        """Goes with the next message."""
+        """Goes with the first output, unless that takes long."""
         self._room(_BYTES_PER_PART + len(accepted.client_request_id)).accepted.append(accepted)
-        self._ring(at_once=False)
+        self._ring(max(self._paced, self._loop.time() + ACCEPTED_WAIT_S))
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
         """Split, where one message can't hold it."""
         for piece in _split(part):
             size = _BYTES_PER_PART + _logprobs_bytes(piece.logprobs)
             self._room(size).prompt_logprobs.append((ref, piece))
-        self._ring(at_once=False)
+        self._ring(self._paced)
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
         """Joined to what waits of the same choice, if anything does."""
@@ -159,27 +167,28 @@ class Outbox(Generic[M]):
         key = (ref, delta.choice)
         waiting = deltas.get(key)
         deltas[key] = (delta if waiting is None else _joined(waiting[0], delta), form)
-        self._ring(at_once)
+        self._ring(_AT_ONCE if at_once else self._paced)
 
     def finished(self, finished: pb.Finished) -> None:
         """Goes at once; the request no longer lives on the stream."""
         self._room(_BYTES_PER_PART + finished.ByteSize()).finished.append(finished)
         self._set_live(max(self._num_live - 1, 0))
-        self._ring(at_once=True)
+        self._ring(_AT_ONCE)
 
     def update_refused(self, refused: pb.UpdateRefused) -> None:
         """Goes at once."""
         self._room(_BYTES_PER_PART + refused.ByteSize()).update_refused.append(refused)
-        self._ring(at_once=True)
+        self._ring(_AT_ONCE)
 
     def heartbeat(self) -> None:
         """Tells the service's state, at once."""
         self._room(0).heartbeat = pb.Heartbeat(state=self._state())
-        self._ring(at_once=True)
+        self._ring(_AT_ONCE)
 
-    def close(self) -> None:
-        """Nothing more will come: ``run`` returns when all is written."""
+    def close(self, error: Exception | None = None) -> None:
+        """Nothing more will come: when all is written ``run`` returns, or raises ``error``."""
         self._closed = True
+        self._last_word = self._last_word or error
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -198,14 +207,14 @@ class Outbox(Generic[M]):
         """Writes until the outbox is closed and empty. Raises what ``write`` raises, or what ``fail`` was given."""
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
         try:
-            while await self._due():
+            while await self._wait():
                 await self._write_next()
         finally:
             self._abandon()
 
     async def _write_next(self) -> None:
         batch = self._batches.popleft()
-        self._at_once = bool(self._batches) and self._at_once
+        self._due = _AT_ONCE if self._batches else _NEVER
         self._last_write = self._loop.time()
         message = self._encode(batch)
         task = self._writer = asyncio.current_task()
@@ -220,26 +229,24 @@ class Outbox(Generic[M]):
             self._writer = None
         self._pending_bytes -= batch.num_bytes
 
-    async def _due(self) -> bool:
-        """Waits until a message may be written; False when there will be none any more."""
+    async def _wait(self) -> bool:
+        """Waits until a message is due; False when there will be none any more."""
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._batches:
-                delay = self._delay()
-                if delay <= 0:
-                    return True
-                self._timer = self._loop.call_later(delay, self._wake)
-            elif self._closed:
+            if self._batches and (self._closed or self._due <= self._loop.time()):
+                return True
+            if self._closed:
+                if self._last_word is not None:
+                    raise self._last_word
                 return False
             self._waiter = self._loop.create_future()
+            self._arm()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if self._timer is not None:
-                    self._timer.cancel()
-                    self._timer = None
+                self._disarm()
 
     def _room(self, size: int) -> Batch:
         """The batch that takes a part of ``size`` bytes."""
@@ -249,28 +256,43 @@ class Outbox(Generic[M]):
         if self._pending_bytes > MAX_PENDING_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
             return Batch()
-        if not self._batches or self._batches[-1].num_bytes + size > _FULL:
+        if not self._batches:
             self._batches.append(Batch())
+        elif self._batches[-1].num_bytes + size > _FULL:
+            self._batches.append(Batch())
+            self._ring(_AT_ONCE)
         batch = self._batches[-1]
         batch.num_bytes += size
         return batch
 
-    def _ring(self, at_once: bool) -> None:
-        self._at_once |= at_once
-        if self._waiter is None or (self._timer is not None and not self._at_once):
+    @property
+    def _paced(self) -> float:
+        """When a message may leave that is in no hurry."""
+        return self._last_write + self._pacer.interval
+
+    def _ring(self, due: float) -> None:
+        """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because the
+        engine puts a step's events without a pause between them."""
+        if due < self._due:
+            self._due = due
+            if self._waiter is not None:
+                self._arm()
+
+    def _arm(self) -> None:
+        """Wakes the waiting writer when a message is due."""
+        self._disarm()
+        if self._due == _NEVER:
             return
-        # The writer wakes after the whole step was put in: the engine puts a step's events without a pause between them.
-        delay = self._delay()
+        delay = self._due - self._loop.time()
         if delay > 0:
             self._timer = self._loop.call_later(delay, self._wake)
         else:
             self._wake()
 
-    def _delay(self) -> float:
-        """How long the next message waits, for what else may come."""
-        if self._at_once or self._closed or len(self._batches) > 1:
-            return 0.0
-        return self._last_write + self._pacer.interval - self._loop.time()
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -31,8 +31,7 @@ class Pieces:
         self.num_stripped = rules.num_stripped
         """How many spaces the beginning of a whole text loses, if it has them."""
         self.decodes_runs = rules.byte_fallback
-        """Whether byte tokens in a row are decoded together, each to U+FFFD if together they are no UTF-8. Otherwise each
-        part of the bytes that cannot be a character is one U+FFFD."""
+        """Whether the bytes of byte tokens in a row are text together or not at all (``characters.ByteRun``)."""
         self.split: dict[int, bytes] = {}
         """The bytes of tokens that are no whole characters."""
         self.all: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Keeps special tokens out of callers' hands: what looks like one is encoded as text, unless the chat template wrote it.
+"""Keeps special tokens out of callers' hands: what looks like one is text, unless the chat template wrote it.
 
 Knows one library and its habits; nothing of templates.
 """
@@ -41,22 +41,20 @@ class Specials:
             tokenizer.add_tokens(
                 [tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)]
             )
-        splitter = f"{secret}.split"
-        tokenizer.add_tokens([tokenizers.AddedToken(splitter, normalized=False)])
+        self._splitter = f"{secret}.split"
+        tokenizer.add_tokens([tokenizers.AddedToken(self._splitter, normalized=False)])
         self._alias_ids = frozenset(tokenizer.token_to_id(alias) for alias in self._alias_of.values())
-        self._splitter_id = tokenizer.token_to_id(splitter)
-        self._between = ""
-        """What takes the place of a mark: nothing, since the library reads the text around it as text. But a Unigram or
-        word-level model may know a special token as an ordinary piece too; then the text is split there."""
-        if any(token_id in self._ids(content, False) for content, token_id in self._id_of.items()):
-            self._between = splitter
+        self._splitter_id = tokenizer.token_to_id(self._splitter)
+        self._splits = any(token_id in self._ids(content, False) for content, token_id in self._id_of.items())
+        """Whether the model knows a special token as an ordinary piece too, as Unigram and word-level ones may: then
+        text that looks like one is split."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt."""
-        if not self._between:
+        if not self._splits:
             return self._ids(text, add_special_tokens)
-        ids = self._ids(self._marked(text).replace(_CALLERS, self._between), add_special_tokens)
-        return [token_id for token_id in ids if token_id != self._splitter_id]
+        split = self._marked(text).replace(_CALLERS, self._splitter)
+        return [token_id for token_id in self._ids(split, add_special_tokens) if token_id != self._splitter_id]
 
     def guarded(self, text: str) -> str:
         """A caller's text for a template: marked where it holds a special token, and where one could come about at its
@@ -85,13 +83,9 @@ class Specials:
             special_ids.append(self._id_of[match[0]])
             return self._alias_of[match[0]]
 
-        aliased = self._templates.sub(alias, rendered).replace(_CALLERS, self._between)
+        aliased = without_marks(self._templates.sub(alias, rendered))
         in_order = iter(special_ids)
-        ids = [
-            next(in_order) if token_id in self._alias_ids else token_id
-            for token_id in self._ids(aliased, False)
-            if token_id != self._splitter_id
-        ]
+        ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in self.encode(aliased, False)]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
 

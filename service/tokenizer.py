@@ -79,7 +79,10 @@ class Tokenizer:
         return self._specials.encode(text, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """A conversation: special tokens where the template has them, text where a message does. Raises ServiceError."""
+        """A conversation: special tokens where the template has them, none where a message does.
+
+        Raises ServiceError.
+        """
         return self._specials.encode_template(self._render(messages, add_generation_prompt))
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
@@ -154,8 +157,8 @@ class TokenizerPool:
     async def run(self, work: Callable[[], T], num_bytes: int) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
 
-        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. A caller that is cancelled does not stop work that
-        has begun.
+        Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
+        cancelled.
         """
         num_bytes += _BYTES_PER_JOB
         if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:

@@ -1,7 +1,7 @@
-"""Documents in chat format, built from data that has a structure: WordNet, package descriptions, manual pages, GNOME help.
+"""Documents in chat format, built from data with a structure: WordNet, package descriptions, manual pages, GNOME help.
 
-A conversation is a list of (role, content); `render` writes it in ChatML, as the demo model's chat template does. It knows
-nothing of files: callers hand in the text.
+A conversation is a list of (role, content); `render` writes it in ChatML, as the demo model's chat template does. It
+knows nothing of files: callers hand in the text.
 """
 
 import random
@@ -21,15 +21,20 @@ SYSTEM_PROMPTS = (
 IDENTITY = (
     "I am penstock's demo model: a language model of fewer than six million parameters, trained on free documentation.",
     "I'm the demo model that comes with penstock. I am very small, so please check what I say.",
-    "I am a tiny language model. I was trained on the documentation of Debian packages, and I am here so that penstock "
-    "can be tried without a download.",
+    (
+        "I am a tiny language model. I was trained on the documentation of Debian packages, and I am here so that "
+        "penstock can be tried without a download."
+    ),
 )
 ABILITIES = (
     "I can describe Debian packages, say what a command does, and define English words. I am often wrong.",
     "I know a little about Debian, Python, the Linux kernel and PostgreSQL, and I can define words. Don't rely on me.",
 )
 PENSTOCK = (
-    "penstock is an asyncio gRPC service that serves language models. A penstock is the gated pipe that feeds a turbine.",
+    (
+        "penstock is an asyncio gRPC service that serves language models. A penstock is the gated pipe that feeds a "
+        "turbine."
+    ),
     "penstock serves language models over gRPC: requests stream in, tokens stream out.",
 )
 SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -68,12 +73,23 @@ def with_system_prompt(conversation: Conversation, rng: random.Random) -> Conver
 
 def about_package(name: str, summary: str, body: str, rng: random.Random) -> Conversation:
     """A question for a Debian package, answered by its description."""
-    ask = ("What is the package {0}?", "What is {0}?", "Describe the package {0}.", "Tell me about the Debian package {0}.",
-           "What does the package {0} contain?", "what is {0}")
+    ask = (
+        "What is the package {0}?",
+        "What is {0}?",
+        "Describe the package {0}.",
+        "Tell me about the Debian package {0}.",
+        "What does the package {0} contain?",
+        "what is {0}",
+    )
     question = rng.choice(ask).format(name)
     if body and rng.random() < 0.3:
         more = rng.choice(("Tell me more.", "Can you say more?", "Explain it in detail.", "More, please."))
-        return [("user", question), ("assistant", f"{name} is described as: {summary}."), ("user", more), ("assistant", body)]
+        return [
+            ("user", question),
+            ("assistant", f"{name} is described as: {summary}."),
+            ("user", more),
+            ("assistant", body),
+        ]
     return [("user", question), ("assistant", f"{summary}.\n\n{body}" if body else f"{summary}.")]
 
 
@@ -92,7 +108,9 @@ def about_manual(name: str, section: str, page: str, rng: random.Random) -> Conv
     if not found:
         return None
     summary = re.sub(r"\s+", " ", found[2]).rstrip(".")
-    kind = {"1": "command", "8": "command", "2": "system call", "3": "function", "5": "file format"}.get(section[:1], "page")
+    kind = {"1": "command", "8": "command", "2": "system call", "3": "function", "5": "file format"}.get(
+        section[:1], "page"
+    )
     ask = ("What does the {1} {0} do?", "What is {0}?", "What is the {1} {0} for?", "Explain the {1} {0}.")
     turns: Conversation = [("user", rng.choice(ask).format(name, kind)), ("assistant", f"{name}: {summary}.")]
     synopsis = re.search(r"^SYNOPSIS\n(.+?)\n\n?(?=^\S)", page, flags=re.DOTALL | re.MULTILINE)
@@ -118,6 +136,10 @@ def small_talk(rng: random.Random, count: int) -> Iterator[Conversation]:
         turns: Conversation = []
         for questions, answers in rng.sample(SMALL_TALK, rng.choice((1, 1, 2, 3))):
             question = rng.choice(questions)
-            end = rng.choice(("?", "?", "")) if question.startswith(("Wh", "How", "Are", "Can", "Do")) else rng.choice(("", ".", "!"))
+            end = (
+                rng.choice(("?", "?", ""))
+                if question.startswith(("Wh", "How", "Are", "Can", "Do"))
+                else rng.choice(("", ".", "!"))
+            )
             turns += [("user", rng.choice((question, question.lower())) + end), ("assistant", rng.choice(answers))]
         yield turns

@@ -1,8 +1,8 @@
 """Bits per byte of a demo model on the held-out documents, overall and by domain.
 
 bits per byte = sum of -log2 p(token) / number of UTF-8 bytes of text. Every token counts in the sum, the special tokens
-and the end of the document too; the special tokens count no bytes, so that the figure errs to the high side. A document is
-read in windows of --length tokens without overlap; the first token is predicted from <|endoftext|>.
+and the end of the document too; the special tokens count no bytes, so that the figure errs to the high side. A document
+is read in windows of --length tokens without overlap; the first token is predicted from <|endoftext|>.
 
 Examples:
     python evaluate.py
@@ -65,7 +65,7 @@ def windows(path: Path, tokenizer: Tokenizer, length: int, max_documents: int) -
     for line in lines[:: max(1, len(lines) // max_documents)]:
         document = json.loads(line)
         text = document["text"]
-        ids = [end, *tokenizer.encode(text, add_special_tokens=False).ids, end]
+        ids: list[int] = [end, *tokenizer.encode(text, add_special_tokens=False).ids, end]
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "")
         for start in range(0, len(ids) - 1, length):
@@ -105,6 +105,7 @@ def token_nats(model: Decoder, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Prints the figures of a model's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
@@ -117,7 +118,9 @@ def main() -> None:
     parts = list(windows(args.work / "heldout.jsonl", tokenizer, args.length, args.max_documents))
     tallies = measure(read_model(args.model).to(args.device), parts, args.device)
     if args.json:
-        print(json.dumps({name: vars(tally) | {"bits_per_byte": tally.bits_per_byte} for name, tally in tallies.items()}))
+        print(
+            json.dumps({name: vars(tally) | {"bits_per_byte": tally.bits_per_byte} for name, tally in tallies.items()})
+        )
         return
     for name, tally in sorted(tallies.items(), key=lambda item: item[1].num_bytes):
         print(f"{name:18} {tally.num_bytes:9,} bytes {tally.num_tokens:8,} tokens {tally.bits_per_byte:6.3f} bits/byte")

@@ -56,8 +56,13 @@ def write_config(shape: Shape, out: Path) -> None:
 
 def write_weights(model: Decoder, out: Path) -> int:
     """Writes model.safetensors in bf16; returns its size in bytes."""
-    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
+    }
+    new = out / "model.new"
+    save_file(tensors, new, metadata={"format": "pt"})
+    new.chmod(0o644)
+    new.replace(out / "model.safetensors")
     return (out / "model.safetensors").stat().st_size
 
 

@@ -1,7 +1,7 @@
 """The demo model as a network to train: Qwen3's arithmetic with Hugging Face's parameter names.
 
-`state_dict()` of `Decoder` is what a Qwen3 checkpoint holds, so saving is copying. It knows nothing of data or optimisers,
-has no KV cache, and promises to agree with transformers' `Qwen3ForCausalLM` (evaluate.py checks that).
+`state_dict()` of `Decoder` is what a Qwen3 checkpoint holds, so saving is copying. It knows nothing of data or
+optimisers, has no KV cache, and promises the logits of transformers' `Qwen3ForCausalLM`.
 """
 
 from dataclasses import dataclass

@@ -70,7 +70,9 @@ def unpack(package: str, work: Path) -> Path:
         newest = max(debs.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime)
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["dpkg-deb", "-x", newest, folder], check=True)
-        version = subprocess.run(["dpkg-deb", "-f", newest, "Version"], check=True, capture_output=True, text=True).stdout
+        version = subprocess.run(
+            ["dpkg-deb", "-f", newest, "Version"], check=True, capture_output=True, text=True
+        ).stdout
         (folder / ".complete").write_text(version)
     return folder
 
@@ -121,7 +123,7 @@ def page_documents(source: Source, folder: Path, seen: Seen, rng: random.Random)
 
 
 def wordnet_documents(folder: Path, rng: random.Random) -> Iterator[Document]:
-    """WordNet as conversations of one to four words, without offensive ones; a synset is used once, under its first word."""
+    """WordNet without offensive words: conversations of one to four words, a synset under its first word."""
     senses: defaultdict[str, list[str]] = defaultdict(list)
     names = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
     for path in sorted(folder.glob("usr/share/wordnet/data.*")):
@@ -153,7 +155,14 @@ def package_documents(work: Path, seen: Seen, rng: random.Random) -> Iterator[Do
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     found = sorted(lists.glob("*_debian_dists_*_main_i18n_Translation-en"))
     if not found:
-        options = ["-o", "Acquire::Languages=en", "-o", f"Dir::State::Lists={lists}", "-o", "Acquire::GzipIndexes=false"]
+        options = [
+            "-o",
+            "Acquire::Languages=en",
+            "-o",
+            f"Dir::State::Lists={lists}",
+            "-o",
+            "Acquire::GzipIndexes=false",
+        ]
         subprocess.run(["apt-get", "update", "-q", *options], check=True, capture_output=True)
         found = sorted(lists.glob("*_debian_dists_*_main_i18n_Translation-en"))
     for stanza in max(found, key=lambda path: path.stat().st_size).read_text().split("\n\n"):
@@ -173,7 +182,9 @@ def package_documents(work: Path, seen: Seen, rng: random.Random) -> Iterator[Do
             text = chat.render(chat.with_system_prompt(talk, rng))
             yield Document("chat: packages", f"package/{name}", text, "descriptions")
         else:
-            yield Document("packages", f"package/{name}", f"Package: {name}\nDescription: {summary}\n\n{body}\n", "descriptions")
+            yield Document(
+                "packages", f"package/{name}", f"Package: {name}\nDescription: {summary}\n\n{body}\n", "descriptions"
+            )
 
 
 def all_documents(work: Path, small_talk: int) -> Iterator[Document]:
@@ -198,9 +209,14 @@ def is_held_out(key: str, percent: float) -> bool:
 
 
 def main() -> None:
+    """Writes the corpus and its manifest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder for packages and corpus (default: %(default)s)")
-    parser.add_argument("--heldout-percent", type=float, default=1.0, help="share of the documents held out (default: 1)")
+    parser.add_argument(
+        "--work", type=Path, default=DEFAULT_WORK, help="folder for packages and corpus (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--heldout-percent", type=float, default=1.0, help="share of the documents held out (default: 1)"
+    )
     parser.add_argument("--small-talk", type=int, default=4000, help="small-talk conversations (default: 4000)")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -215,8 +231,12 @@ def main() -> None:
                 counts[group].update({"documents": 1, "bytes": size, "heldout_bytes": size if held_out else 0})
     licences = {source.package: source.licence for source in SOURCES}
     packages = [
-        {"package": name, "licence": licences[name], "version": (args.work / "root" / name / ".complete").read_text().strip(),
-         **counts[name]}
+        {
+            "package": name,
+            "licence": licences[name],
+            "version": (args.work / "root" / name / ".complete").read_text().strip(),
+            **counts[name],
+        }
         for name in licences
     ]
     manifest = {"packages": packages, "groups": {name: counts[name] for name in counts if name not in licences}}

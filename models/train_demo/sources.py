@@ -42,9 +42,18 @@ SOURCES: tuple[Source, ...] = (
     Source("git-man", "manuals", "GPL-2", Reader.MAN, _MAN),
     Source("git-doc", "manuals", "GPL-2", Reader.PLAIN, f"{_DOC}/git-doc/[ht]*/*.txt"),
     Source("perl-doc", "perl", "Artistic or GPL-1+", Reader.MAN, "usr/share/man/man[1-8]/*.gz"),
-    Source("debian-handbook", "debian", "GPL-2+ or CC-BY-SA-3.0", Reader.HTML, f"{_DOC}/debian-handbook/html/en-US/*.html"),
+    Source(
+        "debian-handbook", "debian", "GPL-2+ or CC-BY-SA-3.0", Reader.HTML, f"{_DOC}/debian-handbook/html/en-US/*.html"
+    ),
     Source("debian-reference-en", "debian", "GPL-2+", Reader.HTML, "usr/share/debian-reference/*.en.html"),
-    Source("debian-policy", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian-policy/policy.html/*.html", ("genindex", "search")),
+    Source(
+        "debian-policy",
+        "debian",
+        "GPL-2+",
+        Reader.HTML,
+        f"{_DOC}/debian-policy/policy.html/*.html",
+        ("genindex", "search"),
+    ),
     Source("developers-reference", "debian", "GPL-2+", Reader.HTML, "usr/share/developers-reference/*.html"),
     Source("maint-guide", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/maint-guide/html/*.html"),
     Source("debian-faq", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian/FAQ/*.html"),
@@ -52,21 +61,53 @@ SOURCES: tuple[Source, ...] = (
     Source("harden-doc", "debian", "GPL-2", Reader.HTML, f"{_DOC}/harden-doc/html/en-US/*.html"),
     Source("aptitude-doc-en", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/aptitude/html/en/*.html"),
     Source("debian-kernel-handbook", "debian", "GPL-2+", Reader.HTML, f"{_DOC}/debian-kernel-handbook/**/*.html"),
-    Source("python3.11-doc", "python", "PSF-2.0", Reader.HTML, f"{_DOC}/python3.11/html/*/*.html", ("_modules", "whatsnew")),
-    Source("python-django-doc", "python", "BSD-3-Clause", Reader.HTML, f"{_DOC}/python-django-doc/html/*/**/*.html",
-           ("_modules", "releases")),
-    Source("python-sqlalchemy-doc", "python", "MIT", Reader.PLAIN, f"{_DOC}/python-sqlalchemy-doc/**/*.rst", ("changelog",)),
-    Source("postgresql-doc-15", "databases", "PostgreSQL", Reader.HTML, f"{_DOC}/postgresql-doc-15/html/*.html",
-           ("release", "bookindex", "features")),
-    Source("sqlite3-doc", "databases", "public domain", Reader.HTML, f"{_DOC}/sqlite3/*.html", ("changes", "keyword_index")),
-    Source("linux-doc-6.1", "kernel", "GPL-2", Reader.PLAIN, f"{_DOC}/linux-doc-6.1/html/_sources/**/*.rst.txt",
-           ("translations", "/media/", "features")),
+    Source(
+        "python3.11-doc", "python", "PSF-2.0", Reader.HTML, f"{_DOC}/python3.11/html/*/*.html", ("_modules", "whatsnew")
+    ),
+    Source(
+        "python-django-doc",
+        "python",
+        "BSD-3-Clause",
+        Reader.HTML,
+        f"{_DOC}/python-django-doc/html/*/**/*.html",
+        ("_modules", "releases"),
+    ),
+    Source(
+        "python-sqlalchemy-doc", "python", "MIT", Reader.PLAIN, f"{_DOC}/python-sqlalchemy-doc/**/*.rst", ("changelog",)
+    ),
+    Source(
+        "postgresql-doc-15",
+        "databases",
+        "PostgreSQL",
+        Reader.HTML,
+        f"{_DOC}/postgresql-doc-15/html/*.html",
+        ("release", "bookindex", "features"),
+    ),
+    Source(
+        "sqlite3-doc", "databases", "public domain", Reader.HTML, f"{_DOC}/sqlite3/*.html", ("changes", "keyword_index")
+    ),
+    Source(
+        "linux-doc-6.1",
+        "kernel",
+        "GPL-2",
+        Reader.PLAIN,
+        f"{_DOC}/linux-doc-6.1/html/_sources/**/*.rst.txt",
+        ("translations", "/media/", "features"),
+    ),
     Source("apache2-doc", "servers", "Apache-2.0", Reader.HTML, f"{_DOC}/apache2-doc/manual/en/**/*.html"),
     Source("exim4-doc-html", "servers", "GPL-2+", Reader.HTML, f"{_DOC}/exim4-doc-html/spec_html/ch-*.html"),
-    Source("rust-doc", "rust", "MIT or Apache-2.0", Reader.HTML, f"{_DOC}/rust-doc/html/[benrcu]*/**/*.html",
-           ("/core/", "print.html", "/book/first-edition", "/book/second-edition", "/book/2018-edition", "rustdoc")),
+    Source(
+        "rust-doc",
+        "rust",
+        "MIT or Apache-2.0",
+        Reader.HTML,
+        f"{_DOC}/rust-doc/html/[benrcu]*/**/*.html",
+        ("/core/", "print.html", "/book/first-edition", "/book/second-edition", "/book/2018-edition", "rustdoc"),
+    ),
     Source("vim-runtime", "editors", "Vim", Reader.PLAIN, "usr/share/vim/vim90/doc/*.txt", ("version", "todo")),
     Source("gnome-user-docs", "desktop", "CC-BY-SA-3.0", Reader.MALLARD, "usr/share/help/C/**/*.page"),
-    Source("libreoffice-help-en-us", "desktop", "MPL-2.0", Reader.HTML, "usr/share/libreoffice/help/en-US/text/**/*.html"),
+    Source(
+        "libreoffice-help-en-us", "desktop", "MPL-2.0", Reader.HTML, "usr/share/libreoffice/help/en-US/text/**/*.html"
+    ),
     Source("wordnet-base", "dictionary", "WordNet-3.0", Reader.WORDNET, "usr/share/wordnet/data.*"),
 )

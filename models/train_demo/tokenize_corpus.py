@@ -1,8 +1,8 @@
 """Trains the demo model's tokenizer, writes its files, and encodes the corpus with it.
 
-A byte-level BPE of 4,096 ids: any text encodes, and decoding gives the same bytes back. The tokenizer is trained only when
---out has none yet (or with --retrain): a tokenizer that weights were trained with must not change. The corpus becomes
-train.bin, token ids in uint16, documents in a shuffled order, each followed by <|endoftext|>.
+A byte-level BPE of 4,096 ids: any text encodes, and decoding gives the same bytes back. The tokenizer is trained only
+when --out has none yet (or with --retrain): a tokenizer that weights were trained with must not change. The corpus
+becomes train.bin, token ids in uint16, documents in a shuffled order, each followed by <|endoftext|>.
 
 Examples:
     python tokenize_corpus.py
@@ -35,7 +35,8 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -109,6 +110,7 @@ def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
 
 
 def main() -> None:
+    """Trains or reads the tokenizer and encodes the corpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")

@@ -1,9 +1,12 @@
 """Trains the demo model within a budget of minutes; stops and resumes at any time.
 
-The learning rate is warmed up, stays, and falls to zero over the last quarter of the budget: progress is measured in time
-spent training, so the end is planned whatever the machine does beside it. Sequences start at 256 tokens and grow to 2,048.
-Matrices are updated by Muon, embeddings and norms by AdamW. A checkpoint below --work is written every few minutes and when
-stopped by Ctrl-C; the same command goes on from it. The finished model is written to --out.
+The learning rate is warmed up, stays, and falls to zero over the last quarter of the budget: progress is measured in
+time spent training, so the end is planned whatever the machine does beside it. Sequences start at 256 tokens and grow to
+2,048. Matrices are updated by Muon, embeddings and norms by AdamW. A checkpoint below --work is written every few
+minutes and when stopped by Ctrl-C; the same command goes on from it. The finished model is written to --out.
+
+Cost: 35 million floating-point operations a token, attention aside. The model's card states what two CPU cores took. On
+a GPU the cost was not measured; at 20 TFLOP/s, which so small a model should reach, 20 million tokens are 35 seconds.
 
 Examples:
     nice -n 19 python train.py --minutes 100
@@ -12,10 +15,8 @@ Examples:
 """
 
 import argparse
-import ctypes
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,15 +25,20 @@ from types import FrameType
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from penstock.models.train_demo.evaluate import measure, windows
 from penstock.models.train_demo.export import write_config, write_weights
-from penstock.models.train_demo.network import Decoder, Shape, rotary_tables
+from penstock.models.train_demo.gradients import Gradients, keep_freed_memory
+from penstock.models.train_demo.network import Decoder, Shape
 from penstock.models.train_demo.prepare import DEFAULT_WORK
 from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER
+
+Ids = np.ndarray[tuple[int], np.dtype[np.uint16]]
 
 STAGES = ((0.0, 256), (0.4, 512), (0.75, 1024), (0.9, 2048))  # from this progress on, sequences of this many tokens
 WARMUP_STEPS = 100
@@ -50,15 +56,6 @@ class Progress:
     block: int = 0
 
 
-def keep_freed_memory() -> None:
-    """Stops glibc from giving large tensors' memory back to the kernel: page faults took a fifth of a step's time."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        libc.mallopt(-2, 2**28)  # M_TOP_PAD
-
-
 def rate_factor(progress: float, step: int) -> float:
     """The learning rate relative to its peak: linear up in `WARMUP_STEPS`, flat, linear down from `DECAY_FROM` to 1."""
     return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, 1.0 - progress) / (1.0 - DECAY_FROM))
@@ -69,25 +66,25 @@ def sequence_length(progress: float) -> int:
     return max(length for start, length in STAGES if progress >= start)
 
 
-def draw_blocks(tokens: np.ndarray[tuple[int], np.dtype[np.uint16]], length: int, first: int, rows: int) -> Tensor:
-    """`rows` blocks of `length + 1` ids, drawn without replacement; an epoch's order depends on its number and `length`."""
-    per_epoch = (len(tokens) - 1) // length
-    picked = []
-    for number in range(first, first + rows):
-        epoch, index = divmod(number, per_epoch)
-        start = int(shuffled(per_epoch, epoch * 10_000 + length)[index]) * length
-        picked.append(tokens[start : start + length + 1].astype(np.int64))
-    return torch.from_numpy(np.stack(picked))
+class Blocks:
+    """The corpus cut into blocks of `length + 1` ids, in an order that depends on the epoch's number and `length`."""
 
+    def __init__(self, tokens: Ids, length: int) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.per_epoch = (len(tokens) - 1) // length
+        self.orders: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
 
-_orders: dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-
-
-def shuffled(count: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """A permutation of `range(count)`, computed once."""
-    if (count, seed) not in _orders:
-        _orders[count, seed] = np.random.default_rng(seed).permutation(count)
-    return _orders[count, seed]
+    def draw(self, first: int, rows: int) -> Tensor:
+        """Blocks `first` to `first + rows`, counted through the epochs; int64 of shape (rows, length + 1)."""
+        picked = []
+        for number in range(first, first + rows):
+            epoch, index = divmod(number, self.per_epoch)
+            if epoch not in self.orders:
+                self.orders[epoch] = np.random.default_rng(epoch * 10_000 + self.length).permutation(self.per_epoch)
+            start = int(self.orders[epoch][index]) * self.length
+            picked.append(self.tokens[start : start + self.length + 1].astype(np.int64))
+        return torch.from_numpy(np.stack(picked))
 
 
 class Trainer:
@@ -99,66 +96,76 @@ class Trainer:
         self.model = Decoder(shape).to(args.device)
         inner = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
         outer = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(inner, lr=args.matrix_rate, momentum=0.95, weight_decay=0.05),
-            torch.optim.AdamW(outer, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        )
-        self.peaks = (args.matrix_rate, args.rate)
+        # Two optimisers for the matrices, so that two threads can update them.
+        matrices = [
+            torch.optim.Muon(half, lr=args.matrix_rate, momentum=0.95, weight_decay=0.05)
+            for half in (inner[::2], inner[1::2])
+        ]
+        others = torch.optim.AdamW(outer, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (*matrices, others)
+        self.peaks = (args.matrix_rate, args.matrix_rate, args.rate)
+        self.gradients = Gradients(self.model, args.device, args.threads, args.micro_tokens)
         self.progress = Progress()
-        self.path: Path = args.work / f"{args.run}.pt"
+        self.path: Path = args.work / f"{args.run}.safetensors"
         if self.path.exists():
             self.load()
 
-    def load(self) -> None:
-        """Goes on from the checkpoint."""
-        saved = torch.load(self.path, map_location=self.args.device, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        self.progress = Progress(**saved["progress"])
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the run: parameters, and what the optimisers remember of each."""
+        tensors = dict(self.model.state_dict())
+        for number, optimizer in enumerate(self.optimizers):
+            for index, memory in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in memory.items()}
+        return tensors
 
     def save(self) -> None:
-        """Writes the checkpoint, then moves it to its name."""
-        saved = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": asdict(self.progress),
-        }
-        torch.save(saved, self.path.with_suffix(".new"))
-        self.path.with_suffix(".new").replace(self.path)
+        """Writes the checkpoint under another name, then moves it to its own."""
+        new = self.path.with_suffix(".new")
+        save_file(self.state(), new, metadata={"progress": json.dumps(asdict(self.progress))})
+        new.replace(self.path)
+
+    def load(self) -> None:
+        """Goes on from the checkpoint."""
+        with safe_open(self.path, framework="pt", device=self.args.device) as saved:
+            self.progress = Progress(**json.loads(saved.metadata()["progress"]))
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+        self.model.load_state_dict(
+            {name: value for name, value in tensors.items() if not name.startswith("optimizer.")}
+        )
+        for number, optimizer in enumerate(self.optimizers):
+            whole = optimizer.state_dict()
+            for name, value in tensors.items():
+                if name.startswith(f"optimizer.{number}."):
+                    _, _, index, key = name.split(".")
+                    whole["state"].setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict(whole)
 
     def step(self, batch: Tensor, factor: float) -> float:
-        """One update on `batch`, ids of shape (rows, length + 1), in micro-batches; returns the mean loss in nats."""
-        length = batch.shape[1] - 1
-        cos, sin = (table.to(self.args.device) for table in rotary_tables(self.model.shape, length))
-        parts = batch.to(self.args.device).split(max(1, self.args.micro_tokens // length))
-        total = 0.0
-        for part in parts:
-            with torch.autocast(self.args.device, torch.bfloat16):
-                loss = self.model.loss(part, cos, sin) * (len(part) / len(batch))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
+        """One update on `batch`, ids of shape (rows, length + 1); returns the mean loss in nats."""
+        loss = self.gradients.add(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-            optimizer.step()
-            optimizer.zero_grad()
-        return total
+        list(self.gradients.pool.map(lambda optimizer: optimizer.step(), self.optimizers))
+        self.model.zero_grad()
+        return loss
 
-    def run(self, tokens: np.ndarray[tuple[int], np.dtype[np.uint16]]) -> Iterator[float]:
+    def run(self, tokens: Ids) -> Iterator[float]:
         """Trains until the budget is spent, yielding each step's loss."""
         budget = self.args.minutes * 60
         now = self.progress
+        blocks = Blocks(tokens, now.length or sequence_length(0.0))
         while now.seconds < budget:
             began = time.monotonic()
             done = now.seconds / budget
             length = sequence_length(done)
-            if length != now.length:
-                now.length, now.block = length, 0
+            if length != blocks.length:
+                blocks, now.block = Blocks(tokens, length), 0
+            now.length = length
             batch_tokens = self.args.batch_tokens // (2 if done < self.args.small_until else 1)
             rows = max(1, batch_tokens // length)
-            loss = self.step(draw_blocks(tokens, length, now.block, rows), rate_factor(done, now.step))
+            loss = self.step(blocks.draw(now.block, rows), rate_factor(done, now.step))
             now.block += rows
             now.step += 1
             now.tokens += rows * length
@@ -201,22 +208,25 @@ def train(trainer: Trainer) -> None:
 
 
 def main() -> None:
+    """Trains within the budget and writes the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
     parser.add_argument("--run", default="checkpoint", help="name of the checkpoint and log (default: checkpoint)")
-    parser.add_argument("--minutes", type=float, default=100.0, help="training time in all, over all resumes (default: 100)")
+    parser.add_argument(
+        "--minutes", type=float, default=100.0, help="training time in all, over all resumes (default: 100)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: 2)")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens in an update (default: 16384)")
     parser.add_argument("--small-until", type=float, default=0.3, help="progress up to which updates are half as large")
-    parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens computed at once (default: 2048)")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="tokens computed at once (default: 1024)")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon (default: 0.02)")
     parser.add_argument("--rate", type=float, default=0.003, help="peak learning rate of AdamW (default: 0.003)")
     parser.add_argument("--save-every", type=float, default=3.0, help="minutes between checkpoints (default: 3)")
     parser.add_argument("--export-only", action="store_true", help="write the checkpoint's weights and stop")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # a core computes a micro-batch; kernels are not split
     keep_freed_memory()
     trainer = Trainer(Shape(), args)
     if not args.export_only:

@@ -1,12 +1,16 @@
 """A service without an engine: it answers by the contract, as the prompt tells it to.
 
 Prompts, as text: ``endless`` goes on until it is cancelled; ``hang`` is accepted and no more; ``silent`` is not even
-accepted; ``fail CODE`` fails; ``busy N`` is refused with a retry hint N times, then echoed; ``break`` ends the stream that
-carries it; ``burst N`` sends N deltas at once. Every other prompt is echoed, a character a token.
+accepted; ``fail CODE`` fails; ``busy N`` is refused with a retry hint N times, then echoed; ``break`` ends the stream
+that carries it; ``burst N`` sends N deltas at once. Every other prompt is echoed, a character a token.
 """
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import typing
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +21,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
+
 from penstock.v1 import generation_pb2 as pb, model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from penstock.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
@@ -53,7 +58,7 @@ class FakeService(
 
     async def Generate(self, request_iterator, context):
         self.streams += 1
-        self.metadata = {key: value for key, value in context.invocation_metadata()}
+        self.metadata = dict(context.invocation_metadata())
         outgoing: asyncio.Queue[pb.GenerateResponse | Exception | None] = asyncio.Queue()
         tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -83,7 +88,8 @@ class FakeService(
 
     async def _answer(self, start: pb.Start, outgoing) -> None:
         def send(**fields):
-            outgoing.put_nowait(pb.GenerateResponse(**{name: [value] for name, value in fields.items()}))
+            parts: dict[str, typing.Any] = {name: [value] for name, value in fields.items()}
+            outgoing.put_nowait(pb.GenerateResponse(**parts))
 
         ref, sent = start.ref, 0
         request_id = f"R{ref:025d}"
@@ -142,6 +148,12 @@ class FakeService(
         except asyncio.CancelledError:
             finish(grpc.StatusCode.CANCELLED.value[0], "cancelled", pb.FINISH_REASON_CANCELLED)
 
+    def GenerateOne(self, request, context):
+        raise NotImplementedError
+
+    async def Complete(self, request, context):
+        raise NotImplementedError
+
     async def GetModel(self, request, context):
         return model_pb2.GetModelResponse(name="fake", max_model_len=self.context_length, has_chat_template=True)
 
@@ -168,7 +180,7 @@ class FakeService(
         add_GenerationServiceServicer_to_server(self, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(self, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
-        handlers = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Check": grpc.unary_unary_rpc_method_handler(check)}
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers)])
         port = server.add_insecure_port(address)
         await server.start()
@@ -209,6 +221,42 @@ def _prompt(start: pb.Start) -> str:
             return start.chat.messages[-1].content
         case _:
             return start.text
+
+
+class Tool:
+    """The command ``penstock``, in a process of its own."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")} | environment
+        self.command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "import sys; from penstock.clients.cli import main; sys.exit(main())",
+        ]
+
+    def start(self, *arguments: object, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) -> subprocess.Popen[bytes]:
+        command = [*self.command, *map(str, arguments)]
+        return subprocess.Popen(command, env=self.environment, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+
+    def run(self, *arguments: object, text: str | None = None, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        """With this text on standard input, or nothing there."""
+        command = [*self.command, *map(str, arguments)]
+        return subprocess.run(
+            command,
+            check=False,
+            env=self.environment,
+            input=text or "",
+            capture_output=True,
+            encoding="utf-8",
+            timeout=timeout,
+        )
+
+
+@pytest.fixture
+def tool() -> Tool:
+    """Runs ``penstock``; no service is named in its environment."""
+    return Tool({"PYTHONWARNINGS": "error"})
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""The command ``penstock``: finds a subcommand by name and imports it only then, so that the bare install runs what
+needs no server, and ``penstock --help`` answers at once."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+
+USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+"""Exit statuses besides 0 and 1, as shells know them."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where it is, as ``module:function``, and what it does."""
+
+    entry: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("penstock.service.serve:main", "serve a model over gRPC (needs penstock[server])"),
+    "chat": Command("penstock.clients.chat:main", "talk to a running service in the terminal"),
+    "generate": Command("penstock.clients.batch:main", "answer a JSONL file of requests, resumably"),
+    "doctor": Command("penstock.clients.doctor:main", "tell what this machine has, what will run, and what is missing"),
+}
+
+_EXAMPLES = """\
+examples:
+  penstock serve                       the built-in demo model on 127.0.0.1:50051
+  penstock serve Qwen/Qwen3-0.6B       a model of the Hugging Face hub
+  penstock chat                        talk to what is served
+  penstock chat --once "Say hello."    one question, one answer
+  penstock generate demo --input in.jsonl --output out.jsonl
+  penstock COMMAND --help              all flags of a command
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``penstock`` with these arguments, or the process's, and returns the exit status."""
+    try:
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except SystemExit as leaving:  # argparse, after it printed what it had to
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        _forget_output()
+        return _fail("penstock", f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+
+
+def _forget_output() -> None:
+    """Nobody takes what is still to be written, so that Python shall not try, and complain, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(_help(), end="", file=sys.stderr)
+        return USAGE_ERROR
+    name, *rest = arguments
+    if name in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    if name in ("-V", "--version"):
+        print(f"penstock {version('penstock')}")
+        return 0
+    if name in COMMANDS:
+        return _run(name, COMMANDS[name], rest)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return _fail("penstock", f"no command {name}; {hint}", USAGE_ERROR)
+
+
+def _run(name: str, command: Command, arguments: list[str]) -> int:
+    # Imported here: errors knows grpc, which takes a while to load, and --help needs nothing of it.
+    from penstock.clients.errors import PenstockError
+
+    program = f"penstock {name}"
+    module, _, function = command.entry.partition(":")
+    try:
+        run: Callable[[list[str]], int] = getattr(import_module(module), function)
+        return run(arguments)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in ("penstock", ""):
+            raise
+        return _fail(
+            program, f"this needs {package}, which is not installed; install it: pip install 'penstock[server]'"
+        )
+    except PenstockError as error:
+        return _fail(program, str(error))
+
+
+def _fail(program: str, message: str, status: int = 1) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "".join(f"  {name:{width}}  {command.summary}\n" for name, command in COMMANDS.items())
+    return f"usage: penstock COMMAND [ARGUMENTS]\n\ncommands:\n{rows}\n{_EXAMPLES}"

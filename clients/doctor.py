@@ -1,0 +1,155 @@
+"""``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.clients.machine import Machine, has_gpu, inspect_machine
+
+_INSTALL = "pip install 'penstock[server]'"
+_DISPENSABLE = {
+    "transformers": "tests compare with it",
+    "triton": "kernels for a GPU need it",
+    "uvloop": "without it the event loop costs twice as much",
+}
+_LOW_MEMORY = 2 << 30
+
+
+class Kind(Enum):
+    """What a finding means."""
+
+    MISSING = "missing"
+    """``penstock serve`` cannot run."""
+    ADVICE = "advice"
+    """It runs, but not as well as it could here."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to do."""
+
+    kind: Kind
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``penstock serve`` will compute with, if nothing else is asked of it."""
+
+    backend: str | None
+    """None: it cannot run."""
+    device: str | None
+    why: str
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; the status is 1 if ``penstock serve`` cannot run here."""
+    parser = argparse.ArgumentParser(
+        prog="penstock doctor",
+        description="Tells what this machine has, which backend penstock serve will use, and what is missing.",
+        epilog="exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
+    arguments = parser.parse_args(argv)
+    machine = inspect_machine()
+    choice, findings = choose(machine), list(examine(machine))
+    if arguments.json:
+        report = {
+            "machine": dataclasses.asdict(machine),
+            "choice": dataclasses.asdict(choice),
+            "findings": [{**dataclasses.asdict(finding), "kind": finding.kind.value} for finding in findings],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(describe(machine, choice, findings)))
+    return int(any(finding.kind is Kind.MISSING for finding in findings))
+
+
+def choose(machine: Machine) -> Choice:
+    """Which backend will run, and why."""
+    if any(package.name not in _DISPENSABLE for package in machine.missing()):
+        return Choice(None, None, "the packages that a server needs are not installed")
+    if not machine.gpus:
+        reason = machine.gpu_problem or "there is no NVIDIA GPU"
+        return Choice("reference", "cpu", f"plain torch on the CPU: {reason}")
+    if not machine.torch_has_cuda:
+        return Choice(
+            "reference", "cpu", "plain torch on the CPU: there is a GPU, but this torch was built without CUDA"
+        )
+    return Choice("reference", "cuda", f"plain torch on the GPU: {machine.gpus[0].name}")
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """What is missing, then what could be better."""
+    version = tuple(map(int, machine.python.split(".")[:2]))
+    if not (3, 11) <= version < (3, 14):
+        yield Finding(
+            Kind.MISSING, f"Python {machine.python} is not supported", "make an environment with Python 3.11 to 3.13"
+        )
+    missing = [package.name for package in machine.missing()]
+    needed = [name for name in missing if name not in _DISPENSABLE]
+    if needed:
+        yield Finding(Kind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
+    else:
+        for name in missing:
+            yield Finding(Kind.ADVICE, f"not installed: {name} ({_DISPENSABLE[name]})", _INSTALL)
+    if machine.gpu_problem or (has_gpu() and not machine.gpus):
+        yield Finding(
+            Kind.ADVICE,
+            f"the GPU cannot be used: {machine.gpu_problem}",
+            "repair the driver until nvidia-smi lists the GPU",
+        )
+    if machine.gpus and not (machine.torch_has_cuda or needed):
+        yield Finding(
+            Kind.ADVICE,
+            "this torch was built without CUDA, so the GPU stays idle",
+            "install a build of torch with CUDA",
+        )
+    if machine.available_bytes < _LOW_MEMORY:
+        yield Finding(
+            Kind.ADVICE,
+            f"only {_gib(machine.available_bytes)} of memory are available",
+            "end other programs, or serve with a small --kv-cache-memory-bytes",
+        )
+
+
+def describe(machine: Machine, choice: Choice, findings: list[Finding]) -> Iterator[str]:
+    """The report, line by line."""
+    cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
+    yield f"penstock  {machine.penstock}"
+    yield f"Python    {machine.python} at {machine.python_path}"
+    yield f"System    {machine.system}"
+    yield f"CPU       {machine.cpu}, cores: {cores}"
+    yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that kernels would use'}"
+    yield f"Memory    {_gib(machine.memory_bytes)}, of which {_gib(machine.available_bytes)} are available"
+    for gpu in machine.gpus:
+        yield (
+            f"GPU       {gpu.name}: {_gib(gpu.memory_bytes)}, of which {_gib(gpu.free_bytes)} are free, "
+            f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
+        )
+    if not machine.gpus:
+        yield f"GPU       none{f' ({machine.gpu_problem})' if machine.gpu_problem else ''}"
+    yield "Packages"
+    width = max((len(package.name) for package in machine.packages), default=0)
+    for package in machine.packages:
+        needed = f"  (for {package.extra})" if package.extra else ""
+        yield f"  {package.name:{width}}  {package.version or 'not installed'}{needed}"
+    yield ""
+    if choice.backend is None:
+        yield f"penstock serve cannot run: {choice.why}"
+    else:
+        yield f"penstock serve will use the backend {choice.backend} on {choice.device}: {choice.why}"
+    for finding in findings:
+        yield f"{finding.kind.value}: {finding.what}"
+        yield f"  -> {finding.remedy}"
+    if not findings:
+        yield "Nothing is missing."
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

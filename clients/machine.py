@@ -1,0 +1,204 @@
+"""What this machine has, read from the kernel, the driver's own tool and the installed packages' metadata.
+
+Imports nothing that it tells of, so that it works on the bare install, in a moment, and with a broken torch too.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_INSTRUCTION_SETS = (
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
+)
+_GPU_QUERY = "name,memory.total,memory.free,driver_version,compute_cap"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A graphics processor, as its driver describes it."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+    compute_capability: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that penstock uses, and its version if it is installed."""
+
+    name: str
+    version: str | None
+    extra: str
+    """What installs it: ``server``, or empty for the bare package."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine at one moment."""
+
+    penstock: str
+    python: str
+    python_path: str
+    system: str
+    cpu: str
+    num_cores: int
+    """Those of the machine."""
+    num_usable_cores: float
+    """What affinity and the control group leave to this process."""
+    instruction_sets: list[str]
+    """Those that kernels for language models use."""
+    memory_bytes: int
+    """Of the machine, or of the control group if that has less."""
+    available_bytes: int
+    gpus: list[Gpu]
+    gpu_problem: str
+    """Why the driver's tool failed; empty if it did not, or if there is none."""
+    packages: list[Package]
+    torch_has_cuda: bool
+
+    def missing(self) -> list[Package]:
+        """Packages that are not installed."""
+        return [package for package in self.packages if package.version is None]
+
+
+def inspect_machine(root: Path = Path("/")) -> Machine:
+    """Looks at this machine; ``root`` is where /proc and /sys are."""
+    cpu_info = _read(root / "proc/cpuinfo")
+    memory_bytes, available_bytes = _memory(root)
+    gpus, gpu_problem = _gpus()
+    return Machine(
+        penstock=importlib.metadata.version("penstock"),
+        python=platform.python_version(),
+        python_path=sys.executable,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_line(cpu_info, "model name") or platform.processor() or platform.machine(),
+        num_cores=os.cpu_count() or 1,
+        num_usable_cores=_usable_cores(root),
+        instruction_sets=_instruction_sets(cpu_info),
+        memory_bytes=memory_bytes,
+        available_bytes=available_bytes,
+        gpus=gpus,
+        gpu_problem=gpu_problem,
+        packages=list(_packages()),
+        torch_has_cuda=torch_has_cuda(),
+    )
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA."""
+    try:
+        torch = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return Path(str(torch.locate_file("torch/lib/libtorch_cuda.so"))).exists()
+
+
+def has_gpu() -> bool:
+    """Whether the driver of an NVIDIA GPU is there, without asking it anything."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def _usable_cores(root: Path) -> float:
+    """By affinity, and by the control groups' share of time."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for group in _control_groups(root):
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cores = min(cores, int(quota) / int(period))
+    return round(cores, 2)
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Bytes in all, and bytes that are free or can be made so; the least of the machine and the control groups."""
+    info = _read(root / "proc/meminfo")
+    total, available = (_kibibytes(_line(info, name)) for name in ("MemTotal", "MemAvailable"))
+    for group in _control_groups(root):
+        limit, used = (_read(group / name).strip() for name in ("memory.max", "memory.current"))
+        if limit.isdigit() and used.isdigit():
+            cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+            left = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+            total, available = min(total, int(limit)), min(available, max(left, 0))
+    return total, available
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The process's own, and those around it: each may have limits. Version 2 alone."""
+    top = root / "sys/fs/cgroup"
+    own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    group = top / (own[1] if own else "")
+    yield group
+    while group != top:
+        group = group.parent
+        yield group
+
+
+def _instruction_sets(cpu_info: str) -> list[str]:
+    flags = set((_line(cpu_info, "flags") or _line(cpu_info, "Features")).split())
+    return [name for name in _INSTRUCTION_SETS if name in flags]
+
+
+def _gpus() -> tuple[list[Gpu], str]:
+    command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except FileNotFoundError:
+        return [], "there is a driver, but no nvidia-smi" if has_gpu() else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi failed: {type(error).__name__}"
+    if done.returncode:
+        return [], " ".join((done.stdout or done.stderr).split())[:200]
+    return list(_parse_gpus(done.stdout)), ""
+
+
+def _parse_gpus(table: str) -> Iterator[Gpu]:
+    for row in table.splitlines():
+        cells = [cell.strip() for cell in row.split(",")]
+        if len(cells) == len(_GPU_QUERY.split(",")):
+            name, total, free, driver, capability = cells
+            yield Gpu(name, _mebibytes(total), _mebibytes(free), driver, capability)
+
+
+def _packages() -> Iterator[Package]:
+    """What the installed penstock asks for."""
+    for requirement in importlib.metadata.requires("penstock") or ():
+        name = re.match(r"[A-Za-z0-9._-]+", requirement)
+        extra = re.search(r"""extra\s*==\s*['"]([a-z]+)""", requirement)
+        if name is None or (extra is not None and extra[1] == "dev"):
+            continue
+        version = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name[0])
+        yield Package(name[0], version, extra[1] if extra else "")
+
+
+def _line(text: str, name: str) -> str:
+    """The value of the first line ``name : value``; empty if there is none."""
+    found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _kibibytes(text: str) -> int:
+    number = text.partition(" ")[0]
+    return int(number) << 10 if number.isdigit() else 0
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) << 20 if text.isdigit() else 0

@@ -1,0 +1,217 @@
+"""Starts a worker process and speaks with it: the Executor over an inherited socketpair.
+
+Runs in the service process, so nothing here imports torch. Knows frames and processes; what a plan means it does not
+know.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
+
+import msgspec
+
+from penstock.models.wire import FrameBuffer, Kind, WireError, encode_frame
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
+
+WORKER = "from penstock.models.worker import main; main()"
+CLOSE_TIMEOUT_S = 2.0
+"""For a worker to end by itself when its socket closes."""
+TERM_TIMEOUT_S = 1.0
+"""For a worker to end on SIGTERM."""
+POLL_INTERVAL_S = 0.01
+
+
+class WorkerProcess:
+    """An ``Executor`` over a worker process. All methods are for the event loop's thread, which must outlive the
+    worker: the kernel ends the worker with the thread that started it."""
+
+    def __init__(self, config: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+        self._config = config
+        self._env = dict(env or {})
+        self._link: _Link | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running worker."""
+        assert self._link is not None, "the worker was not started"
+        return self._link.process.pid
+
+    async def start(self) -> WorkerFacts:
+        """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own words.
+
+        A later start gives the same facts, however much memory is free by then.
+        """
+        assert self._link is None, "the worker is running"
+        link = await _Link.open(self._env)
+        self._link = link
+        try:
+            link.send(Kind.CONFIG, self._config)
+            facts = await link.facts
+        except BaseException:
+            await self.stop()
+            raise
+        self._config = msgspec.structs.replace(
+            self._config, kv_cache_bytes=facts.kv_bytes, max_model_len=facts.max_model_len
+        )
+        return facts
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        if self._link is None:
+            raise ExecutorError("the worker is not running")
+        if self._link.lost is not None:
+            raise self._link.lost
+        self._link.send(Kind.PLAN, plan)
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Answers in the order of the plans. Raises ExecutorError when the worker is gone; ends after ``stop``."""
+        link = self._link
+        while link is not None:
+            item = await link.answers.get()
+            if isinstance(item, ExecutorError):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    async def stop(self) -> None:
+        """Ends the worker: by closing its socket, then by SIGTERM, then by SIGKILL. Always reaps it."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+
+class _Link(asyncio.Protocol):
+    """One life of a worker: its process, its socket, and what came out of it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self.facts: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
+        self.answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
+        self.lost: ExecutorError | None = None
+        self._buffer = FrameBuffer()
+        self._parts: list[PromptLogprobsPart] = []
+        self._failure: str | None = None
+        self._closing = False
+        self._transport: asyncio.Transport | None = None
+        self._farewell: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, env: Mapping[str, str]) -> "_Link":
+        """Starts the process and connects to it."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the child is waited for without blocking
+                    [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **env},
+                )
+        except OSError as error:
+            ours.close()
+            raise ExecutorError(f"the worker process cannot be started: {error}") from error
+        link = cls(process)
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+        return link
+
+    def send(self, kind: Kind, body: object) -> None:
+        """Queues a frame; what the socket does not take now goes out by itself."""
+        assert self._transport is not None
+        self._transport.write(encode_frame(kind, body))
+
+    async def close(self) -> None:
+        """Ends the process, the harder the longer it takes, and reaps it. No answer follows."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+        if not await self._ended(CLOSE_TIMEOUT_S):
+            self.process.terminate()
+            if not await self._ended(TERM_TIMEOUT_S):
+                self.process.kill()
+                await self._ended(None)
+        self.answers.put_nowait(None)
+        if not self.facts.done():
+            self.facts.cancel()
+        if self._farewell is not None:
+            await self._farewell
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is ours."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods, not by its class
+
+    def data_received(self, data: bytes) -> None:
+        """Takes whole frames out of the stream; a broken stream ends the worker."""
+        try:
+            for kind, body in self._buffer.feed(data):
+                self._take(kind, body)
+        except WireError as error:
+            self._failure = str(error)
+            self.process.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The worker closed its end, which it does only by ending."""
+        if not self._closing:
+            self._farewell = asyncio.get_running_loop().create_task(self._report())
+
+    def _take(self, kind: Kind, body: object) -> None:
+        match kind, body:
+            case Kind.RESULT, StepResult():
+                if self._parts:
+                    body.prompt_logprobs = self._parts + body.prompt_logprobs
+                    self._parts = []
+                self.answers.put_nowait(body)
+            case Kind.PROMPT_LOGPROBS, list():
+                self._parts += body
+            case Kind.FACTS, WorkerFacts() if not self.facts.done():
+                self.facts.set_result(body)
+            case Kind.FAILED, str():
+                self._failure = body
+            case Kind.ALIVE, None:
+                pass  # life is what the frame says, and a socket that is read says the same
+            case _:
+                raise WireError(f"a {kind.name} frame came from the worker")
+
+    async def _report(self) -> None:
+        """Says how the worker ended, to whoever waits for it."""
+        if not await self._ended(TERM_TIMEOUT_S):
+            self.process.kill()
+            await self._ended(None)
+        how = _ending(self.process.returncode)
+        loading = not self.facts.done()
+        if self._failure is not None and loading:
+            text = self._failure
+        elif self._failure is not None:
+            text = f"the worker failed: {self._failure}"
+        else:
+            text = f"the worker {how}{' while it loaded the model' if loading else ''}: its own output says more"
+        self.lost = ExecutorError(text)
+        if loading:
+            self.facts.set_exception(self.lost)
+        self.answers.put_nowait(self.lost)
+
+    async def _ended(self, timeout_s: float | None) -> bool:
+        """Whether the process ends in time; reaps it if so."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while self.process.poll() is None:
+            if deadline is not None and loop.time() >= deadline:
+                return False
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return True
+
+
+def _ending(returncode: int | None) -> str:
+    """How a process ended, in words."""
+    if returncode is not None and returncode < 0:
+        number = -returncode
+        name = signal.Signals(number).name if number in signal.Signals.__members__.values() else f"signal {number}"
+        return f"was ended by {name}"
+    return f"ended with exit code {returncode}"

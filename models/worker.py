@@ -1,0 +1,170 @@
+"""The worker process: loads a model, runs plans strictly in order, answers each. Holds nothing that can't be rebuilt.
+
+Started by ``launch`` with an inherited socket; ends when that closes, or with its parent. Knows no request and no
+stream.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import msgspec
+import torch
+
+from penstock.models.backend import load_backend
+from penstock.models.errors import ModelError
+from penstock.models.runner import Runner
+from penstock.models.wire import Channel, Kind, WireError
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
+
+ALIVE_INTERVAL_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+MAX_PARTS_BYTES = 64 << 10
+"""Prompt log-probabilities in one frame, about: the service decodes a frame in one go on its event loop."""
+TOKEN_BYTES = 14
+"""One log-probability with its token id, encoded."""
+
+
+def main() -> None:
+    """Runs a worker; arguments are the descriptor of the socket and the parent's process id."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    _end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the service decides when we end
+    faulthandler.enable()
+    with socket.socket(fileno=descriptor) as connection:
+        sys.exit(serve(Channel(connection)))
+
+
+def serve(channel: Channel) -> int:
+    """Answers frames until the service closes its end; returns the exit code."""
+    frames = channel.frames()
+    kind, config = next(frames, (None, None))
+    if kind is None:
+        return 0
+    assert isinstance(config, WorkerConfig), "the first frame is the config"
+    try:
+        with _alive(channel):
+            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+            backend = load_backend(config)
+            channel.send(Kind.FACTS, backend.facts)
+            gc.freeze()
+            _run_plans(channel, Runner(backend), frames)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the service is gone
+    except ModelError as error:
+        channel.send(Kind.FAILED, str(error))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, _summary(error))
+        return 1
+    return 0
+
+
+def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]]) -> None:
+    """Runs plans until there are no more. The next one is read and decoded while one computes."""
+    plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
+    threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
+    idle_since = time.monotonic_ns()
+    while True:
+        had_to_wait = plans.empty()
+        plan = plans.get()
+        if plan is None:
+            return
+        if isinstance(plan, Exception):
+            raise plan
+        waited_us = (time.monotonic_ns() - idle_since) // 1000 if had_to_wait else 0
+        result = runner.run(plan)
+        result.waited_us = waited_us
+        _send_result(channel, result)
+        idle_since = time.monotonic_ns()
+
+
+def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
+    try:
+        for kind, plan in frames:
+            if not isinstance(plan, StepPlan):
+                raise WireError(f"a {kind.name} frame came where a plan was due")
+            plans.put(plan)
+    except (WireError, OSError) as error:
+        plans.put(error)
+    else:
+        plans.put(None)
+
+
+def _send_result(channel: Channel, result: StepResult) -> None:
+    """Sends an answer; long prompt log-probabilities go ahead of it in frames of their own."""
+    pending: list[PromptLogprobsPart] = []
+    size = 0
+    for part in _bounded(result.prompt_logprobs):
+        if pending and size + _part_bytes(part) > MAX_PARTS_BYTES:
+            channel.send(Kind.PROMPT_LOGPROBS, pending)
+            pending, size = [], 0
+        pending.append(part)
+        size += _part_bytes(part)
+    result.prompt_logprobs = pending
+    channel.send(Kind.RESULT, result)
+
+
+def _part_bytes(part: PromptLogprobsPart) -> int:
+    return TOKEN_BYTES * (len(part.logprobs.chosen) + len(part.logprobs.top))
+
+
+def _bounded(parts: list[PromptLogprobsPart]) -> Iterator[PromptLogprobsPart]:
+    """Cuts parts so that each fits in a frame."""
+    for part in parts:
+        whole, num_top = part.logprobs, part.logprobs.num_top
+        step = max(1, MAX_PARTS_BYTES // (TOKEN_BYTES * (1 + num_top)))
+        for begin in range(0, len(whole.chosen), step):
+            end = begin + step
+            logprobs = msgspec.structs.replace(
+                whole,
+                chosen=whole.chosen[begin:end],
+                top_token_ids=whole.top_token_ids[begin * num_top : end * num_top],
+                top=whole.top[begin * num_top : end * num_top],
+            )
+            yield PromptLogprobsPart(part.row, part.epoch, part.start + begin, logprobs)
+
+
+@contextlib.contextmanager
+def _alive(channel: Channel) -> Iterator[None]:
+    """Says every 500 ms that the process lives, whatever it computes."""
+    over = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(ALIVE_INTERVAL_S):
+                channel.send(Kind.ALIVE, None)
+
+    teller = threading.Thread(target=tell, name="alive", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends, even if it ended before we asked."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _summary(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

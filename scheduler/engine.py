@@ -1,0 +1,232 @@
+"""The step loop: submits plans, applies answers in order, and ends what must end. The one asynchronous part.
+
+Knows neither gRPC nor processes. All of it runs on one event loop, without locks: ``submit`` and ``abort`` change the
+scheduler at once, and ask for plans to be made in the loop's next turn, so that requests that arrive together are
+planned together.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.executor import Executor, ExecutorError
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Request
+from penstock.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(Enum):
+    """What the engine does with requests."""
+
+    STARTING = auto()
+    SERVING = auto()
+    DRAINING = auto()
+    """Finishes what it has; takes nothing new."""
+    FAILED = auto()
+    """The worker is gone, and so are the requests."""
+    STOPPED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands; counts of tokens and steps are totals since the start."""
+
+    state: EngineState
+    requests: int
+    """Not finished."""
+    running: int
+    """Rows that run; a request of n choices has up to n."""
+    waiting: int
+    """Choices that wait for a row."""
+    kv_usage: float
+    """The share of blocks that rows hold, 0 to 1; cache that can be evicted is not use."""
+    cached_blocks: int
+    """Blocks that no row holds and that a prefix may still find."""
+    steps: int
+    prefill_tokens: int
+    cached_tokens: int
+    decode_rows: int
+    preemptions: int
+    finished: int
+
+
+class Engine:
+    """Serves requests from one executor."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig | None = None) -> None:
+        self.state = EngineState.STARTING
+        self._executor = executor
+        self._config = config or SchedulerConfig()
+        self._facts: WorkerFacts | None = None
+        self._scheduler: Scheduler | None = None
+        self._callbacks: list[Callable[[EngineState], None]] = []
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pump_is_due = False
+        self._task: asyncio.Task[None] | None = None
+        self._num_finished = 0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """The worker's; there are none before ``start``."""
+        assert self._facts is not None, "the engine has not started"
+        return self._facts
+
+    def watch(self, callback: Callable[[EngineState], None]) -> None:
+        """``callback`` is called at every change of ``state``, synchronously."""
+        self._callbacks.append(callback)
+
+    async def start(self) -> WorkerFacts:
+        """Starts the executor, then serves. Raises ExecutorError."""
+        assert self.state is EngineState.STARTING
+        try:
+            self._facts = await self._executor.start()
+        except ExecutorError:
+            self._set_state(EngineState.FAILED)
+            raise
+        self._scheduler = Scheduler(self._facts, self._config, on_finished=self._on_finished)
+        self._task = asyncio.create_task(self._apply_results(), name="penstock engine")
+        self._set_state(EngineState.SERVING)
+        return self._facts
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Takes a request; its sink has ``Accepted`` when this returns. Raises Refused."""
+        if self.state is not EngineState.SERVING or self._scheduler is None:
+            raise _refusal(self.state)
+        self._scheduler.add(request)
+        self._idle.clear()
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
+        self._pump_soon()
+
+    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
+        """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
+        if self._scheduler is None or not self._scheduler.abort(request_id, reason, message):
+            return False
+        self._pump_soon()  # others may have waited for its blocks
+        return True
+
+    def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
+        # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
+        delay = max(0.0, deadline - time.monotonic())
+        loop = asyncio.get_running_loop()
+        return loop.call_later(delay, self.abort, request_id, FinishReason.DEADLINE, "the request's deadline passed")
+
+    def _on_finished(self, request: Request) -> None:
+        self._num_finished += 1
+        timer = self._deadlines.pop(request.request_id, None)
+        if timer is not None:
+            timer.cancel()
+        if self._scheduler is not None and not self._scheduler.num_requests:
+            self._idle.set()
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump_due)
+
+    def _pump_due(self) -> None:
+        self._pump_is_due = False
+        if self._task is None or self._task.done():
+            return
+        try:
+            self._pump()
+        except Exception:
+            logger.exception("the scheduler failed")
+            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+
+    def _pump(self) -> None:
+        """Submits plans until the executor has as many as it may."""
+        if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return
+        with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
+            while (plan := self._scheduler.schedule()) is not None:
+                self._executor.submit(plan)
+
+    async def _apply_results(self) -> None:
+        assert self._scheduler is not None
+        try:
+            async for result in self._executor.results():
+                self._scheduler.update(result)
+                self._pump()
+                await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
+        except ExecutorError as error:
+            self._fail(FinishReason.WORKER_DIED, str(error))
+        except Exception:
+            logger.exception("the scheduler failed")
+            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+
+    def _fail(self, reason: FinishReason, message: str) -> None:
+        if self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return
+        logger.error("the engine failed: %s", message)
+        assert self._scheduler is not None
+        self._set_state(EngineState.FAILED)
+        self._scheduler.abandon(reason, message)
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that were admitted go on."""
+        if self.state in (EngineState.STARTING, EngineState.SERVING):
+            self._set_state(EngineState.DRAINING)
+
+    async def wait_idle(self) -> None:
+        """Waits until no request is alive."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Ends every request with SHUTDOWN, then the executor. Safe to call twice."""
+        if self.state is EngineState.STOPPED:
+            return
+        self._set_state(EngineState.STOPPED)
+        if self._scheduler is not None:
+            self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")
+        await self._executor.stop()
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def _set_state(self, state: EngineState) -> None:
+        self.state = state
+        for callback in self._callbacks:
+            callback(state)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, cheap enough for every second."""
+        if self._scheduler is None:
+            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0)
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            state=self.state,
+            requests=scheduler.num_requests,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv.usage,
+            cached_blocks=scheduler.kv.pool.num_cached,
+            steps=counters.steps,
+            prefill_tokens=counters.prefill_tokens,
+            cached_tokens=counters.cached_tokens,
+            decode_rows=counters.decode_rows,
+            preemptions=counters.preemptions,
+            finished=self._num_finished,
+        )
+
+
+def _refusal(state: EngineState) -> Refused:
+    if state in (EngineState.DRAINING, EngineState.STOPPED):
+        return Refused(RefusalKind.DRAINING, "the service is shutting down")
+    return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_after_ms=1000)

@@ -1,0 +1,266 @@
+"""What a worker does, without a model: row state, KV slots, tokens that are a function of the history.
+
+It trusts no plan. Every slot bears a tag of the history that its KV was computed from; a read of anything else, a write
+to what another row holds, or a row number in its wrong life raises ``BrokenPlan``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.scheduler.plan import (
+    AddedRow,
+    PromptLogprobsPart,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    WorkerFacts,
+    num_row_numbers,
+)
+
+NextToken = Callable[[Sequence[int], SamplingParams], int]
+"""The token that follows a history."""
+
+
+class BrokenPlan(AssertionError):
+    """A plan that would make a real worker compute nonsense."""
+
+
+def token_of_history(vocab_size: int) -> NextToken:
+    """A token that depends on the history's length, its last eight tokens and the seed: one token lost, repeated or
+    changed changes all that follow."""
+
+    def next_token(history: Sequence[int], sampling: SamplingParams) -> int:
+        return hash((len(history), sampling.seed, *history[-8:])) % vocab_size
+
+    return next_token
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """A row as the worker knows it."""
+
+    number: int
+    epoch: int
+    history: list[int]
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: list[int]
+    sampling: SamplingParams
+    tags: list[int] = field(default_factory=list)
+    """Of the KV of each position, as ``Slots`` made them."""
+
+
+class Slots(Protocol):
+    """What is known of the KV cache's content."""
+
+    def begin(self, row: FakeRow) -> None:
+        """A row begins, with blocks of which the first are shared."""
+        ...
+
+    def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        """A row gets new blocks."""
+        ...
+
+    def end(self, row: FakeRow) -> None:
+        """A row gives up its blocks."""
+        ...
+
+    def read(self, row: FakeRow, stop: int) -> None:
+        """A row attends to positions below ``stop``."""
+        ...
+
+    def write(self, row: FakeRow, start: int, stop: int) -> None:
+        """A row's KV of these positions is stored."""
+        ...
+
+
+class CheckedSlots:
+    """Knows whose KV each slot holds: a chained hash of the history up to its position, or None for poison."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tags: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._num_holders = [0] * num_blocks
+        self._writers: list[tuple[int, int] | None] = [None] * num_blocks
+
+    def begin(self, row: FakeRow) -> None:
+        """The blocks after the computed ones are new."""
+        num_shared, rest = divmod(row.num_computed, self._block_size)
+        _expect(rest == 0, f"row {row.number} begins inside a block")
+        _expect(row.num_computed < len(row.history), f"row {row.number} has nothing to compute")
+        for block in row.block_ids[:num_shared]:
+            self._num_holders[block] += 1
+        self._grant(row, row.block_ids[num_shared:])
+        self._tag(row)
+        self.read(row, row.num_computed)
+
+    def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        """They are new."""
+        self._grant(row, block_ids)
+
+    def _grant(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            _expect(not self._num_holders[block], f"row {row.number} is given block {block}, which another row holds")
+            self._num_holders[block] = 1
+            self._writers[block] = (row.number, row.epoch)
+            self._tags[block] = [None] * self._block_size
+
+    def end(self, row: FakeRow) -> None:
+        """Its published blocks may be shared later; their content stays."""
+        for block in row.block_ids:
+            self._num_holders[block] -= 1
+
+    def read(self, row: FakeRow, stop: int) -> None:
+        """Each slot must hold the KV of the row's own history."""
+        size = self._block_size
+        _expect(stop <= len(row.block_ids) * size, f"row {row.number} reads beyond its blocks")
+        for index in range(-(-stop // size)):
+            length = min(size, stop - index * size)
+            block = row.block_ids[index]
+            found = self._tags[block]
+            wanted = row.tags[index * size : index * size + length]
+            _expect(found[:length] == wanted, f"row {row.number} reads foreign or stale KV in block {block}")
+
+    def write(self, row: FakeRow, start: int, stop: int) -> None:
+        """Only to blocks that were given to the row as new."""
+        size = self._block_size
+        _expect(stop <= len(row.block_ids) * size, f"row {row.number} writes beyond its blocks")
+        self._tag(row)
+        for position in range(start, stop):
+            block = row.block_ids[position // size]
+            owns = self._writers[block] == (row.number, row.epoch)
+            _expect(owns, f"row {row.number} writes to block {block}, which is not its own")
+            self._tags[block][position % size] = row.tags[position]
+
+    @staticmethod
+    def _tag(row: FakeRow) -> None:
+        tag = row.tags[-1] if row.tags else 0
+        for token_id in row.history[len(row.tags) :]:
+            tag = hash((tag, token_id))
+            row.tags.append(tag)
+
+
+class UncheckedSlots:
+    """Knows nothing: for benchmarks, whose contexts are long."""
+
+    def begin(self, row: FakeRow) -> None:
+        """Ignored."""
+
+    def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        """Ignored."""
+
+    def end(self, row: FakeRow) -> None:
+        """Ignored."""
+
+    def read(self, row: FakeRow, stop: int) -> None:
+        """Ignored."""
+
+    def write(self, row: FakeRow, start: int, stop: int) -> None:
+        """Ignored."""
+
+
+class FakeWorker:
+    """Runs plans, one at a time."""
+
+    def __init__(self, facts: WorkerFacts, next_token: NextToken, slots: Slots) -> None:
+        self._facts = facts
+        self._next_token = next_token
+        self._slots = slots
+        self._rows: dict[int, FakeRow] = {}
+        self._step = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The answer to the next plan. Raises BrokenPlan."""
+        _expect(plan.step == self._step, f"step {plan.step} comes, but {self._step} is next")
+        self._step += 1
+        for number in plan.dropped:
+            self._slots.end(self._rows.pop(number))
+        for added in plan.added:
+            self._add(added)
+        for more in plan.blocks:
+            row = self._rows[more.row]
+            self._slots.grow(row, more.block_ids)
+            row.block_ids += more.block_ids
+        numbers = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
+        _expect(len(set(numbers)) == len(numbers), "a row is named twice in a step")
+        for number in numbers:  # the whole batch reads before any of it is written
+            self._slots.read(self._rows[number], self._rows[number].num_computed)
+        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks) + sum(d.max_tokens for d in plan.decodes)
+        _expect(num_tokens <= self._facts.max_num_batched_tokens, f"step {plan.step} has {num_tokens} tokens")
+        prompt_logprobs: list[PromptLogprobsPart] = []
+        rows = [self._chunk(chunk.row, chunk.start, chunk.end, prompt_logprobs) for chunk in plan.chunks]
+        rows += [self._decode(decode.row, decode.max_tokens) for decode in plan.decodes]
+        return StepResult(plan.step, rows, prompt_logprobs, waited_us=0, computed_us=1)
+
+    def _add(self, added: AddedRow) -> None:
+        number = added.row
+        _expect(0 <= number < num_row_numbers(self._facts.max_num_seqs), f"there is no row {number}")
+        _expect(number not in self._rows, f"row {number} begins while it lives")
+        row = FakeRow(
+            number,
+            added.epoch,
+            added.token_ids.copy(),
+            added.num_prompt_tokens,
+            added.num_computed,
+            added.block_ids.copy(),
+            added.sampling,
+        )
+        self._slots.begin(row)
+        self._rows[number] = row
+        _expect(len(self._rows) <= self._facts.max_num_seqs, "more rows live than may run")
+
+    def _chunk(self, number: int, start: int, end: int, prompt_logprobs: list[PromptLogprobsPart]) -> RowResult:
+        row = self._rows[number]
+        _expect(start == row.num_computed < end <= len(row.history), f"row {number} cannot compute {start} to {end}")
+        self._slots.write(row, start, end)
+        row.num_computed = end
+        last = min(end, row.num_prompt_tokens - 1)
+        if row.sampling.prompt_logprobs is not None and last > start:
+            known = row.history[start + 1 : last + 1]
+            part = _logprobs(known, row.sampling.prompt_logprobs, start + 1)
+            prompt_logprobs.append(PromptLogprobsPart(number, row.epoch, start + 1, part))
+        token_ids = [self._sample(row)] if end == len(row.history) else []
+        return self._result(row, token_ids)
+
+    def _decode(self, number: int, max_tokens: int) -> RowResult:
+        row = self._rows[number]
+        start = row.num_computed
+        _expect(start == len(row.history) - 1, f"row {number} is continued before its history is computed")
+        _expect(max_tokens >= 1, f"row {number} is continued by nothing")
+        # As if a drafter had proposed max_tokens - 1 tokens, some of them right: all are computed, some accepted.
+        num_accepted = 1 + start % max_tokens
+        token_ids = [self._sample(row) for _ in range(num_accepted)]
+        self._slots.write(row, start, start + num_accepted)
+        _expect(start + max_tokens <= self._facts.max_model_len, f"row {number} leaves the model's context")
+        row.num_computed = start + num_accepted
+        return self._result(row, token_ids)
+
+    def _sample(self, row: FakeRow) -> int:
+        token_id = self._next_token(row.history, row.sampling)
+        if len(row.history) - row.num_prompt_tokens < row.sampling.min_tokens:
+            while token_id in row.sampling.stop_token_ids:
+                token_id = (token_id + 1) % self._facts.vocab_size
+        row.history.append(token_id)
+        return token_id
+
+    def _result(self, row: FakeRow, token_ids: list[int]) -> RowResult:
+        logprobs = None
+        if row.sampling.logprobs is not None and token_ids:
+            logprobs = _logprobs(token_ids, row.sampling.logprobs, len(row.history) - len(token_ids))
+        return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs)
+
+
+def _logprobs(token_ids: Sequence[int], num_top: int, start: int) -> TokenLogprobs:
+    """Numbers that name the position and the token that they belong to."""
+    chosen = [-float(start + offset) - token_id / 1e6 for offset, token_id in enumerate(token_ids)]
+    top_token_ids = [token_id + rank for token_id in token_ids for rank in range(num_top)]
+    top = [value - rank for value in chosen for rank in range(num_top)]
+    return TokenLogprobs(num_top, chosen, top_token_ids, top)
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise BrokenPlan(message)

@@ -1,0 +1,202 @@
+"""From a ``start`` to a request of the scheduler: checks what bounds alone cannot say, and prepares all that is slow.
+
+Knows neither streams nor the engine. ``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's pool.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.kv.block_hash import tenant_salt
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.request import Event, Request, TextState
+from penstock.service.bounds import Validator
+from penstock.service.chat_template import Message
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.outbox import OutputForm
+from penstock.service.text import IdsOnly, text_states
+from penstock.service.tokenizer import Prompt, TokenizerPool
+from penstock.v1 import generation_pb2 as pb
+
+MAX_OUTPUT_TOKENS = 1 << 20
+"""Of all choices of a request together."""
+MAX_LOGPROB_ENTRIES = 1 << 22
+"""Of a request's output, and of its prompt."""
+
+_FORMS: Mapping[int, OutputForm] = {
+    pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
+    pb.OUTPUT_FORMAT_TEXT: OutputForm(text=True, token_ids=False),
+    pb.OUTPUT_FORMAT_TOKEN_IDS: OutputForm(text=False, token_ids=True),
+    pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: OutputForm(text=True, token_ids=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose a request is, and its times by ``time.monotonic()``."""
+
+    request_id: str
+    tenant: str
+    arrival: float
+    deadline: float | None = None
+    trace: dict[str, str] = field(default_factory=dict)
+
+
+def output_form(start: pb.Start) -> OutputForm:
+    """Which parts of the output are sent; ``start`` has passed ``check``."""
+    return _FORMS[start.output.format]
+
+
+class Converter:
+    """Makes requests for one served model."""
+
+    def __init__(self, validator: Validator, pool: TokenizerPool, model_name: str, max_sequence_tokens: int) -> None:
+        """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and by
+        the KV cache, whichever is less."""
+        self._validator = validator
+        self._pool = pool
+        self._tokenizer = pool.tokenizer
+        self._model_name = model_name
+        self._max_sequence_tokens = max_sequence_tokens
+
+    def check(self, start: pb.Start) -> None:
+        """All that can be said before the prompt is tokenized. Raises ServiceError."""
+        self._validator.check(start)
+        if start.continue_from:
+            raise ServiceError(
+                Reason.NOT_AVAILABLE_YET,
+                "continue_from: not available yet; send the whole context instead",
+                field="continue_from",
+            )
+        prompt = start.WhichOneof("prompt")
+        if prompt is None:
+            raise invalid("prompt", "is required; set text, token_ids or chat")
+        if prompt == "chat" and not self._tokenizer.has_chat_template:
+            raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
+        sampling = start.sampling
+        if sampling.HasField("max_tokens"):
+            if sampling.min_tokens > sampling.max_tokens:
+                raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
+            _check_cost(start, 1, sampling.max_tokens)
+
+    async def prepare(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None]) -> Request:
+        """The request, ready for the queue. ``start`` has passed ``check``. Raises ServiceError."""
+        return await self._pool.run(lambda: self._make(start, origin, sink), start.ByteSize())
+
+    def _make(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None]) -> Request:
+        salt = tenant_salt(self._model_name, origin.tenant)
+        prompt = self._prompt(start, salt)
+        max_tokens = self._max_tokens(start, len(prompt.token_ids))
+        _check_cost(start, len(prompt.token_ids), max_tokens)
+        return Request(
+            request_id=origin.request_id,
+            prompt_token_ids=prompt.token_ids,
+            block_hashes=prompt.block_hashes,
+            sampling=self._sampling(start),
+            max_tokens=max_tokens,
+            sink=sink,
+            make_text=self._make_text(start),
+            n=start.sampling.n or 1,
+            tenant=origin.tenant,
+            priority=start.priority,
+            deadline=origin.deadline,
+            arrival=origin.arrival,
+            hash_salt=salt,
+            trace=origin.trace,
+        )
+
+    def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
+        kind = start.WhichOneof("prompt")
+        if kind == "text":
+            return self._pool.prompt(self._tokenizer.encode(start.text), salt, "text")
+        if kind == "chat":
+            messages, opens_turn = chat_messages(start.chat)
+            return self._pool.prompt(self._tokenizer.encode_chat(messages, opens_turn), salt, "chat")
+        token_ids = list(start.token_ids.ids)
+        self._validator.check_ids(token_ids, "token_ids.ids")
+        return self._pool.prompt(token_ids, salt, "token_ids.ids")
+
+    def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
+        sampling = start.sampling
+        left = self._validator.limits.max_model_len - num_prompt_tokens
+        if sampling.HasField("max_tokens"):
+            if sampling.max_tokens > left:
+                raise invalid(
+                    "sampling.max_tokens",
+                    f"at most {left:,}, which a prompt of {num_prompt_tokens:,} tokens leaves of the model's context, "
+                    f"{self._validator.limits.max_model_len:,}; it is {sampling.max_tokens:,}",
+                )
+            return sampling.max_tokens
+        # A cache that is smaller than the context refuses a prompt that is too long; a default must not make it so.
+        max_tokens = max(1, min(left, self._max_sequence_tokens - num_prompt_tokens))
+        if sampling.min_tokens > max_tokens:
+            raise invalid("sampling.min_tokens", f"at most {max_tokens:,}, which the prompt leaves")
+        return max_tokens
+
+    def _sampling(self, start: pb.Start) -> SamplingParams:
+        sampling, output = start.sampling, start.output
+        stop_token_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_token_ids.update(self._tokenizer.eos_token_ids)
+        allowed = list(sampling.allowed_token_ids)
+        self._validator.check_ids(allowed, "sampling.allowed_token_ids")
+        bad_words = self._tokenizer.bad_word_ids(sampling.bad_words)
+        masked = {word[0] for word in bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            masked |= stop_token_ids
+        if allowed and masked.issuperset(allowed):
+            raise invalid(
+                "sampling.allowed_token_ids", "bad_words, or stop tokens under min_tokens, leave none of them"
+            )
+        return SamplingParams(
+            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            allowed_token_ids=tuple(sorted(set(allowed))) if allowed else None,
+            bad_words=bad_words,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        )
+
+    def _make_text(self, start: pb.Start) -> Callable[[], TextState]:
+        if not output_form(start).text and not start.sampling.stop:
+            return IdsOnly
+        return text_states(self._tokenizer, start.sampling.stop, start.output.include_special_tokens)
+
+
+def chat_messages(chat: pb.Chat) -> tuple[list[Message], bool]:
+    """The messages as the template takes them, and whether the assistant's turn is opened after them."""
+    opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return [Message(message.role, message.content) for message in chat.messages], opens_turn
+
+
+def _check_cost(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> None:
+    """What a request may cost in all, before anything is allocated for it."""
+    num_output = (start.sampling.n or 1) * max_tokens
+    if num_output > MAX_OUTPUT_TOKENS:
+        raise _too_expensive("sampling.n", "n x max_tokens", num_output, MAX_OUTPUT_TOKENS)
+    output = start.output
+    if output.HasField("logprobs") and num_output * (output.logprobs + 1) > MAX_LOGPROB_ENTRIES:
+        entries = num_output * (output.logprobs + 1)
+        raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
+    if output.HasField("prompt_logprobs") and num_prompt_tokens * (output.prompt_logprobs + 1) > MAX_LOGPROB_ENTRIES:
+        entries = num_prompt_tokens * (output.prompt_logprobs + 1)
+        raise _too_expensive(
+            "output.prompt_logprobs", "prompt tokens x (prompt_logprobs + 1)", entries, MAX_LOGPROB_ENTRIES
+        )
+
+
+def _too_expensive(field: str, formula: str, value: int, limit: int) -> ServiceError:
+    return ServiceError(
+        Reason.TOO_EXPENSIVE,
+        f"{field}: {formula} is at most {limit:,}; it is {value:,}: lower one of them",
+        field=field,
+    )

@@ -1,0 +1,286 @@
+"""GenerationService: many requests on a stream, one request a stream, one request whole. One code for all three.
+
+A stream has a reader, which begins and cancels requests, and a writer, which is the handler itself. However the handler
+ends, everything that is still alive on its stream ends with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.engine import EngineState
+from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
+from penstock.service.bounds import Validator
+from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status
+from penstock.service.guard import current_request_id
+from penstock.service.identity import Caller, current_caller
+from penstock.service.live import LiveRequest, Surroundings
+from penstock.service.messages import fill_end, fill_logprobs, single_message, stream_message
+from penstock.service.outbox import HEARTBEAT_S, Outbox, OutputForm, Pacer
+from penstock.service.request_id import new_request_id
+from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+
+_STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
+    EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
+    EngineState.SERVING: pb.SERVICE_STATE_SERVING,
+    EngineState.DRAINING: pb.SERVICE_STATE_DRAINING,
+    EngineState.FAILED: pb.SERVICE_STATE_RECOVERING,
+    EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
+}
+
+StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """The servicer, and the register of what is alive."""
+
+    def __init__(self, surroundings: Surroundings, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._surroundings = surroundings
+        self._validator = validator
+        self._heartbeat_s = heartbeat_s
+        self._pacer = Pacer()
+        self._live: set[LiveRequest] = set()
+        self._outboxes: set[Outbox[pb.GenerateResponse]] = set()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have begun and not ended, those in preparation included."""
+        return len(self._live)
+
+    async def Generate(self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext) -> None:
+        """Carries many requests, until the client half-closes and the last of them has ended."""
+        outbox = self._new_outbox(context.write, stream_message)
+        stream = _Stream(self, outbox, self._validator, current_caller.get())
+        self._outboxes.add(outbox)
+        reader = asyncio.create_task(stream.read(request_iterator))
+        reader.add_done_callback(stream.on_read)
+        try:
+            await outbox.run()
+        finally:
+            self._outboxes.discard(outbox)
+            reader.cancel()
+            stream.drop()
+
+    async def GenerateOne(
+        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateOneResponse]
+    ) -> None:
+        """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
+        outbox = self._new_outbox(context.write, single_message)
+
+        def on_end(live: LiveRequest) -> None:
+            error = StatusError(live.status) if live.status.code else None
+            if error is not None and not live.was_accepted:
+                outbox.fail(error)
+            else:
+                outbox.close(error)
+
+        outbox.opened()
+        live = self.new_request(_required(request), outbox, current_caller.get(), on_end, context)
+        live.begin()
+        try:
+            await outbox.run()
+        finally:
+            live.cancel()
+
+    async def Complete(
+        self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.CompleteResponse:
+        """One request, answered whole."""
+        answer = _WholeAnswer()
+        live = self.new_request(_required(request), answer, current_caller.get(), lambda live: None, context)
+        live.begin()
+        try:
+            response = await answer.whole
+        finally:
+            live.cancel()
+        if live.status.code:
+            raise StatusError(live.status)
+        return response
+
+    def new_request(
+        self,
+        start: pb.Start,
+        receiver: "Outbox[Any] | _WholeAnswer",
+        caller: Caller,
+        on_end: Callable[[LiveRequest], None],
+        call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
+    ) -> LiveRequest:
+        """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and deadline
+        are the request's."""
+
+        def unregister(live: LiveRequest) -> None:
+            self._live.discard(live)
+            on_end(live)
+
+        live = LiveRequest(
+            self._surroundings,
+            start,
+            request_id=new_request_id() if call is None else current_request_id.get(),
+            caller=caller,
+            receiver=receiver,
+            on_end=unregister,
+            time_left_s=None if call is None else call.time_remaining(),
+        )
+        self._live.add(live)
+        return live
+
+    def tell_state(self) -> None:
+        """A heartbeat on every multiplexed stream: the service's state has changed."""
+        for outbox in self._outboxes:
+            outbox.heartbeat()
+
+    def cancel_all(self, reason: FinishReason, message: str) -> None:
+        """Ends every request."""
+        for live in list(self._live):
+            live.cancel(reason, message)
+
+    def close_streams(self, error: ServiceError) -> None:
+        """Ends every multiplexed stream with ``error``, when what waits on it is written."""
+        for outbox in self._outboxes:
+            outbox.close(error)
+
+    def _new_outbox(self, write: Any, encode: Any) -> Outbox[Any]:
+        return Outbox(write, encode, self._pacer, self._state, self._heartbeat_s)
+
+    def _state(self) -> "pb.ServiceState.ValueType":
+        return _STATES[self._surroundings.engine.state]
+
+
+class _Stream:
+    """The requests of one multiplexed stream."""
+
+    def __init__(
+        self, service: GenerationService, outbox: Outbox[pb.GenerateResponse], validator: Validator, caller: Caller
+    ) -> None:
+        self._service = service
+        self._outbox = outbox
+        self._validator = validator
+        self._caller = caller
+        self._live: dict[int, LiveRequest] = {}
+        self._last: asyncio.Task[None] | None = None
+        self._half_closed = False
+
+    async def read(self, frames: AsyncIterator[pb.GenerateRequest]) -> None:
+        """Takes frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
+        async for frame in frames:
+            self._take(frame)
+
+    def on_read(self, reader: asyncio.Task[None]) -> None:
+        """No more frames will come."""
+        error = None if reader.cancelled() else reader.exception()
+        if isinstance(error, Exception):
+            self._outbox.fail(error)
+        self._half_closed = True
+        self._close_if_done()
+
+    def drop(self) -> None:
+        """The stream is over: everything on it ends."""
+        for live in list(self._live.values()):
+            live.cancel()
+
+    def _take(self, frame: pb.GenerateRequest) -> None:
+        kind = frame.WhichOneof("frame")
+        if kind == "start":
+            self._start(frame.start)
+        elif kind == "cancel":
+            self._validator.check(frame.cancel)
+            for ref in frame.cancel.refs:
+                live = self._live.get(ref)
+                if live is not None:
+                    live.cancel()
+        elif kind == "update":
+            self._update(frame.update)
+        else:
+            raise invalid("frame", "is required; set start, cancel or update")
+
+    def _start(self, start: pb.Start) -> None:
+        if start.ref in self._live:
+            raise ServiceError(
+                Reason.DUPLICATE_REF,
+                f"start.ref: {start.ref} is live on this stream; choose another",
+                field="start.ref",
+            )
+        live = self._service.new_request(start, self._outbox, self._caller, self._on_end)
+        self._live[start.ref] = live
+        self._outbox.opened()
+        live.begin(after=self._last)
+        self._last = live.preparation or self._last
+
+    def _update(self, update: pb.Update) -> None:
+        live = self._live.get(update.ref)
+        if live is None:
+            return
+        try:
+            self._validator.check(update)
+            raise ServiceError(Reason.NOT_AVAILABLE_YET, "update: not available yet; the request goes on unchanged")
+        except ServiceError as error:
+            status = to_status(error, live.request_id)
+        self._outbox.update_refused(pb.UpdateRefused(ref=update.ref, status=status))
+
+    def _on_end(self, live: LiveRequest) -> None:
+        del self._live[live.ref]
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._half_closed and not self._live:
+            self._outbox.close()
+
+
+class _WholeAnswer:
+    """Collects what a request brings into one answer."""
+
+    def __init__(self) -> None:
+        self.whole: asyncio.Future[pb.CompleteResponse] = asyncio.get_running_loop().create_future()
+        self._choices: dict[int, pb.Choice] = {}
+        self._texts: dict[int, list[str]] = {}
+        self._prompt: pb.PromptLogprobs | None = None
+
+    def accepted(self, accepted: pb.Accepted) -> None:
+        """Says nothing that the end does not."""
+
+    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+        """Parts come in order and without gaps."""
+        if self._prompt is None:
+            self._prompt = pb.PromptLogprobs(ref=ref, start=part.start)
+        fill_logprobs(self._prompt.logprobs, part.logprobs)
+
+    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+        """Appended to its choice."""
+        choice = self._choices.get(delta.choice)
+        if choice is None:
+            choice = self._choices[delta.choice] = pb.Choice(index=delta.choice)
+            self._texts[delta.choice] = []
+        if form.text:
+            self._texts[delta.choice].append(delta.text)
+        if form.token_ids:
+            choice.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            fill_logprobs(choice.logprobs, delta.logprobs)
+        if delta.end is not None:
+            fill_end(choice.end, delta.end)
+
+    def finished(self, finished: pb.Finished) -> None:
+        """The answer is whole."""
+        for index, choice in self._choices.items():
+            choice.text = "".join(self._texts[index])
+        response = pb.CompleteResponse(
+            request_id=finished.request_id,
+            choices=[self._choices[index] for index in sorted(self._choices)],
+            finished=finished,
+            prompt_logprobs=self._prompt,
+        )
+        if not self.whole.done():
+            self.whole.set_result(response)
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        if not self.whole.done():
+            self.whole.set_exception(error)
+
+
+def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.Start:
+    if not request.HasField("start"):
+        raise invalid("start", "is required")
+    return request.start

@@ -1,0 +1,102 @@
+"""Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
+
+import errno
+import os
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAX_SOCKET_PATH = 107
+"""Bytes that Linux has room for."""
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the text names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A listener's address, parsed."""
+
+    host: str = ""
+    port: int = 0
+    """0: one that is free."""
+    path: Path | None = None
+    """Of a Unix socket; then host and port mean nothing."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Raises ListenError."""
+        if text.startswith("unix:"):
+            path = Path(text.removeprefix("unix:"))
+            if not path.name or len(os.fsencode(path.absolute())) > _MAX_SOCKET_PATH:
+                raise ListenError(f"--listen {text}: the socket's path must be 1 to {_MAX_SOCKET_PATH} bytes long")
+            return cls(path=path.absolute())
+        host, colon, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise ListenError(f"--listen {text}: must be HOST:PORT with a port of 0 to 65535, or unix:PATH")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        """As ``parse`` takes it, and gRPC too."""
+        return f"unix:{self.path}" if self.path is not None else self.with_port(self.port)
+
+    def with_port(self, port: int) -> str:
+        """The address as text, with another port."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def check_free(self) -> None:
+        """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is found
+        out first; what is left of a service that is gone is removed. Raises ListenError."""
+        if self.path is None:
+            self._check_port()
+        else:
+            self._check_path(self.path)
+
+    def remove(self) -> None:
+        """Removes a Unix socket's path."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _check_port(self) -> None:
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except socket.gaierror as error:
+            raise ListenError(f"--listen {self}: no address for this host: {error.strerror}") from None
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                raise ListenError(f"--listen {self}: {_explained(error)}") from None
+
+    def _check_path(self, path: Path) -> None:
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise ListenError(f"--listen {self}: {path.parent} is no directory; make it first") from None
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ListenError(f"--listen {self}: the path exists and is no socket; choose another")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1)
+            with suppress(OSError):
+                probe.connect(str(path))
+                raise ListenError(f"--listen {self}: the socket is in use; stop that service or choose another path")
+        path.unlink(missing_ok=True)
+
+
+def _explained(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use; stop what uses it or choose another"
+    if error.errno == errno.EACCES:
+        return "this user may not listen there; choose a port from 1024 on"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; choose 127.0.0.1 or 0.0.0.0"
+    return error.strerror or str(error)

@@ -1,0 +1,222 @@
+"""One request on its way through the service: checked, prepared, queued, and ended exactly once, whatever happens.
+
+Every way out leads through ``_finish``: a refusal, a cancel during preparation, the engine's own end, an error of ours.
+Knows neither how the request came nor how its output is carried.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from google.rpc import status_pb2
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.request import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Timings,
+    Usage,
+)
+from penstock.service.convert import Converter, Origin, output_form
+from penstock.service.errors import Reason, ServiceError, ending_status, from_exception, status_code, to_status
+from penstock.service.identity import Caller
+from penstock.service.messages import finished_message
+from penstock.service.outbox import Receiver
+from penstock.service.telemetry import Telemetry, end_request
+from penstock.v1 import generation_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+ORDER_WAIT_S = 0.02
+"""How long a prepared request waits for the one that its stream sent before it: a long prompt may be overtaken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every request needs of the service."""
+
+    engine: Engine
+    converter: Converter
+    telemetry: Telemetry
+
+
+class LiveRequest:
+    """Begins with ``begin``; then ``receiver.finished`` is called exactly once, last, and ``on_end`` after it."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        start: pb.Start,
+        *,
+        request_id: str,
+        caller: Caller,
+        receiver: Receiver,
+        on_end: Callable[["LiveRequest"], None],
+        time_left_s: float | None = None,
+    ) -> None:
+        """``time_left_s``: the deadline where ``start`` has none of its own."""
+        self.request_id = request_id
+        self.ref = start.ref
+        self.status = status_pb2.Status()
+        """How it ended, once it has."""
+        self.was_accepted = False
+        """Whether it entered the queue."""
+        self.preparation: asyncio.Task[None] | None = None
+        """Done when the request is in the queue, or never will be."""
+        self._surroundings = surroundings
+        self._start = start
+        self._caller = caller
+        self._receiver = receiver
+        self._on_end = on_end
+        self._arrival = time.monotonic()
+        if start.HasField("timeout_ms"):
+            time_left_s = start.timeout_ms / 1000
+        self._deadline = None if time_left_s is None else self._arrival + time_left_s
+        self._request: Request | None = None
+        self._had_output = False
+        self._done = False
+        self._span: Span = INVALID_SPAN
+
+    def begin(self, after: "asyncio.Task[None] | None" = None) -> None:
+        """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless that
+        takes long. Never raises."""
+        start = self._start
+        try:
+            self._surroundings.converter.check(start)
+            tenant = self._caller.tenant_for(start.tenant)
+            self._form = output_form(start)
+            operation = "chat" if start.HasField("chat") else "text_completion"
+            self._span = self._surroundings.telemetry.request(self.request_id, tenant, operation, start.traceparent)
+            origin = Origin(self.request_id, tenant, self._arrival, self._deadline, {"request_id": self.request_id})
+            self.preparation = asyncio.create_task(self._enter(origin, after))
+        except Exception as error:
+            self._refuse(error)
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED, message: str = "") -> None:
+        """Ends the request, wherever it is; nothing if it has ended."""
+        if self._done or (self._request is not None and self._abort(reason, message)):
+            return
+        self._finish(self._unqueued(reason, message))
+        if self.preparation is not None:
+            self.preparation.cancel()
+
+    async def _enter(self, origin: Origin, after: "asyncio.Task[None] | None") -> None:
+        try:
+            request = await self._prepared(origin)
+            if after is not None and not after.done():
+                await asyncio.wait({after}, timeout=ORDER_WAIT_S)
+            self._request = request
+            self._surroundings.engine.submit(request)
+        except (Exception, asyncio.CancelledError) as error:
+            # A cancel of ours has ended the request before it gets here; any other one must not leave it without an end.
+            self._refuse(error)
+
+    async def _prepared(self, origin: Origin) -> Request:
+        left = None if origin.deadline is None else origin.deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left) as limit:
+                return await self._surroundings.converter.prepare(self._start, origin, self._on_event)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ServiceError(Reason.DEADLINE, "the deadline passed before the prompt was tokenized") from None
+
+    def _on_event(self, event: Event) -> None:
+        """The request's sink. The engine counts on it: it never raises."""
+        if self._done:
+            return
+        try:
+            self._deliver(event)
+        except Exception as error:
+            self._refuse(error)
+
+    def _deliver(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            at_once = not self._had_output
+            self._had_output = True
+            self._receiver.delta(self.ref, event, self._form, at_once)
+        elif isinstance(event, Finished):
+            self._finish(event)
+        elif isinstance(event, PromptLogprobs):
+            self._receiver.prompt_logprobs(self.ref, event)
+        else:
+            self._accept(event)
+
+    def _accept(self, event: Accepted) -> None:
+        assert self._request is not None
+        self.was_accepted = True
+        self._receiver.accepted(
+            pb.Accepted(
+                ref=self.ref,
+                request_id=self.request_id,
+                prompt_tokens=len(self._request.prompt_token_ids),
+                cached_tokens=event.cached_tokens,
+                queue_position=event.queue_position,
+                client_request_id=self._start.client_request_id,
+            )
+        )
+
+    def _refuse(self, error: BaseException) -> None:
+        """Ends the request with the status that an exception stands for."""
+        if self._done:
+            return
+        known = from_exception(error)
+        if known is None:
+            _log.error("request %s: an error of our own", self.request_id, exc_info=error)
+            known = ServiceError(Reason.INTERNAL)
+        reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
+        self._finish(self._unqueued(reason), to_status(known, self.request_id))
+        # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
+        if self._request is not None:
+            asyncio.get_running_loop().call_soon(self._abort, reason, "")
+
+    def _abort(self, reason: FinishReason, message: str) -> bool:
+        return self._surroundings.engine.abort(self.request_id, reason, message)
+
+    def _finish(self, finished: Finished, status: status_pb2.Status | None = None) -> None:
+        """The one way out."""
+        if self._done:
+            return
+        self._done = True
+        self.status = status or ending_status(finished.reason, finished.message, self.request_id)
+        seed = self._request.sampling.seed if self._request is not None and self.was_accepted else None
+        try:
+            self._receiver.finished(finished_message(self.ref, self.request_id, finished, self.status, seed))
+        except Exception as error:
+            _log.exception("request %s: its end cannot be delivered", self.request_id)
+            self._receiver.fail(error)
+        self._on_end(self)
+        self._report(finished)
+
+    def _report(self, finished: Finished) -> None:
+        code = status_code(self.status)
+        end_request(self._span, finished, code)
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        _log.info(
+            "request %s (tenant %s, client id %r): %s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
+            self.request_id,
+            self._caller.tenant,
+            self._start.client_request_id[:128],
+            finished.reason.name,
+            code.name,
+            finished.timings.total_us // 1000,
+            finished.usage.prompt_tokens,
+            finished.usage.cached_tokens,
+            finished.usage.output_tokens,
+        )
+
+    def _unqueued(self, reason: FinishReason, message: str = "") -> Finished:
+        """The end of a request of which the engine knows nothing."""
+        prompt_tokens = len(self._request.prompt_token_ids) if self._request is not None else 0
+        total_us = int((time.monotonic() - self._arrival) * 1e6)
+        return Finished(reason, Usage(prompt_tokens=prompt_tokens), Timings(total_us=total_us), message)

@@ -1,0 +1,58 @@
+"""ModelService: what is served, and within which limits."""
+
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.policy import Policy
+from penstock.service.tokenizer import Tokenizer
+from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
+
+_ALWAYS = ("logprobs", "prompt_logprobs", "choices", "seeded_sampling", "stop_strings")
+
+
+class ModelService(pb_grpc.ModelServiceServicer):
+    """Describes what does not change while the service runs."""
+
+    def __init__(
+        self, name: str, version: str, facts: WorkerFacts, tokenizer: Tokenizer, config: SchedulerConfig
+    ) -> None:
+        self._answer = pb.GetModelResponse(
+            name=name,
+            architecture=facts.architecture,
+            max_model_len=facts.max_model_len,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            has_chat_template=tokenizer.has_chat_template,
+            dtype=facts.dtype,
+            backend=facts.backend,
+            limits=pb.Limits(
+                max_num_seqs=min(config.max_num_seqs, facts.max_num_seqs),
+                max_num_batched_tokens=min(config.max_num_batched_tokens, facts.max_num_batched_tokens),
+                max_queued_requests=config.max_queued_requests,
+                max_queued_tokens=config.max_queued_tokens,
+                kv_block_size=facts.block_size,
+                num_kv_blocks=facts.num_blocks,
+            ),
+            features=sorted(_features(tokenizer, config)),
+            version=version,
+        )
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetModelResponse:
+        """Always the same."""
+        return self._answer
+
+
+def _features(tokenizer: Tokenizer, config: SchedulerConfig) -> set[str]:
+    features = set(_ALWAYS)
+    if tokenizer.has_chat_template:
+        features.add("chat")
+    if config.enable_prefix_caching:
+        features.add("prefix_caching")
+    if config.policy is Policy.PRIORITY:
+        features.add("priority")
+    return features

@@ -1,0 +1,230 @@
+"""The composition of the service: an engine, a tokenizer and the services on one gRPC server, up and down again.
+
+Going down has an order: not ready, new requests refused, running ones given their time, the rest ended in band, then the
+listener, then the worker.
+"""
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import signal
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.request import FinishReason
+from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.convert import Converter
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.generation import GenerationService
+from penstock.service.guard import StatusInterceptor
+from penstock.service.health import Health
+from penstock.service.identity import Authenticator, Everyone, IdentityInterceptor
+from penstock.service.listen import Address, ListenError
+from penstock.service.live import Surroundings
+from penstock.service.model_info import ModelService
+from penstock.service.outbox import HEARTBEAT_S
+from penstock.service.telemetry import Exporter, Telemetry
+from penstock.service.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.tokenizer_service import TokenizerService
+from penstock.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
+MAX_METADATA_BYTES = 16 << 10
+FLUSH_S = 1.0
+"""How long last words may take to be read, when the service goes down."""
+_STREAMS_BESIDES = 64
+"""Calls on a connection that are no requests of their own: probes, multiplexed streams, tokenizing."""
+
+SERVICES = tuple(
+    file.DESCRIPTOR.services_by_name[name].full_name
+    for file, name in (
+        (generation_pb2, "GenerationService"),
+        (model_pb2, "ModelService"),
+        (tokenizer_pb2, "TokenizerService"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the server is told, complete and checked."""
+
+    model_name: str
+    """As clients see it; also a part of every cache salt."""
+    listen: str = "127.0.0.1:50051"
+    """``host:port``, port 0 for any, or ``unix:PATH``."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The engine's: its limits are told to clients, and bound the streams of a connection."""
+    authenticator: Authenticator = field(default_factory=Everyone)
+    grace_s: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    heartbeat_s: float = HEARTBEAT_S
+    tokenizer_threads: int = 2
+
+
+class Server:
+    """One service on one listener."""
+
+    def __init__(self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Raises ListenError for an address that is none. The engine is started and stopped by the server."""
+        self._config = config
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._address = Address.parse(config.listen)
+        self._health = Health(SERVICES)
+        self._stop_requested = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._running: _Running | None = None
+        self._stopped: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Starts the engine, then listens; returns the address with the port that was bound.
+
+        Raises ListenError, before the engine starts if it can be known, and ExecutorError.
+        """
+        self._address.check_free()
+        facts = await self._engine.start()
+        running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
+        try:
+            bound = await running.listen(self._address)
+        except BaseException:
+            await self._engine.stop()
+            running.close()
+            raise
+        self._running = running
+        self._engine.watch(self._on_state)
+        self._on_state(self._engine.state)
+        return bound
+
+    async def serve_until_stopped(self) -> None:
+        """Serves until SIGTERM, SIGINT or ``request_stop``, then stops with the configured grace; a second signal ends
+        the grace."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        try:
+            await self._stop_requested.wait()
+            await self.stop(self._config.grace_s)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def request_stop(self) -> None:
+        """What a signal does. Not ready from here on."""
+        self._health.set_ready(False)
+        if self._stop_requested.is_set():
+            self._hurry.set()
+        self._stop_requested.set()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Gives running requests ``grace_s``, ends the rest with UNAVAILABLE, and stops everything. Safe to call twice."""
+        if self._running is None:
+            return
+        if self._stopped is None:
+            self._stopped = asyncio.create_task(self._stop(self._running, grace_s))
+        await asyncio.shield(self._stopped)
+
+    async def _stop(self, running: "_Running", grace_s: float) -> None:
+        self._health.set_ready(False)
+        self._engine.drain()
+        _log.info("stopping: %d requests have %.0f s to finish", running.generation.num_live, grace_s)
+        idle = asyncio.create_task(self._engine.wait_idle())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({idle, hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        hurry.cancel()
+        running.generation.cancel_all(FinishReason.SHUTDOWN, "")
+        running.generation.close_streams(ServiceError(Reason.DRAINING))
+        self._health.close()
+        await running.server.stop(FLUSH_S)
+        await self._engine.stop()
+        running.close()
+        self._address.remove()
+        _log.info("stopped")
+
+    def _on_state(self, state: EngineState) -> None:
+        self._health.set_ready(state is EngineState.SERVING and not self._stop_requested.is_set())
+        if self._running is not None:
+            self._running.generation.tell_state()
+
+
+class _Running:
+    """What exists from the moment that the worker's facts are known."""
+
+    def __init__(
+        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, facts: WorkerFacts, health: Health
+    ) -> None:
+        self.pool = TokenizerPool(
+            tokenizer,
+            block_size=facts.block_size,
+            max_prompt_tokens=facts.max_model_len - 1,
+            num_threads=config.tokenizer_threads,
+        )
+        self._exporter = Exporter(os.environ)
+        telemetry = Telemetry(config.model_name)
+        validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
+        max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+        converter = Converter(validator, self.pool, config.model_name, max_sequence_tokens)
+        self.generation = GenerationService(Surroundings(engine, converter, telemetry), validator, config.heartbeat_s)
+        self.server = grpc.aio.server(
+            interceptors=[StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)],
+            options=_options(config.scheduler),
+        )
+        version = importlib.metadata.version("penstock")
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self.server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(config.model_name, version, facts, tokenizer, config.scheduler), self.server
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self.server)
+
+    async def listen(self, address: Address) -> str:
+        """Raises ListenError."""
+        try:
+            port = self.server.add_insecure_port(str(address))
+        except RuntimeError:
+            raise ListenError(f"--listen {address}: cannot be listened on; is it in use?") from None
+        await self.server.start()
+        return str(address) if address.path is not None else address.with_port(port)
+
+    def close(self) -> None:
+        """Ends threads, and sends the last spans."""
+        self.pool.close()
+        self._exporter.close()
+
+
+def _options(config: SchedulerConfig) -> list[tuple[str, int]]:
+    max_streams = config.max_num_seqs + config.max_queued_requests + _STREAMS_BESIDES
+    return [
+        # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+        # With fewer, the first call above it hangs in the client, where nobody sees why.
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # Two services on one port would each get half of the calls.
+        ("grpc.so_reuseport", 0),
+    ]

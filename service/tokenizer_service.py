@@ -1,0 +1,55 @@
+"""TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
+
+from typing import Any
+
+import grpc
+
+from penstock.service.bounds import Validator
+from penstock.service.convert import chat_messages
+from penstock.service.tokenizer import TokenizerPool
+from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenizerService(pb_grpc.TokenizerServiceServicer):
+    """Checks on the loop, works in the pool."""
+
+    def __init__(self, validator: Validator, pool: TokenizerPool) -> None:
+        self._validator = validator
+        self._pool = pool
+        self._tokenizer = pool.tokenizer
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Text to ids."""
+        self._validator.check(request)
+        adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+
+        def work() -> pb.TokenizeResponse:
+            return pb.TokenizeResponse(token_ids=self._tokenizer.encode(request.text, adds))
+
+        return await self._pool.run(work, request.ByteSize())
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Ids to text."""
+        self._validator.check(request)
+
+        def work() -> pb.DetokenizeResponse:
+            token_ids = list(request.token_ids)
+            self._validator.check_ids(token_ids, "token_ids")
+            return pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, request.include_special_tokens))
+
+        return await self._pool.run(work, request.ByteSize())
+
+    async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
+        """Messages to the prompt."""
+        self._validator.check(request)
+
+        def work() -> pb.RenderChatResponse:
+            messages, opens_turn = chat_messages(request.chat)
+            return pb.RenderChatResponse(
+                text=self._tokenizer.render_chat(messages, opens_turn),
+                token_ids=self._tokenizer.encode_chat(messages, opens_turn),
+            )
+
+        return await self._pool.run(work, request.ByteSize())

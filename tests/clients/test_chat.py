@@ -1,0 +1,228 @@
+"""``penstock chat`` with pipes, and on a terminal."""
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+
+import pytest
+
+TEMPLATE_TOKENS = len("<user>")
+
+
+@pytest.fixture
+def chat(tool, threaded_service):
+    """Runs it with this text on standard input."""
+
+    def run(text="", *arguments):
+        return tool.run("chat", "--target", threaded_service.target, *arguments, text=text)
+
+    return run
+
+
+def test_each_line_of_a_pipe_is_a_turn_and_only_answers_come_out(chat, threaded_service):
+    done = chat("hello\nhow are you?\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\nhow are you?\n", "")
+    contents = [[message.content for message in start.chat.messages] for start in threaded_service.starts]
+    assert contents == [["hello"], ["hello", "hello", "how are you?"]]
+
+
+def test_once(chat, threaded_service):
+    done = chat("", "--once", "hello", "--system", "be brief", "--set", "temperature=0", "--set", "stop=x")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    start = threaded_service.starts[0]
+    assert [(message.role, message.content) for message in start.chat.messages] == [
+        ("system", "be brief"),
+        ("user", "hello"),
+    ]
+    assert start.sampling.HasField("temperature")
+    assert list(start.sampling.stop) == ["x"]
+    assert chat("from a pipe", "--once", "-").stdout == "from a pipe\n"
+
+
+def test_lines_can_be_joined(chat):
+    done = chat('one \\\ntwo\n"""\nthree\n  four\n"""\n')
+    assert done.stdout == "one \ntwo\nthree\n  four\n"
+
+
+def test_commands(chat, threaded_service):
+    commands = [
+        "/help",
+        "/stats",
+        "/set temperature=0.5",
+        "/set",
+        "/system be brief",
+        "/system",
+        "hello",
+        "/stats",
+        "/reset",
+        "/system -",
+        "/set temperature=",
+        "/set",
+        "again",
+        "/exit",
+        "never sent",
+    ]
+    done = chat("\n".join(commands))
+    assert done.returncode == 0
+    assert done.stdout == "hello\nagain\n"
+    for text in ("/reset  ", "no answer yet", "max_tokens = 1000\ntemperature = 0.5\n", "be brief\n", "[a new conv"):
+        assert text in done.stderr
+    assert "tokens/s, ended by stop; prompt of 5 tokens, 1 of them cached\nall: 1 answers, 5 tokens" in done.stderr
+    first, second = threaded_service.starts
+    assert [message.content for message in first.chat.messages] == ["be brief", "hello"]
+    assert first.sampling.temperature == 0.5
+    assert [message.content for message in second.chat.messages] == ["again"]
+    assert not second.sampling.HasField("temperature")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/sett x=1", "no command /sett; /help lists them"),
+        ("/set heat=1", "heat: there is no such field"),
+        ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
+        ("/set n=2", "n: a chat has one answer at a time"),
+        ("fail INTERNAL", "INTERNAL: as you wish"),
+    ],
+)
+def test_a_mistake_is_told_and_the_chat_goes_on(chat, line, says):
+    done = chat(f"{line}\nstill here\n")
+    assert done.returncode == 1
+    assert done.stderr.startswith(says)
+    assert done.stdout == "still here\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_question_that_failed_is_forgotten(chat, threaded_service):
+    chat("fail INTERNAL\nhello\n")
+    assert [message.content for message in threaded_service.starts[1].chat.messages] == ["hello"]
+
+
+def test_the_oldest_turns_are_dropped_with_a_note(chat, threaded_service):
+    threaded_service.context_length = 100
+    done = chat("a" * 30 + "\nb\n" + "c" * 30 + "\n", "--set", "max_tokens=40")
+    assert "[the context is full: the oldest turn is forgotten]" in done.stderr
+    contents = [message.content for message in threaded_service.starts[2].chat.messages]
+    assert contents == ["b", "b", "c" * 30]
+
+
+def test_a_message_beyond_the_context_is_refused(chat, threaded_service):
+    threaded_service.context_length = 50
+    done = chat("a" * 60 + "\nshort\n")
+    assert "this message makes a prompt of 66 tokens; the model's context of 50" in done.stderr
+    assert done.stdout == "short\n"
+
+
+def test_nobody_listening_says_how_to_start_one(tool):
+    done = tool.run("chat", "--target", "127.0.0.1:1", "--once", "hi")
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock chat: no service answers at 127.0.0.1:1: Connection refused\n")
+    assert "penstock serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_target_and_key_come_from_the_environment(tool, threaded_service, tmp_path):
+    tool.environment |= {"PENSTOCK_TARGET": threaded_service.target, "PENSTOCK_API_KEY": "secret"}
+    assert tool.run("chat", "--once", "hi").stdout == "hi\n"
+    assert threaded_service.metadata["authorization"] == "Bearer secret"
+    (tmp_path / "key").write_text("other\n")
+    assert tool.run("chat", "--once", "hi", "--api-key-file", tmp_path / "key").returncode == 0
+    assert threaded_service.metadata["authorization"] == "Bearer other"
+    done = tool.run("chat", "--once", "hi", "--api-key-file", tmp_path / "none")
+    assert done.returncode == 1
+    assert "--api-key-file: cannot read" in done.stderr
+
+
+def test_who_reads_may_leave(tool, threaded_service):
+    process = tool.start("chat", "--target", threaded_service.target, "--once", "endless")
+    assert process.stdout.read(7) == b"endless"
+    process.stdout.close()
+    assert process.wait(20) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+class Terminal:
+    """A person at a terminal."""
+
+    def __init__(self, tool, *arguments):
+        self._side, other = pty.openpty()
+        command = [*tool.command, *arguments]
+        environment = tool.environment | {"TERM": "dumb", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=other, stdout=other, stderr=other, start_new_session=True, close_fds=True
+        )
+        os.close(other)
+        self.seen = ""
+
+    def type(self, text):
+        os.write(self._side, text.encode())
+
+    def wait_for(self, text):
+        """Reads until this is on the screen, and forgets what came before."""
+        give_up = time.monotonic() + 20
+        while text not in self.seen:
+            assert time.monotonic() < give_up, self.seen
+            if select.select([self._side], [], [], 0.1)[0]:
+                self.seen += os.read(self._side, 4096).decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._side)
+
+    def end(self):
+        """Reads to the end, and returns the exit status."""
+        with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
+            while os.read(self._side, 4096):
+                pass
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def terminal(tool, threaded_service):
+    terminal = Terminal(tool, "chat", "--target", threaded_service.target)
+    yield terminal
+    terminal.close()
+
+
+def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, threaded_service):
+    terminal.wait_for("fake at 127.0.0.1:")
+    terminal.wait_for("> ")
+    threaded_service.delay = 0.002
+    terminal.type("endless\n")
+    terminal.wait_for("endlessendless")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for("[cancelled]")
+    terminal.wait_for("> ")
+    give_up = time.monotonic() + 5
+    while not threaded_service.cancelled and time.monotonic() < give_up:
+        time.sleep(0.002)
+    assert threaded_service.cancelled == [threaded_service.starts[0].ref]
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for("[Ctrl-D leaves]")
+    terminal.type("hello\n")
+    terminal.wait_for("hello\r\nhello\r\n")
+    terminal.wait_for("> ")
+    messages = threaded_service.starts[1].chat.messages
+    assert [message.role for message in messages] == ["user", "assistant", "user"]
+    assert messages[1].content.startswith("endlessendless")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+
+
+def test_an_answer_cannot_command_the_terminal(terminal):
+    terminal.wait_for("> ")
+    terminal.type('"""\n')
+    terminal.wait_for(". ")
+    os.write(terminal._side, b"a\x16\x1b[31mb\n")  # Ctrl-V takes the escape as it is
+    terminal.wait_for(". ")
+    terminal.type('"""\n')
+    terminal.wait_for('"""\r\n')
+    assert "\x1b" not in terminal.wait_for("> ")

@@ -1,0 +1,101 @@
+"""The command ``penstock``: what it offers, and what it says where the server is not installed."""
+
+import re
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from penstock.clients import cli
+
+HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
+
+
+def test_help_has_a_line_for_each_command(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in ("serve", "chat", "generate", "doctor"):
+        assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
+    assert "examples:" in out
+
+
+def test_without_a_command_help_goes_to_stderr(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: penstock COMMAND")
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock {version('penstock')}\n"
+
+
+def test_an_unknown_command(capsys):
+    assert cli.main(["chatt"]) == 2
+    assert capsys.readouterr().err == "penstock: no command chatt; did you mean chat?\n"
+    assert cli.main(["bake"]) == 2
+    assert "there are serve, chat, generate, doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_every_command_has_help(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    assert "examples:" in capsys.readouterr().out
+    assert cli.main([command, "--no-such-flag"]) == 2
+
+
+def test_help_imports_nothing_heavy(tool):
+    tool.command[-1] = (
+        "import sys; from penstock.clients.cli import main; status = main(['--help']); "
+        f"sys.exit(status or ' '.join({HEAVY!r} & set(sys.modules)) or 0)"
+    )
+    done = tool.run()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def bare(tool):
+    """The bare install: what the extra brings cannot be imported."""
+    tool.command[-1] = (
+        "import sys; sys.modules.update(dict.fromkeys(['msgspec', 'tokenizers', 'torch', 'numpy', 'jinja2', 'uvloop', "
+        "'yaml', 'psutil', 'huggingface_hub', 'grpc_health', 'grpc_reflection', 'grpc_status', 'opentelemetry'])); "
+        "from penstock.clients.cli import main; sys.exit(main())"
+    )
+    return tool
+
+
+def test_the_bare_install_names_the_extra(bare, tmp_path):
+    done = bare.run("serve")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"penstock serve: this needs \w+, which is not installed; install it: pip install 'penstock\[server\]'\n",
+        done.stderr,
+    )
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "hi"}\n')
+    done = bare.run("generate", "demo", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert done.returncode == 1
+    assert "pip install 'penstock[server]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_bare_install_chats_and_generates(bare, threaded_service, tmp_path):
+    assert bare.run("chat", "--target", threaded_service.target, "--once", "hi").stdout == "hi\n"
+    arguments = ("--input", "-", "--output", "-", "--target", threaded_service.target)
+    assert '"text":"hi"' in bare.run("generate", *arguments, text='{"id": 1, "prompt": "hi"}').stdout
+
+
+def test_arguments_that_do_not_go_together(capsys):
+    assert cli.main(["generate", "--input", "a", "--output", "b"]) == 2
+    assert cli.main(["generate", "demo", "--target", "x", "--input", "a", "--output", "b"]) == 2
+    assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "b", "--max-model-len", "5"]) == 2
+    assert "unknown arguments: --max-model-len" in capsys.readouterr().err
+    assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "-", "--overwrite"]) == 2
+
+
+def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "chat", cli.Command("penstock.clients.no_such_module:main", ""))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["chat"])
+
+
+def test_nothing_of_the_server_is_imported_by_the_clients():
+    assert not [name for name in sys.modules if name.startswith("penstock.") and name.split(".")[1] in {"models", "kv"}]

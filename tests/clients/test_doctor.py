@@ -1,0 +1,169 @@
+"""The doctor's report for machines of several kinds, and on this one."""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from penstock.clients import doctor, machine
+from penstock.clients.doctor import Kind, choose, describe, examine
+from penstock.clients.machine import Gpu, Package, inspect_machine
+
+GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
+NVIDIA_SMI = "NVIDIA H200, 143771, 143000, 570.1, 9.0\nNVIDIA A2, 15356, [N/A], 570.1, 8.6\n"
+
+
+@pytest.fixture(scope="module")
+def here():
+    return inspect_machine()
+
+
+@pytest.fixture
+def fitted(here):
+    """This machine with all packages, memory to spare and no GPU."""
+    packages = [dataclasses.replace(package, version=package.version or "1.0") for package in here.packages]
+    return dataclasses.replace(
+        here, packages=packages, gpus=[], gpu_problem="", available_bytes=64 << 30, torch_has_cuda=False
+    )
+
+
+def without(fitted, *names):
+    packages = [
+        dataclasses.replace(package, version=None) if package.name in names else package for package in fitted.packages
+    ]
+    return dataclasses.replace(fitted, packages=packages)
+
+
+def remedies(found, kind):
+    return [finding.remedy for finding in examine(found) if finding.kind is kind]
+
+
+def test_a_machine_with_all_packages_runs_on_its_cpu(fitted):
+    assert choose(fitted).device == "cpu"
+    assert list(examine(fitted)) == []
+    assert "Nothing is missing." in describe(fitted, choose(fitted), [])
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_a_gpu_is_used_if_torch_can(fitted, has_cuda):
+    found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=has_cuda)
+    assert choose(found).device == ("cuda" if has_cuda else "cpu")
+    assert remedies(found, Kind.MISSING) == []
+    assert remedies(found, Kind.ADVICE) == ([] if has_cuda else ["install a build of torch with CUDA"])
+
+
+def test_what_a_server_lacks_is_named_with_the_command(fitted):
+    bare = without(fitted, "torch", "tokenizers", "uvloop")
+    (finding,) = examine(bare)
+    assert finding.kind is Kind.MISSING
+    assert finding.what == "not installed: tokenizers, torch"
+    assert finding.remedy == "pip install 'penstock[server]'"
+    assert choose(bare).backend is None
+    assert any("cannot run" in line for line in describe(bare, choose(bare), [finding]))
+
+
+def test_what_is_dispensable_is_advice(fitted):
+    found = without(fitted, "uvloop")
+    assert choose(found).backend == "reference"
+    assert remedies(found, Kind.MISSING) == []
+    assert remedies(found, Kind.ADVICE) == ["pip install 'penstock[server]'"]
+
+
+def test_a_python_that_is_not_supported_and_a_broken_driver_are_findings(fitted):
+    found = dataclasses.replace(fitted, python="3.14.1", gpu_problem="NVIDIA-SMI has failed", available_bytes=1 << 30)
+    assert remedies(found, Kind.MISSING) == ["make an environment with Python 3.11 to 3.13"]
+    assert len(remedies(found, Kind.ADVICE)) == 2
+    assert "NVIDIA-SMI has failed" in choose(found).why
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_limits_of_control_groups_count_wherever_they_are(tmp_path):
+    write(
+        tmp_path,
+        {
+            "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f amx_bf16 avx2x\n",
+            "proc/meminfo": "MemTotal:       33554432 kB\nMemAvailable:   16777216 kB\n",
+            "proc/self/cgroup": "0::/outer/inner\n",
+            "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+            "sys/fs/cgroup/outer/memory.max": str(8 << 30),
+            "sys/fs/cgroup/outer/memory.current": str(6 << 30),
+            "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {1 << 30}\n",
+            "sys/fs/cgroup/outer/cpu.max": "50000 100000\n",
+        },
+    )
+    found = inspect_machine(tmp_path)
+    assert (found.memory_bytes, found.available_bytes) == (8 << 30, 3 << 30)
+    assert found.num_usable_cores == 0.5
+    assert found.cpu == "Some CPU"
+    assert found.instruction_sets == ["avx2", "avx512f", "amx_bf16"]
+
+
+def test_a_machine_that_tells_nothing_is_described_all_the_same(tmp_path):
+    found = inspect_machine(tmp_path)
+    assert list(describe(found, choose(found), list(examine(found))))
+
+
+def fake_nvidia_smi(directory, monkeypatch, script):
+    tool = directory / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory))
+
+
+def test_gpus_come_from_the_drivers_tool(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, f"printf '{NVIDIA_SMI}'")
+    first, second = inspect_machine().gpus
+    assert first == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, "570.1", "9.0")
+    assert second.free_bytes == 0
+
+
+def test_a_driver_that_fails_says_why(tmp_path, monkeypatch):
+    fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Driver/library version mismatch'; exit 18")
+    found = inspect_machine()
+    assert (found.gpus, found.gpu_problem) == ([], "Driver/library version mismatch")
+
+
+def test_packages_are_those_of_the_bare_install_and_of_a_server(here):
+    assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
+    assert {package.extra for package in here.packages} == {"", "server"}
+
+
+def test_json_is_for_programs(capsys):
+    status = doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"machine", "choice", "findings"}
+    assert report["machine"]["num_cores"] >= 1
+    assert status == any(finding["kind"] == "missing" for finding in report["findings"])
+
+
+def test_the_status_says_whether_a_server_can_run(monkeypatch, capsys, fitted):
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: fitted)
+    assert doctor.main([]) == 0
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: without(fitted, "torch"))
+    assert doctor.main([]) == 1
+    assert "pip install" in capsys.readouterr().out
+
+
+def test_it_imports_nothing_that_a_bare_install_lacks():
+    code = (
+        "import sys; from penstock.clients import doctor; doctor.main([]);"
+        "print([name for name in ('torch', 'numpy', 'psutil', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_whether_torch_has_cuda_is_what_its_own_files_say():
+    torch = importlib.metadata.distribution("torch")
+    version = torch.locate_file("torch/version.py").read_text()
+    assert machine.torch_has_cuda() == (re.search(r"^cuda.*= None", version, re.MULTILINE) is None)

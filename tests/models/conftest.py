@@ -1,0 +1,333 @@
+"""Tiny random models in transformers' own format, and an engine over the worker's code, with and without the process."""
+
+import asyncio
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.models.backend import load_backend
+from penstock.models.runner import Runner
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine, EngineStats
+from penstock.scheduler.executor import Executor
+from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
+from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
+
+os.environ["TQDM_DISABLE"] = "1"  # transformers draws a bar while it writes a shard
+
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+# Name of a variant: config class, and what differs from SMALL.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied-biases-head24": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_key_value_heads": 4},
+    ),
+    "llama-rope-llama3-head80": (
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3_ROPE, "head_dim": 80, "num_attention_heads": 8, "num_key_value_heads": 1},
+    ),
+    "llama-rope-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.5}}),
+    "llama-rope-yarn": ("LlamaConfig", {"rope_parameters": YARN_ROPE, "num_key_value_heads": 1}),
+    "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-window9": ("MistralConfig", {"sliding_window": 9}),
+    "mistral-no-window": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 9}),
+    "qwen2-some-windows": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_key_value_heads": 4},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "qwen3-tied-bias-yarn-windows": (
+        "Qwen3Config",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {**YARN_ROPE, "attention_factor": 1.3, "truncate": False},
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model in a directory, and transformers' own instance of it in fp32."""
+
+    path: Path
+    module: Any
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits of every position, by transformers."""
+        with torch.inference_mode():
+            result: torch.Tensor = self.module(torch.tensor([token_ids])).logits[0]
+        return result
+
+
+def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving: Any) -> TinyModel:
+    """Saves a random model of the class; biases and norms are random too, so that none can be left out unseen."""
+    config = getattr(transformers, config_class)(**{**SMALL, **changes})
+    torch.manual_seed(7)
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+    module.eval().save_pretrained(path, **saving)
+    return TinyModel(path, module)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny products gain nothing from a second thread, and the machine may have other work."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """The model of a variant's name; each is made once."""
+    made: dict[str, TinyModel] = {}
+
+    def get(variant: str) -> TinyModel:
+        if variant not in made:
+            made[variant] = build_model(tmp_path_factory.mktemp(variant), *VARIANTS[variant])
+        return made[variant]
+
+    return get
+
+
+@pytest.fixture(scope="session", params=list(VARIANTS))
+def any_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    """Every variant in turn."""
+    return tiny_model(request.param)
+
+
+class InProcessExecutor:
+    """The worker's code without its process, so that a test need not import torch again for each engine."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._plans: deque[StepPlan] = deque()
+        self._changed = asyncio.Event()
+        self._stopped = False
+        self.plans: list[StepPlan] = []
+
+    async def start(self) -> WorkerFacts:
+        backend = load_backend(self._config)
+        self._runner = Runner(backend)
+        return backend.facts
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._plans.append(plan)
+        self._changed.set()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        while not self._stopped:
+            if not self._plans:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            yield self._runner.run(self._plans.popleft())
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._changed.set()
+
+
+class NoText:
+    """A text state for tests that look at ids alone."""
+
+    def feed(self, token_id: int) -> Released:
+        return Released(1, "")
+
+    def finish(self) -> Released:
+        return Released(0, "")
+
+
+@dataclass
+class Answer:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Delta():
+                self.token_ids += event.token_ids
+                if event.logprobs is not None:
+                    self._take_logprobs(event.logprobs)
+            case PromptLogprobs():
+                self.prompt_logprobs.append(event)
+            case Finished():
+                self.finished = event
+
+    def _take_logprobs(self, logprobs: TokenLogprobs) -> None:
+        self.logprobs += logprobs.chosen
+        k = logprobs.num_top
+        for t in range(len(logprobs.chosen)):
+            self.tops.append((logprobs.top_token_ids[t * k : t * k + k], logprobs.top[t * k : t * k + k]))
+
+
+class EngineUnderTest:
+    """An engine with prompts put in and answers taken out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ids = itertools.count()
+
+    def submit(self, prompt: list[int], sampling: SamplingParams, max_tokens: int, tenant: str = "default") -> Answer:
+        answer = Answer()
+        salt = tenant_salt("test", tenant)
+        self.engine.submit(
+            Request(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=prompt,
+                block_hashes=hash_blocks(prompt, self.engine.facts.block_size, salt),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                sink=answer.take,
+                make_text=NoText,
+                tenant=tenant,
+                hash_salt=salt,
+            )
+        )
+        return answer
+
+    async def run(self, prompts: list[list[int]], sampling: SamplingParams, max_tokens: int) -> list[Answer]:
+        """All prompts at once; returns when all are answered."""
+        answers = [self.submit(prompt, sampling, max_tokens) for prompt in prompts]
+        await self.engine.wait_idle()
+        for answer in answers:
+            assert answer.finished is not None
+            assert answer.finished.reason in (FinishReason.LENGTH, FinishReason.STOP), answer.finished
+        return answers
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[Start]:
+    """Starts engines, and stops them when the test is over: ``await start_engine(executor, **scheduler_config)``."""
+    engines: list[Engine] = []
+
+    async def start(executor: Executor, **config: Any) -> EngineUnderTest:
+        engine = Engine(executor, SchedulerConfig(**config))
+        engines.append(engine)
+        await engine.start()
+        return EngineUnderTest(engine)
+
+    yield start
+    for engine in engines:
+        await engine.stop()
+
+
+@pytest.fixture
+def in_process() -> Callable[..., InProcessExecutor]:
+    """An executor in this process: ``in_process(model_path, num_blocks=..., dtype=...)``."""
+
+    def make(path: Path, num_blocks: int | None = None, **config: Any) -> InProcessExecutor:
+        return InProcessExecutor(worker_config(path, num_blocks, **config))
+
+    return make
+
+
+def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> WorkerConfig:
+    """A small worker in fp32; ``num_blocks`` of KV exactly."""
+    values: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 64, **config}
+    if num_blocks is not None:
+        from penstock.models.checkpoint import check_checkpoint
+
+        spec = check_checkpoint(path).spec
+        element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
+        values["kv_cache_bytes"] = (num_blocks + 1) * 16 * spec.kv_bytes_per_token(element)
+    else:
+        values.setdefault("kv_cache_bytes", 64 << 20)
+    return WorkerConfig(model=str(path), **values)
+
+
+@pytest.fixture(name="worker_config")
+def worker_config_fixture() -> Callable[..., WorkerConfig]:
+    """``worker_config`` for test modules, which cannot import a conftest."""
+    return worker_config
+
+
+@pytest.fixture(name="build_model")
+def build_model_fixture() -> Callable[..., TinyModel]:
+    """``build_model`` for test modules."""
+    return build_model
+
+
+@pytest.fixture
+def edit_config() -> Callable[..., None]:
+    """Changes fields of a config.json; the value ``...`` removes one."""
+
+    def edit(path: Path, **changes: Any) -> None:
+        file = path / "config.json"
+        config = json.loads(file.read_text())
+        for name, value in changes.items():
+            if value is ...:
+                config.pop(name, None)
+            else:
+                config[name] = value
+        file.write_text(json.dumps(config))
+
+    return edit
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Eight prompts of 1 to 75 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 5, 16, 17, 31, 40, 64, 75)
+    return [torch.randint(0, SMALL["vocab_size"], (length,), generator=generator).tolist() for length in lengths]

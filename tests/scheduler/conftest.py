@@ -1,0 +1,378 @@
+"""What the tests of the scheduler share: text states, requests whose output is known beforehand, and ``World``, a
+scheduler with a fake worker that checks everything after every operation."""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.scheduler.choice import ChoiceState, sampling_of_choice
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_worker import CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.plan import SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
+from penstock.scheduler.request import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Matched,
+    PromptLogprobs,
+    Refused,
+    Released,
+    Request,
+)
+from penstock.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 7
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 44
+
+
+class PlainText:
+    """Lets every token go at once."""
+
+    def feed(self, token_id: int) -> Released:
+        return Released(1, chr(97 + token_id))
+
+    def finish(self) -> Released:
+        return Released(0, "")
+
+
+class HoldingText:
+    """Holds tokens back until it has three, as if they made one character together."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def feed(self, token_id: int) -> Released:
+        self.held += chr(97 + token_id)
+        return self.finish() if len(self.held) == 3 else Released(0, "")
+
+    def finish(self) -> Released:
+        text, self.held = self.held, ""
+        return Released(len(text), text)
+
+
+class StoppingText(HoldingText):
+    """Stops at "ab"; holds an "a" back."""
+
+    def feed(self, token_id: int) -> Released:
+        self.held += chr(97 + token_id)
+        if self.held == "ab":
+            return Released(0, "", stop="ab")
+        if self.held.endswith("a"):
+            text, self.held = self.held[:-1], "a"
+            return Released(len(text), text)
+        return self.finish()
+
+
+TEXTS = (PlainText, HoldingText, StoppingText)
+
+
+@dataclass
+class Expected:
+    """What one choice must bring, worked out without a scheduler."""
+
+    token_ids: list[int]
+    end: Matched
+    num_tokens: int
+
+
+def expected_choice(request: Request, index: int, max_model_len: int, vocab_size: int = VOCAB_SIZE) -> Expected:
+    next_token = token_of_history(vocab_size)
+    sampling = sampling_of_choice(request.sampling, index)
+    history = list(request.prompt_token_ids)
+    max_tokens = min(request.max_tokens, max_model_len - len(history))
+    text = request.make_text()
+    fed: list[int] = []
+    num_released = 0
+    for num_before in range(max_tokens):
+        token = next_token(history, sampling)
+        if num_before < sampling.min_tokens:
+            while token in sampling.stop_token_ids:
+                token = (token + 1) % vocab_size
+        history.append(token)
+        if token in sampling.stop_token_ids:
+            end = Matched(FinishReason.STOP, stop_token_id=token)
+            num_released += text.finish().num_tokens
+            break
+        fed.append(token)
+        released = text.feed(token)
+        num_released += released.num_tokens
+        if released.stop is not None:
+            end = Matched(FinishReason.STOP, stop=released.stop)
+            break
+    else:
+        end = Matched(FinishReason.LENGTH)
+        num_released += text.finish().num_tokens
+    return Expected(fed[:num_released], end, len(history) - len(request.prompt_token_ids))
+
+
+@dataclass
+class Received:
+    """A request and all that its sink got."""
+
+    request: Request
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = VOCAB_SIZE
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    chosen: dict[int, list[float]] = field(default_factory=dict)
+    ends: dict[int, Matched] = field(default_factory=dict)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    accepted: Accepted | None = None
+    finished: Finished | None = None
+
+    def __post_init__(self) -> None:
+        self.request.sink = self.sink
+
+    def sink(self, event: Event) -> None:
+        assert self.finished is None, "an event after the end"
+        match event:
+            case Accepted():
+                assert self.accepted is None
+                self.accepted = event
+            case Delta():
+                assert event.choice not in self.ends, "a delta after a choice's end"
+                self.token_ids.setdefault(event.choice, []).extend(event.token_ids)
+                self.text[event.choice] = self.text.get(event.choice, "") + event.text
+                self._take_logprobs(event.choice, event.token_ids, event.logprobs)
+                if event.end is not None:
+                    self.ends[event.choice] = event.end
+            case PromptLogprobs():
+                assert event.start == len(self.prompt_logprobs) + 1, "a gap or a repetition"
+                self.prompt_logprobs += event.logprobs.chosen
+            case Finished():
+                self.finished = event
+
+    def _take_logprobs(self, choice: int, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
+        assert (logprobs is None) == (self.request.sampling.logprobs is None)
+        if logprobs is not None:
+            assert len(logprobs.chosen) == len(token_ids)
+            assert len(logprobs.top) == len(logprobs.top_token_ids) == len(token_ids) * logprobs.num_top
+            self.chosen.setdefault(choice, []).extend(logprobs.chosen)
+
+    def check_end(self) -> None:
+        """Finished, with exactly what was to be expected, or with a part of it if it was ended early."""
+        request = self.request
+        assert self.finished is not None, "a request without an end"
+        whole = self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        num_tokens = 0
+        for index in range(request.n):
+            expected = expected_choice(request, index, self.max_model_len, self.vocab_size)
+            got = self.token_ids.get(index, [])
+            assert got == expected.token_ids[: len(got)], f"choice {index}: {got} differs from {expected.token_ids}"
+            assert not whole or got == expected.token_ids, f"choice {index}: {got} lacks of {expected.token_ids}"
+            assert "".join(chr(97 + token) for token in got).startswith(self.text.get(index, "")), "text without tokens"
+            assert self.ends.get(index, expected.end) == expected.end
+            assert not whole or index in self.ends
+            num_tokens += expected.num_tokens
+            position = len(request.prompt_token_ids)
+            logprobs = [-float(position + offset) - token / 1e6 for offset, token in enumerate(got)]
+            assert request.sampling.logprobs is None or self.chosen.get(index, []) == logprobs
+        usage = self.finished.usage
+        assert usage.prompt_tokens == len(request.prompt_token_ids)
+        assert usage.output_tokens == num_tokens if whole else usage.output_tokens <= num_tokens
+        prompt = request.prompt_token_ids
+        known = [-float(position) - prompt[position] / 1e6 for position in range(1, len(prompt))]
+        if request.sampling.prompt_logprobs is None:
+            known = []
+        assert self.prompt_logprobs == known[: len(self.prompt_logprobs)]
+        assert not whole or self.prompt_logprobs == known
+
+
+def make_request(
+    name: str, prompt: list[int], tenant: str = "default", block_size: int = BLOCK_SIZE, **fields: Any
+) -> Request:
+    salt = tenant_salt("fake", tenant)
+    defaults: dict[str, Any] = {"sampling": SamplingParams(), "max_tokens": 4, "make_text": PlainText}
+    hashes = hash_blocks(prompt, block_size, salt)
+    return Request(name, prompt, hashes, sink=lambda _: None, tenant=tenant, hash_salt=salt, **defaults | fields)
+
+
+class World:
+    """A scheduler, a fake worker and what lies between them: plans, and answers that come when the test says so."""
+
+    def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
+        self.facts = WorkerFacts(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            architecture="fake",
+            backend="fake",
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+            kv_bytes=0,
+        )
+        self.config = config
+        self.received: dict[str, Received] = {}
+        self.num_refused = 0
+        self._new_worker()
+
+    def _new_worker(self) -> None:
+        slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE)
+        self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), slots)
+        self.scheduler = Scheduler(self.facts, self.config, clock=lambda: 0.0)
+        self.plans: deque[StepPlan] = deque()
+
+    def alive(self) -> list[str]:
+        return [name for name, received in self.received.items() if received.finished is None]
+
+    def add(self, request: Request) -> Received | None:
+        received = Received(request)
+        try:
+            self.scheduler.add(request)
+        except Refused:
+            self.num_refused += 1
+            return None
+        assert received.accepted is not None
+        self.received[request.request_id] = received
+        return received
+
+    def add_random(self, random_number: int) -> None:
+        """A request out of a few families that share prefixes, with features in every combination."""
+        rng = random.Random(random_number)
+        prompt = self._random_prompt(rng)
+        max_tokens = rng.randint(1, 14)
+        sampling = SamplingParams(
+            seed=rng.randrange(3),
+            min_tokens=rng.choice((0, 0, 3)),
+            stop_token_ids=rng.choice(((), (1,), (2, 5))),
+            logprobs=rng.choice((None, None, 0, 2)),
+            prompt_logprobs=rng.choice((None, None, None, 1)),
+        )
+        request = make_request(
+            str(len(self.received) + self.num_refused),
+            prompt,
+            tenant=rng.choice(("a", "a", "a", "b")),
+            sampling=sampling,
+            max_tokens=max_tokens,
+            make_text=rng.choice(TEXTS),
+            n=rng.choice((1, 1, 1, 2, 3)),
+            priority=rng.randint(-1, 1),
+        )
+        self.add(request)
+
+    def _random_prompt(self, rng: random.Random) -> list[int]:
+        """Of two families; or a conversation that goes on, from what another request's output may have cached."""
+        if self.received and rng.random() < 0.4:
+            earlier = self.received[rng.choice(list(self.received))]
+            prompt = earlier.request.prompt_token_ids + earlier.token_ids.get(0, []) + [rng.randrange(VOCAB_SIZE)]
+            if len(prompt) < MAX_MODEL_LEN:
+                return prompt
+        family = rng.randrange(2)
+        return [(family + position * position // 5) % VOCAB_SIZE for position in range(rng.randint(1, 34))]
+
+    def cancel(self, random_number: int) -> None:
+        names = self.alive()
+        if names:
+            assert self.scheduler.abort(names[random_number % len(names)], FinishReason.CANCELLED)
+        assert not self.scheduler.abort("nobody", FinishReason.CANCELLED)
+
+    def schedule(self) -> bool:
+        """Makes a plan; False if there is none to be made."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        assert len(self.plans) < self.config.max_plans_in_flight
+        rows = self.scheduler._planner.rows
+        for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
+            assert rows.current(row).state is not ChoiceState.ENDED, "a step for a row that ended"
+        for earlier in self.plans:
+            named = {chunk.row for chunk in earlier.chunks} | {decode.row for decode in earlier.decodes}
+            again = named.union(earlier.dropped).intersection(added.row for added in plan.added)
+            assert not again, f"rows {again} begin again while a plan that names them is unanswered"
+        self.plans.append(plan)
+        return True
+
+    def answer(self) -> bool:
+        """Answers the oldest plan, if there is one. Every token for a choice that lives on is taken."""
+        if not self.plans:
+            return False
+        result = self.worker.run(self.plans.popleft())
+        choices = [self.scheduler._planner.rows.holder(row.row, row.epoch) for row in result.rows]
+        lengths = [len(choice.token_ids) + len(row.token_ids) for choice, row in zip(choices, result.rows, strict=True)]
+        self.scheduler.update(result)
+        for choice, length in zip(choices, lengths, strict=True):
+            assert choice.state is ChoiceState.ENDED or len(choice.token_ids) == length, "a token is lost"
+        return True
+
+    def die(self) -> None:
+        """The worker dies; what was in flight is lost, and everything ends. A new one starts."""
+        self.scheduler.abandon(FinishReason.WORKER_DIED, "killed")
+        assert not self.alive()
+        assert not self.scheduler.num_requests
+        self._new_worker()
+
+    def check(self) -> None:
+        """What must hold after every operation."""
+        planner = self.scheduler._planner
+        running = [*planner.running.prefilling, *planner.running.decoding]
+        waiting = planner.waiting.choices
+        pinned = [choice for choice in waiting if choice.pinned]
+        self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
+        assert Counter(map(id, planner._pinned)) == Counter(map(id, pinned))
+        for line in (waiting, planner.running.prefilling, planner.running.decoding):
+            assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
+        live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
+        assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
+        new = [choice for choice in waiting if choice.live.started_at is None]
+        assert planner.waiting.num_requests == len(new)
+        assert planner.waiting.num_tokens == sum(choice.num_prompt_tokens for choice in new)
+        assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
+        for choice in running:
+            assert choice.num_computed <= choice.num_planned or choice.state is ChoiceState.DECODING
+            confirmed = max(choice.num_computed, choice.num_planned)
+            assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
+            request = choice.live.request
+            limit = min(len(request.prompt_token_ids) + request.max_tokens, MAX_MODEL_LEN)
+            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
+
+    def drain(self) -> None:
+        """Runs until everything is finished, and checks every end."""
+        for _ in range(5000):
+            if not self.alive():
+                break
+            planned = self.schedule()
+            self.check()
+            assert self.answer() or planned, "requests are alive, but nothing is planned or in flight"
+            self.check()
+        assert not self.alive(), "no end in sight"
+        while self.answer():
+            pass
+        self.check()
+        for received in self.received.values():
+            received.check_end()
+        pool = self.scheduler.kv.pool
+        assert pool.num_free == pool.num_blocks, "blocks are lost"
+        assert not self.scheduler.kv._pending
+        rows = self.scheduler._planner.rows
+        assert rows.num_free + len(rows._dropped) == len(rows._holders), "row numbers are lost"
+
+
+@pytest.fixture(scope="session")
+def world_type() -> type[World]:
+    return World
+
+
+@pytest.fixture(scope="session")
+def new_request():
+    return make_request
+
+
+@pytest.fixture(scope="session")
+def received_type() -> type[Received]:
+    return Received
+
+
+@pytest.fixture(scope="session")
+def text_types():
+    return TEXTS

@@ -1,0 +1,313 @@
+"""Scheduler and KV under random operations, checked after each one; and the checker, checked with planted bugs.
+
+Figures 1 and 2 of the reliability targets: blocks and reference counts, and who wrote what a row reads.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.choice import Choice, ChoiceState
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.planner import Planner
+from penstock.scheduler.policy import Policy
+from penstock.scheduler.rows import RowTable
+from penstock.scheduler.scheduler import Scheduler
+
+NUMBERS = st.integers(0, 2**16)
+
+
+def random_config(number: int) -> tuple[int, SchedulerConfig, int]:
+    """Pools that hold the largest request hardly more than once, so that most sequences preempt and evict."""
+    rng = random.Random(number)
+    budget = rng.choice((4, 9, 32, 64))
+    config = SchedulerConfig(
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=budget,
+        max_queued_requests=rng.choice((2, 100)),
+        max_queued_tokens=rng.choice((40, 1000)),
+        policy=rng.choice(tuple(Policy)),
+        enable_prefix_caching=rng.random() < 0.75,
+        max_plans_in_flight=rng.choice((1, 2, 2, 2)),
+        max_decode_tokens=rng.choice((1, 1, 3)),
+    )
+    return rng.randint(8, 22), config, budget
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One world a sequence."""
+
+    new_world: Callable[..., Any]
+
+    @initialize(number=NUMBERS)
+    def begin(self, number):
+        self.world = self.new_world(*random_config(number))
+        self.is_whole = True
+
+    def do(self, operation, *args):
+        self.is_whole = False
+        operation(*args)
+        self.world.check()
+        self.is_whole = True
+
+    @rule(number=NUMBERS)
+    def add(self, number):
+        self.do(self.world.add_random, number)
+
+    @rule(number=NUMBERS)
+    def add_three(self, number):
+        for offset in range(3):
+            self.do(self.world.add_random, number + offset)
+
+    @rule(number=NUMBERS)
+    def cancel(self, number):
+        self.do(self.world.cancel, number)
+
+    @rule()
+    def schedule(self):
+        self.do(self.world.schedule)
+
+    @rule()
+    def answer(self):
+        self.do(self.world.answer)
+
+    @rule(count=st.integers(1, 8))
+    def turns(self, count):
+        for _ in range(count):
+            self.do(self.world.schedule)
+            if len(self.world.plans) == self.world.config.max_plans_in_flight:
+                self.do(self.world.answer)
+
+    @rule(chance=st.integers(0, 7))
+    def die(self, chance):
+        if chance == 7:
+            self.do(self.world.die)
+
+    def teardown(self):
+        # What is broken already would only break again, for other reasons.
+        if getattr(self, "is_whole", False):
+            self.world.drain()
+
+
+def explore(world_type, num_sequences: int, num_operations: int, *, shrink: bool = True) -> None:
+    run_state_machine_as_test(
+        type("Machine", (SchedulerMachine,), {"new_world": world_type}),
+        settings=settings(
+            max_examples=num_sequences,
+            stateful_step_count=num_operations,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        ),
+    )
+
+
+def test_reliability_figure_1_and_2_2000_sequences(world_type):
+    explore(world_type, 2000, 30)
+
+
+@pytest.mark.soak
+def test_reliability_figure_1_and_2_10000_sequences_of_200_operations(world_type):
+    explore(world_type, 10_000, 200)
+
+
+# Planted bugs: the checker must find each of them
+
+
+def leaked_block(patch):
+    release = BlockPool.release
+    patch.setattr(BlockPool, "release", lambda pool, block_ids: release(pool, block_ids[:-1]))
+
+
+def double_free(patch):
+    free = KVCacheManager.free
+
+    def free_twice(kv, block_ids):
+        free(kv, block_ids)
+        free(kv, block_ids[-1:])
+
+    patch.setattr(KVCacheManager, "free", free_twice)
+
+
+def shared_block_not_counted(patch):
+    patch.setattr(BlockPool, "share", lambda pool, block_ids: [pool._cached.pop(block, None) for block in block_ids])
+
+
+def shared_block_left_in_the_lru(patch):
+    def share(pool, block_ids):
+        for block in block_ids:
+            pool._refcounts[block] += 1
+
+    patch.setattr(BlockPool, "share", share)
+
+
+def hash_kept_after_eviction(patch):
+    def evict(pool):
+        block, _ = pool._cached.popitem(last=False)
+        return block
+
+    patch.setattr(BlockPool, "_evict", evict)
+
+
+def published_when_its_tokens_are_known(patch):
+    begin = Planner._begin
+
+    def begin_and_publish(planner, plan, choice, block_ids, num_cached_blocks):
+        begin(planner, plan, choice, block_ids, num_cached_blocks)
+        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, len(choice.token_ids) // planner.kv.block_size)
+
+    patch.setattr(Planner, "_begin", begin_and_publish)
+
+
+def published_one_slot_early(patch):
+    confirmed = Planner.publish_confirmed
+
+    def publish_early(planner, choice):
+        choice.num_computed += 1
+        confirmed(planner, choice)
+        choice.num_computed -= 1
+
+    patch.setattr(Planner, "publish_confirmed", publish_early)
+
+
+def row_number_reused_at_once(patch):
+    def drop(rows, row):
+        rows._dropped.append(row)
+        rows._free.append(row)
+
+    patch.setattr(RowTable, "drop", drop)
+    patch.setattr(RowTable, "reclaim", lambda rows, numbers: None)
+
+
+def row_number_reused_before_the_drop_is_answered(patch):
+    say_drops = RowTable.say_drops
+
+    def say_and_reclaim(rows):
+        dropped = say_drops(rows)
+        for row in dropped:
+            rows._free.append(row)
+        return dropped
+
+    patch.setattr(RowTable, "say_drops", say_and_reclaim)
+    patch.setattr(RowTable, "reclaim", lambda rows, numbers: None)
+
+
+def row_never_dropped(patch):
+    patch.setattr(RowTable, "say_drops", lambda rows: [])
+
+
+def token_in_flight_lost_at_preemption(patch):
+    apply = Scheduler._apply
+
+    def apply_to_running(scheduler, row):
+        choice = scheduler._planner.rows.holder(row.row, row.epoch)
+        if choice.state is ChoiceState.WAITING:
+            choice.length_bound -= choice.in_flight.popleft()
+        else:
+            apply(scheduler, row)
+
+    patch.setattr(Scheduler, "_apply", apply_to_running)
+
+
+def begun_again_before_its_newest_plan_is_answered(patch):
+    leave_row = Choice.leave_row
+
+    def leave_and_forget(choice):
+        leave_row(choice)
+        choice.length_bound -= sum(choice.in_flight)
+        choice.in_flight.clear()
+
+    patch.setattr(Choice, "leave_row", leave_and_forget)
+
+
+def tokens_in_flight_not_counted(patch):
+    """A row that could end with what is in flight is continued all the same."""
+    begin = Choice.begin
+
+    def begin_with_a_higher_limit(choice, *args):
+        begin(choice, *args)
+        choice.length_limit += 1
+
+    patch.setattr(Choice, "begin", begin_with_a_higher_limit)
+
+
+def token_after_a_stop(patch):
+    take = Delivery.take
+
+    def take_and_go_on(delivery, token_ids, logprobs):
+        delta = take(delivery, token_ids, logprobs)
+        if delta is not None and delta.end is not None:
+            delta.token_ids.append(token_ids[-1])
+        return delta
+
+    patch.setattr(Delivery, "take", take_and_go_on)
+
+
+def whole_prompt_from_the_cache(patch):
+    find_prefix = KVCacheManager.find_prefix
+    patch.setattr(KVCacheManager, "find_prefix", lambda kv, hashes, num_tokens: find_prefix(kv, hashes, num_tokens + 1))
+
+
+def leader_that_never_retracts(patch):
+    patch.setattr(KVCacheManager, "retract", lambda kv, leader, hashes: None)
+
+
+def fork_without_its_own_references(patch):
+    patch.setattr(KVCacheManager, "share", lambda kv, block_ids: None)
+
+
+def prompt_logprobs_repeated_after_preemption(patch):
+    apply = Scheduler._apply_prompt_logprobs
+
+    def apply_from_the_start(scheduler, part):
+        live = scheduler._planner.rows.holder(part.row, part.epoch).live
+        live.num_prompt_logprobs = part.start
+        apply(scheduler, part)
+
+    patch.setattr(Scheduler, "_apply_prompt_logprobs", apply_from_the_start)
+
+
+def victim_of_the_highest_rank(patch):
+    patch.setattr(
+        "penstock.scheduler.lineup.RunningRows.last",
+        lambda running: min((row[0] for row in (running.prefilling, running.decoding) if row), key=lambda c: c.rank),
+    )
+
+
+PLANTED_BUGS = [
+    leaked_block,
+    double_free,
+    shared_block_not_counted,
+    shared_block_left_in_the_lru,
+    hash_kept_after_eviction,
+    published_when_its_tokens_are_known,
+    published_one_slot_early,
+    row_number_reused_at_once,
+    row_number_reused_before_the_drop_is_answered,
+    row_never_dropped,
+    token_in_flight_lost_at_preemption,
+    begun_again_before_its_newest_plan_is_answered,
+    tokens_in_flight_not_counted,
+    token_after_a_stop,
+    whole_prompt_from_the_cache,
+    leader_that_never_retracts,
+    fork_without_its_own_references,
+    prompt_logprobs_repeated_after_preemption,
+    victim_of_the_highest_rank,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)
+def test_reliability_figure_1_and_2_planted_bug_is_caught(world_type, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        explore(world_type, 2000, 30, shrink=False)

@@ -1,0 +1,119 @@
+"""A service on a real socket, over a fake worker and a tokenizer whose ids are bytes: fast, and each output is known."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import SamplingParams
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
+from penstock.v1.model_pb2_grpc import ModelServiceStub
+from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def write_byte_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Path:
+    """A byte-level tokenizer without merges: id i is byte i; 256 ends an output, 257 begins a turn."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>", "<|turn|>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    library.save(str(directory / "tokenizer.json"))
+    config: dict[str, Any] = {"eos_token": "<|end|>"}
+    if template is not None:
+        config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the byte tokenizer."""
+    return write_byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(byte_tokenizer_path: Path) -> Tokenizer:
+    """Its ids are bytes."""
+    return Tokenizer.load(byte_tokenizer_path)
+
+
+def next_letter(history: Sequence[int], sampling: SamplingParams) -> int:
+    """a, b, c ... by the length of the history."""
+    return ord("a") + len(history) % 26
+
+
+def letters(num_prompt_tokens: int, num_tokens: int) -> str:
+    """What ``next_letter`` makes of a prompt of so many tokens."""
+    return "".join(chr(ord("a") + (num_prompt_tokens + index) % 26) for index in range(num_tokens))
+
+
+@dataclass
+class Service:
+    """A running service, and how to reach it."""
+
+    server: Server
+    engine: Engine
+    executor: FakeExecutor
+    target: str
+    channel: grpc.aio.Channel
+
+    def __post_init__(self) -> None:
+        self.generation = GenerationServiceStub(self.channel)
+        self.model = ModelServiceStub(self.channel)
+        self.tokenizer = TokenizerServiceStub(self.channel)
+
+    @property
+    def blocks_in_use(self) -> float:
+        """The share of blocks that requests hold."""
+        return self.engine.stats().kv_usage
+
+
+StartService = Callable[..., Awaitable[Service]]
+
+
+@pytest.fixture
+async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService]:
+    """Starts services; they are stopped after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            executor: FakeExecutor | None = None,
+            scheduler: SchedulerConfig | None = None,
+            tokenizer: Tokenizer | None = None,
+            engine: Engine | None = None,
+            **config: Any,
+        ) -> Service:
+            executor = executor or FakeExecutor(vocab_size=258, next_token=next_letter)
+            scheduler = scheduler or SchedulerConfig()
+            engine = engine or Engine(executor, scheduler)
+            settings = {"model_name": "bytes", "listen": "127.0.0.1:0", "scheduler": scheduler} | config
+            server = Server(ServerConfig(**settings), engine, tokenizer or byte_tokenizer)
+            target = await server.start()
+            stack.push_async_callback(server.stop)
+            channel = grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+            stack.push_async_callback(channel.close)
+            return Service(server, engine, executor, target, channel)
+
+        yield start
