@@ -41,7 +41,7 @@ examples:
 
 
 async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
-    """The lines of a file, or of a pipe without holding up the loop."""
+    """The lines of a file, or of a pipe without holding up the loop. Raises PenstockError for a line without end."""
     if not _is_pipe(file):
         for line in file:
             yield line
@@ -86,11 +86,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more:
         parser.error(f"unknown arguments: {' '.join(more)}")
     if (arguments.model is None) == (arguments.target is None):
         parser.error("name either a MODEL, to run it here, or the --target of a service")
-    if arguments.output == "-":
-        if arguments.overwrite or arguments.retry_failed:
-            parser.error("--overwrite and --retry-failed are for an --output that is a file")
-    elif arguments.input != "-" and os.path.exists(arguments.output) and os.path.exists(arguments.input):
-        if os.path.samefile(arguments.input, arguments.output):
+    if arguments.output == "-" and (arguments.overwrite or arguments.retry_failed):
+        parser.error("--overwrite and --retry-failed are for an --output that is a file")
+    if "-" not in (arguments.input, arguments.output):
+        paths = Path(arguments.input), Path(arguments.output)
+        if all(path.exists() for path in paths) and paths[0].samefile(paths[1]):
             parser.error("--input and --output are the same file")
 
 
@@ -98,7 +98,7 @@ async def _run(arguments: argparse.Namespace, service: Connection, source: Binar
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    patience = arguments.retry_for if arguments.retry_for is not None else 300.0 if arguments.target else 10.0
+    patience = arguments.retry_for if arguments.retry_for is not None else 300.0 if arguments.target else 2.0
     async with AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client:
         await client.model()  # nothing is begun with a service that is not there
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
@@ -122,9 +122,12 @@ def _tell(batch: Batch, results: Results, seconds: float) -> None:
 
 @contextmanager
 def _opened_input(path: str) -> Iterator[BinaryIO]:
-    if path == "-":
+    if path == "-" and not sys.stdin.isatty():
         yield sys.stdin.buffer
         return
+    if path == "-":
+        # A terminal is opened anew: what makes it fit for the loop would otherwise make standard output unfit for us.
+        path = os.ttyname(sys.stdin.fileno())
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below; here its failure is told
     except OSError as error:
@@ -138,8 +141,12 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
     if arguments.output == "-":
         yield StreamResults(sys.stdout.buffer)
         return
-    file = FileResults(Path(arguments.output), overwrite=arguments.overwrite, retry_failed=arguments.retry_failed)
-    with closing(file) as results:
+    path = Path(arguments.output)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as device:  # /dev/null, or a named pipe
+            yield StreamResults(device)
+        return
+    with closing(FileResults(path, overwrite=arguments.overwrite, retry_failed=arguments.retry_failed)) as results:
         yield results
 
 
@@ -151,20 +158,29 @@ def _service(arguments: argparse.Namespace, flags: dict[str, object]) -> Iterato
         return
     # By name: callers of a service have no server installed.
     local_service = import_module(_LOCAL_SERVICE).local_service
-    print(f"loading {arguments.model} ...", file=sys.stderr)
     with local_service(arguments.model, **flags) as target:
         yield Connection(target)
 
 
 def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, object]:
-    """Flags of ``penstock serve``, which a model that runs here may have: ``--max-model-len 4096`` and so on."""
+    """Flags of ``penstock serve``, such as ``--max-model-len 4096``, as arguments of ``local_service``, which checks
+    them."""
     flags: dict[str, object] = {}
-    words = iter(more)
-    for word in words:
-        if not word.startswith("--"):
+    words = list(more)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name == word or not name:
             parser.error(f"unknown argument: {word}")
-        name, equals, value = word[2:].replace("-", "_", word[2:].partition("=")[0].count("-")).partition("=")
-        flags[name] = value if equals else next(words, None)
+        name = name.replace("-", "_")
+        if equals:
+            flags[name] = value
+        elif words and not words[0].startswith("--"):
+            flags[name] = words.pop(0)
+        elif name.startswith("no_"):
+            flags[name.removeprefix("no_")] = False
+        else:
+            flags[name] = True
     return flags
 
 
@@ -205,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "--retry-for",
         type=float,
         metavar="SECONDS",
-        help="how long to ask again while the service is away or busy (default: 300; 10 for a model that runs here)",
+        help="how long to ask again while the service is away or busy (default: 300; 2 for a model that runs here)",
     )
     add_connection_flags(parser, "ask a running service instead")
     return parser

@@ -55,7 +55,9 @@ def open_channel(target: str, tls: Tls | None) -> grpc.aio.Channel:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What every call carries."""
+    """What every call carries. Raises PenstockError for a key that no header can hold."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise PenstockError("the API key has characters that are not printable ASCII; is it the key's file as it is?")
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 

@@ -73,6 +73,7 @@ class Chat:
         self._context = model.max_model_len
         self._screen = screen
         self._answers: list[Answer] = []
+        self._timeout: float | None = None
         self.conversation = Conversation(self._context, self._count_tokens)
         self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
 
@@ -100,14 +101,19 @@ class Chat:
         """Changes an option; None is its default. Raises InvalidOption."""
         if name == "n":
             raise InvalidOption(name, "a chat has one answer at a time")
-        if value is None:
+        if name == "timeout_ms":
+            self._timeout = value / 1000 if isinstance(value, int) else None
+        elif value is None:
             self.options.pop(name, None)
         else:
             self.options[name] = value
 
     def settings(self) -> str:
         """The options that are not at their default."""
-        return "\n".join(f"{name} = {value}" for name, value in self.options.items()) or "all are at their defaults"
+        options = dict(self.options)
+        if self._timeout is not None:
+            options["timeout_ms"] = round(self._timeout * 1000)
+        return "\n".join(f"{name} = {value}" for name, value in options.items()) or "all are at their defaults"
 
     def stats(self) -> str:
         """Speed and tokens."""
@@ -120,7 +126,7 @@ class Chat:
 
     def _receive(self, answer: Answer) -> None:
         options: Options = {**self.options}  # type: ignore[typeddict-item]  # checked when they were set
-        with self._client.generate(self.conversation.messages, **options) as request:
+        with self._client.generate(self.conversation.messages, timeout=self._timeout, **options) as request:
             for event in request:
                 if isinstance(event, Delta):
                     answer.first = answer.first or time.monotonic()

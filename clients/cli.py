@@ -41,6 +41,9 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs ``penstock`` with these arguments, or the process's, and returns the exit status."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # what the library logs of its connections is no news for a terminal
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -15,7 +15,7 @@ import grpc
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
-from penstock.clients.events import Accepted, Completion, Delta, Event, Finished, collect
+from penstock.clients.events import Completion, Delta, Event, Finished, collect
 from penstock.clients.requests import ChatMessage, Options, Prompt, build_chat, build_start
 from penstock.clients.stream import Call, GenerateStream, Mailbox
 from penstock.v1 import generation_pb2 as pb
@@ -49,8 +49,6 @@ class RequestStream:
         self._ended = False
         self._cancelled = False
         self._give_up_at: float | None = None
-        self.request_id = ""
-        """The service's id of the request; empty until it is accepted."""
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -69,34 +67,19 @@ class RequestStream:
         finally:
             self.leave()
 
+    @property
+    def request_id(self) -> str:
+        """The service's id of the request; empty until it is accepted."""
+        return self._mailbox.request_id
+
     async def take(self) -> list[Event]:
         """All events that have come since the last call, at least one; none once the request has ended."""
-        if self._ended:
-            return []
-        self._begin()
-        try:
-            async with asyncio.timeout_at(self._give_up_at):
-                events = await self._mailbox.take()
-        except TimeoutError:
-            self.leave()
-            message = "no answer came from the service, not even after the request's deadline"
-            raise self._named(RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message)) from None
-        except RequestFailed as failure:
-            self._ended = True
-            if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
-                return [failure.finished]
-            raise self._named(failure) from None
-        for event in events:
-            if isinstance(event, Accepted):
-                self.request_id = event.request_id
-            elif isinstance(event, Finished):
-                self._ended = True
-        return events
+        return await self._receive(rest=False)
 
     async def completion(self) -> Completion:
         """All that is left, put together."""
         events: list[Event] = []
-        while more := await self.take():
+        while more := await self._receive(rest=True):
             events += more
         return collect(events, max(1, self._start.sampling.n))
 
@@ -122,9 +105,25 @@ class RequestStream:
                 now = asyncio.get_running_loop().time()
                 self._give_up_at = now + self._start.timeout_ms / 1000 + _DEADLINE_GRACE_SECONDS
 
-    def _named(self, failure: RequestFailed) -> RequestFailed:
-        failure.request_id = failure.request_id or self.request_id
-        return failure
+    async def _receive(self, *, rest: bool) -> list[Event]:
+        if self._ended:
+            return []
+        self._begin()
+        try:
+            async with asyncio.timeout_at(self._give_up_at):
+                events = await self._mailbox.take(rest=rest)
+        except TimeoutError:
+            self.leave()
+            failure = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "its deadline passed, and no answer came")
+            failure.request_id = self.request_id
+            raise failure from None
+        except RequestFailed as failure:
+            self._ended = True
+            if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
+                return [failure.finished]
+            raise
+        self._ended = isinstance(events[-1], Finished)
+        return events
 
 
 async def _deltas(request: RequestStream) -> AsyncIterator[Delta]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
 from penstock.clients.errors import InvalidOption, PenstockError
-from penstock.clients.requests import build_start
+from penstock.clients.requests import start_from_line
 
 TARGET_VARIABLE = "PENSTOCK_TARGET"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -76,7 +76,7 @@ def setting(text: str) -> tuple[str, object]:
         value = json.loads(written) if written else None
     except ValueError:
         value = written
-    build_start("-", {"max_tokens": 1, name: value} if value is not None else {})
+    start_from_line({"prompt": "-", name: value}, {})
     return name, value
 
 

@@ -28,7 +28,11 @@ class Mailbox:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._failure: RequestFailed | None = None
-        self._arrived = asyncio.Event()
+        self._is_over = False
+        self._wants_rest = False
+        self._news = asyncio.Event()
+        self.request_id = ""
+        """The service's id of the request; empty until it is accepted."""
         self.abandoned = False
         """Whether nobody will take events any more; those that still come are dropped."""
 
@@ -39,20 +43,29 @@ class Mailbox:
         self._events.append(event)
         if len(self._events) > MAX_EVENTS_WAITING:
             self._events = merge(self._events)
-        self._arrived.set()
+        if isinstance(event, Accepted):
+            self.request_id = event.request_id
+        elif isinstance(event, Finished):
+            self._is_over = True
+        if self._is_over or not self._wants_rest:
+            self._news.set()
 
     def fail(self, failure: RequestFailed) -> None:
         """Ends the request: ``take`` raises this after the last event."""
+        failure.request_id = failure.request_id or self.request_id
         self._failure = failure
-        self._arrived.set()
+        self._is_over = True
+        self._news.set()
 
-    async def take(self) -> list[Event]:
-        """All events that wait, at least one. Raises the failure when there are none left."""
-        while not self._events:
-            if self._failure is not None:
-                raise self._failure
-            self._arrived.clear()
-            await self._arrived.wait()
+    async def take(self, *, rest: bool = False) -> list[Event]:
+        """All events that wait, at least one; with ``rest`` all until the end, for which the consumer is woken once.
+        Raises the failure when there are none left."""
+        self._wants_rest = rest
+        while not self._is_over and (rest or not self._events):
+            self._news.clear()
+            await self._news.wait()
+        if not self._events and self._failure is not None:
+            raise self._failure
         events, self._events = self._events, []
         return events
 

@@ -52,11 +52,12 @@ def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, values)
 
 
-def gather_kv(pages: Tensor, table: Tensor) -> Tensor:
+def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """Copies pages into rows: ``table`` (B, N) int64 of page ids, ``pages`` (pages, S, K, D); returns (B, N * S, K,
     D)."""
     rows, num_pages = table.shape
-    return pages.index_select(0, table.flatten()).view(rows, num_pages * pages.shape[1], *pages.shape[2:])
+    gathered = torch.index_select(pages, 0, table.flatten(), out=out)
+    return gathered.view(rows, num_pages * pages.shape[1], *pages.shape[2:])
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,6 +1,8 @@
 """The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no
 plans."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ class KVPages:
         shape = (spec.num_layers, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        # What is gathered goes into the same memory every time: fresh memory costs more to map than to fill.
+        self._gathered_keys = self.keys.new_empty(0)
+        self._gathered_values = self.values.new_empty(0)
         self.renew([num_blocks])
 
     @property
@@ -49,4 +54,11 @@ class KVPages:
 
         Slots from ``lengths`` (B,) on are not the row's: what is returned there is finite and must be masked.
         """
-        return gather_kv(self.keys[layer], table), gather_kv(self.values[layer], table)
+        shape = (table.numel(), *self.keys.shape[2:])
+        if self._gathered_keys.numel() < math.prod(shape):
+            self._gathered_keys = self.keys.new_empty(math.prod(shape))
+            self._gathered_values = self.values.new_empty(math.prod(shape))
+        return (
+            gather_kv(self.keys[layer], table, self._gathered_keys[: math.prod(shape)].view(shape)),
+            gather_kv(self.values[layer], table, self._gathered_values[: math.prod(shape)].view(shape)),
+        )

@@ -132,7 +132,8 @@ class _Link(asyncio.Protocol):
         self._closing = True
         if self._transport is not None:
             self._transport.close()
-        if not await self._ended(CLOSE_TIMEOUT_S):
+        # One that still loads does not look at its socket.
+        if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
             self.process.terminate()
             if not await self._ended(TERM_TIMEOUT_S):
                 self.process.kill()

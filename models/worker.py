@@ -77,19 +77,19 @@ def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, ob
     """Runs plans until there are no more. The next one is read and decoded while one computes."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
-    idle_since = time.monotonic_ns()
+    idle_since, must_wait = time.monotonic_ns(), True
     while True:
-        had_to_wait = plans.empty()
         plan = plans.get()
         if plan is None:
             return
         if isinstance(plan, Exception):
             raise plan
-        waited_us = (time.monotonic_ns() - idle_since) // 1000 if had_to_wait else 0
+        waited_us = (time.monotonic_ns() - idle_since) // 1000 if must_wait else 0
         result = runner.run(plan)
         result.waited_us = waited_us
+        # Whoever waits for an answer to make the next plan has the worker wait from here on.
+        idle_since, must_wait = time.monotonic_ns(), plans.empty()
         _send_result(channel, result)
-        idle_since = time.monotonic_ns()
 
 
 def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:

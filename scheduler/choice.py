@@ -46,6 +46,7 @@ class LiveRequest:
         "number",
         "request",
         "started_at",
+        "texts",
         "timings",
         "usage",
     )
@@ -56,6 +57,8 @@ class LiveRequest:
         """Of arrival."""
         self.choices: list[Choice] = []
         """Choice 0 alone, until the prompt is computed."""
+        self.texts = [request.make_text() for _ in range(request.n)]
+        """Made at admission, where a failure is the request's alone."""
         self.forked = request.n == 1
         self.num_ended = 0
         self.num_prompt_logprobs = 1
@@ -125,7 +128,7 @@ class Choice:
         """Prompt and accepted output; only what the worker confirmed."""
         self.delivery = Delivery(
             index,
-            request.make_text(),
+            live.texts[index],
             request.sampling.stop_token_ids,
             request.sampling.min_tokens,
             max_tokens,

@@ -89,12 +89,13 @@ class Engine:
         assert self.state is EngineState.STARTING
         try:
             self._facts = await self._executor.start()
-        except ExecutorError:
+        except Exception:
             self._set_state(EngineState.FAILED)
             raise
         self._scheduler = Scheduler(self._facts, self._config, on_finished=self._on_finished)
         self._task = asyncio.create_task(self._apply_results(), name="penstock engine")
-        self._set_state(EngineState.SERVING)
+        if self.state is EngineState.STARTING:
+            self._set_state(EngineState.SERVING)
         return self._facts
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -162,6 +163,7 @@ class Engine:
                 self._scheduler.update(result)
                 self._pump()
                 await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
+            self._fail(FinishReason.WORKER_DIED, "the worker has stopped")
         except ExecutorError as error:
             self._fail(FinishReason.WORKER_DIED, str(error))
         except Exception:
@@ -201,6 +203,8 @@ class Engine:
                 await self._task
 
     def _set_state(self, state: EngineState) -> None:
+        if self.state is EngineState.STOPPED:
+            return  # for good
         self.state = state
         for callback in self._callbacks:
             callback(state)

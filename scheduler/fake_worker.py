@@ -89,8 +89,10 @@ class CheckedSlots:
     def begin(self, row: FakeRow) -> None:
         """The blocks after the computed ones are new."""
         num_shared, rest = divmod(row.num_computed, self._block_size)
-        _expect(rest == 0, f"row {row.number} begins inside a block")
-        _expect(row.num_computed < len(row.history), f"row {row.number} has nothing to compute")
+        if rest:
+            raise BrokenPlan(f"row {row.number} begins inside a block")
+        if row.num_computed >= len(row.history):
+            raise BrokenPlan(f"row {row.number} has nothing to compute")
         for block in row.block_ids[:num_shared]:
             self._num_holders[block] += 1
         self._grant(row, row.block_ids[num_shared:])
@@ -103,7 +105,8 @@ class CheckedSlots:
 
     def _grant(self, row: FakeRow, block_ids: Sequence[int]) -> None:
         for block in block_ids:
-            _expect(not self._num_holders[block], f"row {row.number} is given block {block}, which another row holds")
+            if self._num_holders[block]:
+                raise BrokenPlan(f"row {row.number} is given block {block}, which another row holds")
             self._num_holders[block] = 1
             self._writers[block] = (row.number, row.epoch)
             self._tags[block] = [None] * self._block_size
@@ -116,23 +119,26 @@ class CheckedSlots:
     def read(self, row: FakeRow, stop: int) -> None:
         """Each slot must hold the KV of the row's own history."""
         size = self._block_size
-        _expect(stop <= len(row.block_ids) * size, f"row {row.number} reads beyond its blocks")
+        if stop > len(row.block_ids) * size:
+            raise BrokenPlan(f"row {row.number} reads beyond its blocks")
         for index in range(-(-stop // size)):
             length = min(size, stop - index * size)
             block = row.block_ids[index]
             found = self._tags[block]
             wanted = row.tags[index * size : index * size + length]
-            _expect(found[:length] == wanted, f"row {row.number} reads foreign or stale KV in block {block}")
+            if found[:length] != wanted:
+                raise BrokenPlan(f"row {row.number} reads foreign or stale KV in block {block}")
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
         """Only to blocks that were given to the row as new."""
         size = self._block_size
-        _expect(stop <= len(row.block_ids) * size, f"row {row.number} writes beyond its blocks")
+        if stop > len(row.block_ids) * size:
+            raise BrokenPlan(f"row {row.number} writes beyond its blocks")
         self._tag(row)
         for position in range(start, stop):
             block = row.block_ids[position // size]
-            owns = self._writers[block] == (row.number, row.epoch)
-            _expect(owns, f"row {row.number} writes to block {block}, which is not its own")
+            if self._writers[block] != (row.number, row.epoch):
+                raise BrokenPlan(f"row {row.number} writes to block {block}, which is not its own")
             self._tags[block][position % size] = row.tags[position]
 
     @staticmethod
@@ -174,7 +180,8 @@ class FakeWorker:
 
     def run(self, plan: StepPlan) -> StepResult:
         """The answer to the next plan. Raises BrokenPlan."""
-        _expect(plan.step == self._step, f"step {plan.step} comes, but {self._step} is next")
+        if plan.step != self._step:
+            raise BrokenPlan(f"step {plan.step} comes, but {self._step} is next")
         self._step += 1
         for number in plan.dropped:
             self._slots.end(self._rows.pop(number))
@@ -185,11 +192,13 @@ class FakeWorker:
             self._slots.grow(row, more.block_ids)
             row.block_ids += more.block_ids
         numbers = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
-        _expect(len(set(numbers)) == len(numbers), "a row is named twice in a step")
+        if len(set(numbers)) != len(numbers):
+            raise BrokenPlan("a row is named twice in a step")
         for number in numbers:  # the whole batch reads before any of it is written
             self._slots.read(self._rows[number], self._rows[number].num_computed)
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks) + sum(d.max_tokens for d in plan.decodes)
-        _expect(num_tokens <= self._facts.max_num_batched_tokens, f"step {plan.step} has {num_tokens} tokens")
+        if num_tokens > self._facts.max_num_batched_tokens:
+            raise BrokenPlan(f"step {plan.step} has {num_tokens} tokens")
         prompt_logprobs: list[PromptLogprobsPart] = []
         rows = [self._chunk(chunk.row, chunk.start, chunk.end, prompt_logprobs) for chunk in plan.chunks]
         rows += [self._decode(decode.row, decode.max_tokens) for decode in plan.decodes]
@@ -197,8 +206,10 @@ class FakeWorker:
 
     def _add(self, added: AddedRow) -> None:
         number = added.row
-        _expect(0 <= number < num_row_numbers(self._facts.max_num_seqs), f"there is no row {number}")
-        _expect(number not in self._rows, f"row {number} begins while it lives")
+        if not 0 <= number < num_row_numbers(self._facts.max_num_seqs):
+            raise BrokenPlan(f"there is no row {number}")
+        if number in self._rows:
+            raise BrokenPlan(f"row {number} begins while it lives")
         row = FakeRow(
             number,
             added.epoch,
@@ -210,11 +221,13 @@ class FakeWorker:
         )
         self._slots.begin(row)
         self._rows[number] = row
-        _expect(len(self._rows) <= self._facts.max_num_seqs, "more rows live than may run")
+        if len(self._rows) > self._facts.max_num_seqs:
+            raise BrokenPlan("more rows live than may run")
 
     def _chunk(self, number: int, start: int, end: int, prompt_logprobs: list[PromptLogprobsPart]) -> RowResult:
         row = self._rows[number]
-        _expect(start == row.num_computed < end <= len(row.history), f"row {number} cannot compute {start} to {end}")
+        if not start == row.num_computed < end <= len(row.history):
+            raise BrokenPlan(f"row {number} cannot compute {start} to {end}")
         self._slots.write(row, start, end)
         row.num_computed = end
         last = min(end, row.num_prompt_tokens - 1)
@@ -228,13 +241,16 @@ class FakeWorker:
     def _decode(self, number: int, max_tokens: int) -> RowResult:
         row = self._rows[number]
         start = row.num_computed
-        _expect(start == len(row.history) - 1, f"row {number} is continued before its history is computed")
-        _expect(max_tokens >= 1, f"row {number} is continued by nothing")
+        if start != len(row.history) - 1:
+            raise BrokenPlan(f"row {number} is continued before its history is computed")
+        if max_tokens < 1:
+            raise BrokenPlan(f"row {number} is continued by nothing")
         # As if a drafter had proposed max_tokens - 1 tokens, some of them right: all are computed, some accepted.
         num_accepted = 1 + start % max_tokens
         token_ids = [self._sample(row) for _ in range(num_accepted)]
         self._slots.write(row, start, start + num_accepted)
-        _expect(start + max_tokens <= self._facts.max_model_len, f"row {number} leaves the model's context")
+        if start + max_tokens > self._facts.max_model_len:
+            raise BrokenPlan(f"row {number} leaves the model's context")
         row.num_computed = start + num_accepted
         return self._result(row, token_ids)
 
@@ -259,8 +275,3 @@ def _logprobs(token_ids: Sequence[int], num_top: int, start: int) -> TokenLogpro
     top_token_ids = [token_id + rank for token_id in token_ids for rank in range(num_top)]
     top = [value - rank for value in chosen for rank in range(num_top)]
     return TokenLogprobs(num_top, chosen, top_token_ids, top)
-
-
-def _expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise BrokenPlan(message)

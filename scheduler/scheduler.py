@@ -185,7 +185,8 @@ class Scheduler:
             return
         token_ids = row.token_ids
         num_tokens = len(token_ids)
-        assert min(1, max_tokens) <= num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
+        assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
+        assert num_tokens or not max_tokens, f"row {row.row} is answered with no token"
         choice.length_bound -= max_tokens - num_tokens
         choice.token_ids += token_ids
         # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.

@@ -1,7 +1,8 @@
 """The bounds of every field of every request message, as data, and the one validator that walks them.
 
-What the protos' comments promise stands here once more, in a form that runs; a test walks the descriptors, so that a new
-field without a bound fails. A check looks at what is there: nothing is allocated in proportion to what a request asks for.
+What the protos' comments promise stands here once more, in a form that runs; a test walks the descriptors, so that a
+new field without a bound fails. A check looks at what is there: nothing is allocated in proportion to what a request
+asks for.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
-from penstock.service.errors import ServiceError, invalid
+from penstock.service.errors import invalid
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1

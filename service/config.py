@@ -137,19 +137,6 @@ class ServeConfig:
         path = Path(self.model).expanduser()
         return path.resolve().name if path.is_dir() or path.is_absolute() else self.model
 
-    def to_arguments(self) -> list[str]:
-        """The command line that makes this configuration."""
-        arguments = [self.model]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "model" or value == field.default:
-                continue
-            if isinstance(value, bool):
-                arguments.append(_name(field) if value else _name(field).replace("--", "--no-", 1))
-            else:
-                arguments.append(f"{_name(field)}={value}")
-        return arguments
-
 
 def parse_config(arguments: Sequence[str]) -> ServeConfig:
     """The configuration of a command line. Raises ConfigError; ``--help`` raises SystemExit, after it printed."""

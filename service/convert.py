@@ -1,6 +1,7 @@
 """From a ``start`` to a request of the scheduler: checks what bounds alone cannot say, and prepares all that is slow.
 
-Knows neither streams nor the engine. ``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's pool.
+Knows neither streams nor the engine. ``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's
+pool.
 """
 
 import secrets
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Request, TextState
+from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
 from penstock.service.chat_template import Message
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.outbox import OutputForm
 from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
@@ -51,8 +52,8 @@ class Converter:
     """Makes requests for one served model."""
 
     def __init__(self, validator: Validator, pool: TokenizerPool, model_name: str, max_sequence_tokens: int) -> None:
-        """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and by
-        the KV cache, whichever is less."""
+        """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
+        by the KV cache, whichever is less."""
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer

@@ -199,7 +199,8 @@ def status_code(status: status_pb2.Status) -> grpc.StatusCode:
 
 
 def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of a call that ends with ``status``: its details, and the pushback for clients that retry."""
+    """The trailing metadata of a call that ends with ``status``: its details, and the pushback for clients that
+    retry."""
     trailing: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
     pushback = _pushback_ms(status)
     if pushback is not None:
@@ -207,18 +208,17 @@ def trailers(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
     return tuple(trailing)
 
 
+_RETRIED = frozenset({_Code.RESOURCE_EXHAUSTED, _Code.UNAVAILABLE})
 _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _pushback_ms(status: status_pb2.Status) -> int | None:
-    info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     for detail in status.details:
         if detail.Unpack(retry):
             return retry.retry_delay.ToMilliseconds()
-        detail.Unpack(info)
-    known = Reason.__members__.get(info.reason)
-    return CATALOGUE[known].retry_after_ms if known is not None else None
+    # Clients that retry do it for these codes; a status that says no time is for them to leave alone.
+    return DONT_RETRY if status_code(status) in _RETRIED else None
 
 
 def _pack(detail: Message) -> any_pb2.Any:

@@ -12,13 +12,14 @@ import grpc
 
 from penstock.scheduler.engine import EngineState
 from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
+from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status
 from penstock.service.guard import current_request_id
 from penstock.service.identity import Caller, current_caller
 from penstock.service.live import LiveRequest, Surroundings
-from penstock.service.messages import fill_end, fill_logprobs, single_message, stream_message
-from penstock.service.outbox import HEARTBEAT_S, Outbox, OutputForm, Pacer
+from penstock.service.messages import fill_delta, fill_logprobs, single_message, stream_message
+from penstock.service.outbox import HEARTBEAT_S, Outbox, Pacer
 from penstock.service.request_id import new_request_id
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 
@@ -49,7 +50,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Requests that have begun and not ended, those in preparation included."""
         return len(self._live)
 
-    async def Generate(self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext) -> None:
+    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
+    ) -> None:
         """Carries many requests, until the client half-closes and the last of them has ended."""
         outbox = self._new_outbox(context.write, stream_message)
         stream = _Stream(self, outbox, self._validator, current_caller.get())
@@ -63,7 +67,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             reader.cancel()
             stream.drop()
 
-    async def GenerateOne(
+    async def GenerateOne(  # type: ignore[override]
         self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateOneResponse]
     ) -> None:
         """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
@@ -107,8 +111,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         on_end: Callable[[LiveRequest], None],
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
     ) -> LiveRequest:
-        """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and deadline
-        are the request's."""
+        """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and
+        deadline are the request's."""
 
         def unregister(live: LiveRequest) -> None:
             self._live.discard(live)
@@ -233,8 +237,7 @@ class _WholeAnswer:
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[pb.CompleteResponse] = asyncio.get_running_loop().create_future()
-        self._choices: dict[int, pb.Choice] = {}
-        self._texts: dict[int, list[str]] = {}
+        self._choices: dict[int, tuple[OutputForm, list[Delta]]] = {}
         self._prompt: pb.PromptLogprobs | None = None
 
     def accepted(self, accepted: pb.Accepted) -> None:
@@ -248,29 +251,14 @@ class _WholeAnswer:
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
         """Appended to its choice."""
-        choice = self._choices.get(delta.choice)
-        if choice is None:
-            choice = self._choices[delta.choice] = pb.Choice(index=delta.choice)
-            self._texts[delta.choice] = []
-        if form.text:
-            self._texts[delta.choice].append(delta.text)
-        if form.token_ids:
-            choice.token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            fill_logprobs(choice.logprobs, delta.logprobs)
-        if delta.end is not None:
-            fill_end(choice.end, delta.end)
+        self._choices.setdefault(delta.choice, (form, []))[1].append(delta)
 
     def finished(self, finished: pb.Finished) -> None:
         """The answer is whole."""
-        for index, choice in self._choices.items():
-            choice.text = "".join(self._texts[index])
-        response = pb.CompleteResponse(
-            request_id=finished.request_id,
-            choices=[self._choices[index] for index in sorted(self._choices)],
-            finished=finished,
-            prompt_logprobs=self._prompt,
-        )
+        response = pb.CompleteResponse(request_id=finished.request_id, finished=finished, prompt_logprobs=self._prompt)
+        for index in sorted(self._choices):
+            form, deltas = self._choices[index]
+            fill_delta(response.choices.add(index=index), form, deltas)
         if not self.whole.done():
             self.whole.set_result(response)
 

@@ -1,7 +1,7 @@
 """Who calls: API keys to tenants, and which methods are open to whom. Everything that is not named here is denied.
 
-A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others]``; blank lines and what follows a ``#`` are ignored.
-``hash_key`` makes the first word. Keys themselves are in no file, no log and no message.
+A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others]``; blank lines and what follows a ``#`` are
+ignored. ``hash_key`` makes the first word. Keys themselves are in no file, no log and no message.
 """
 
 import hashlib

@@ -49,8 +49,8 @@ class Address:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def check_free(self) -> None:
-        """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is found
-        out first; what is left of a service that is gone is removed. Raises ListenError."""
+        """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is
+        found out first; what is left of a service that is gone is removed. Raises ListenError."""
         if self.path is None:
             self._check_port()
         else:

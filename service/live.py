@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 from google.rpc import status_pb2
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -87,8 +86,8 @@ class LiveRequest:
         self._span: Span = INVALID_SPAN
 
     def begin(self, after: "asyncio.Task[None] | None" = None) -> None:
-        """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless that
-        takes long. Never raises."""
+        """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
+        that takes long. Never raises."""
         start = self._start
         try:
             self._surroundings.converter.check(start)
@@ -117,7 +116,8 @@ class LiveRequest:
             self._request = request
             self._surroundings.engine.submit(request)
         except (Exception, asyncio.CancelledError) as error:
-            # A cancel of ours has ended the request before it gets here; any other one must not leave it without an end.
+            # A cancel of ours has ended the request before it gets here; any other one must not leave it without an
+            # end.
             self._refuse(error)
 
     async def _prepared(self, origin: Origin) -> Request:
@@ -135,16 +135,16 @@ class LiveRequest:
         if self._done:
             return
         try:
-            self._deliver(event)
+            if isinstance(event, Delta):
+                self._receiver.delta(self.ref, event, self._form, not self._had_output)
+                self._had_output = True
+            else:
+                self._deliver(event)
         except Exception as error:
             self._refuse(error)
 
-    def _deliver(self, event: Event) -> None:
-        if isinstance(event, Delta):
-            at_once = not self._had_output
-            self._had_output = True
-            self._receiver.delta(self.ref, event, self._form, at_once)
-        elif isinstance(event, Finished):
+    def _deliver(self, event: Accepted | PromptLogprobs | Finished) -> None:
+        if isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, PromptLogprobs):
             self._receiver.prompt_logprobs(self.ref, event)

@@ -1,12 +1,12 @@
 """From the engine's events to messages of the contract. Knows neither streams nor when anything is sent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from google.rpc import status_pb2
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Finished, FinishReason, Matched
-from penstock.service.outbox import Batch
+from penstock.scheduler.request import Delta, Finished, FinishReason, Matched
+from penstock.service.batch import Batch, OutputForm
 from penstock.v1 import generation_pb2 as pb
 
 _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
@@ -22,24 +22,26 @@ _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
 
 def stream_message(batch: Batch) -> pb.GenerateResponse:
     """A message of Generate."""
-    message = pb.GenerateResponse(
-        accepted=batch.accepted,
-        finished=batch.finished,
-        heartbeat=batch.heartbeat,
-        update_refused=batch.update_refused,
-    )
+    message = pb.GenerateResponse()
     _fill(message, batch)
+    # Most messages hold deltas alone: what is empty is not even looked at by protobuf.
+    if batch.accepted:
+        message.accepted.extend(batch.accepted)
+    if batch.finished:
+        message.finished.extend(batch.finished)
+    if batch.update_refused:
+        message.update_refused.extend(batch.update_refused)
     return message
 
 
 def single_message(batch: Batch) -> pb.GenerateOneResponse:
     """A message of GenerateOne, whose stream carries one request."""
-    message = pb.GenerateOneResponse(
-        accepted=batch.accepted[0] if batch.accepted else None,
-        finished=batch.finished[0] if batch.finished else None,
-        heartbeat=batch.heartbeat,
-    )
+    message = pb.GenerateOneResponse()
     _fill(message, batch)
+    for accepted in batch.accepted:
+        message.accepted.CopyFrom(accepted)
+    for finished in batch.finished:
+        message.finished.CopyFrom(finished)
     return message
 
 
@@ -84,18 +86,24 @@ def fill_end(out: pb.ChoiceEnd, end: Matched) -> None:
         out.stop_token_id = end.stop_token_id
 
 
-def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: Batch) -> None:
-    for ref, part in batch.prompt_logprobs:
-        fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
-    add = message.deltas.add
-    # The hot path: a delta for each running request, 100 times a second. Fields are set where they are not empty.
-    for (ref, choice), (delta, form) in batch.deltas.items():
-        out = add(ref=ref, choice=choice)
-        if form.text:
-            out.text = delta.text
+def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Delta]) -> None:
+    """Joins consecutive deltas of one choice."""
+    if form.text:
+        out.text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
+    for delta in deltas:
         if form.token_ids:
             out.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             fill_logprobs(out.logprobs, delta.logprobs)
         if delta.end is not None:
             fill_end(out.end, delta.end)
+
+
+def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: Batch) -> None:
+    for ref, part in batch.prompt_logprobs:
+        fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
+    add = message.deltas.add
+    for (ref, choice), (form, deltas) in batch.deltas.items():
+        fill_delta(add(ref=ref, choice=choice), form, deltas)
+    if batch.heartbeat is not None:
+        message.heartbeat.CopyFrom(batch.heartbeat)

@@ -1,62 +1,33 @@
 """What waits to be written to one stream, and the one task that writes it: at most one message a step.
 
 Sinks put events in, synchronously and without waiting; what a step brought to all requests of the stream leaves as one
-message. Under very many streams a message waits a little, and so carries several steps: a message costs the loop 25 to 64
-microseconds, whatever is in it. Knows neither the engine nor what a request is.
+message. Under very many streams a message waits a little, and so carries several steps: a message costs the loop 25 to
+64 microseconds, whatever is in it. Knows neither the engine nor what a request is.
 """
 
 import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.service.batch import PART_BYTES, Batch, OutputForm, delta_bytes, logprobs_bytes, split
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import generation_pb2 as pb
 
-MAX_MESSAGE_BYTES = 64 << 10
 MAX_PENDING_BYTES = 4 << 20
 HEARTBEAT_S = 10.0
 ACCEPTED_WAIT_S = 0.005
 """How long ``accepted`` waits for a first token to go with."""
-WRITE_COST_S = 1e-4
-"""Each stream's share of time between messages: with a message's cost of 30 us, writers take 30 % of a core at most."""
-
-# Upper bounds of what parts take on the wire; ids below 2**21 take three bytes. What a message holds besides its parts is
-# within the margin.
-_BYTES_PER_ID = 3
-_BYTES_PER_FLOAT = 4
-_BYTES_PER_PART = 48
-_FULL = MAX_MESSAGE_BYTES - 1024
+WRITE_COST_S = 1.25e-4
+"""Each stream's share of the time between messages: at 35 us a message, most of it the kernel's, writers take 28 % of a
+core at most."""
 
 _AT_ONCE = -math.inf
 _NEVER = math.inf
-
-
-class OutputForm(NamedTuple):
-    """Which parts of the output a request wants."""
-
-    text: bool
-    token_ids: bool
-
-
-class Batch:
-    """The parts of one message. Lists in the order in which they came; one delta for each choice."""
-
-    __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
-
-    def __init__(self) -> None:
-        self.accepted: list[pb.Accepted] = []
-        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
-        self.deltas: dict[tuple[int, int], tuple[Delta, OutputForm]] = {}
-        self.finished: list[pb.Finished] = []
-        self.update_refused: list[pb.UpdateRefused] = []
-        self.heartbeat: pb.Heartbeat | None = None
-        self.num_bytes = 0
 
 
 class Receiver(Protocol):
@@ -87,13 +58,15 @@ class Pacer:
     """How long a stream waits between two messages: in proportion to the streams that have live requests."""
 
     def __init__(self, write_cost_s: float = WRITE_COST_S) -> None:
-        self.num_active = 0
+        self.interval = 0.0
+        """Seconds. With few streams it is less than any step."""
+        self._num_active = 0
         self._write_cost_s = write_cost_s
 
-    @property
-    def interval(self) -> float:
-        """Seconds. With few streams it is less than any step."""
-        return self.num_active * self._write_cost_s
+    def add(self, num_streams: int) -> None:
+        """So many more streams (or fewer) have live requests."""
+        self._num_active += num_streams
+        self.interval = self._num_active * self._write_cost_s
 
 
 M = TypeVar("M", bound=Message)
@@ -123,9 +96,10 @@ class Outbox(Generic[M]):
         """When the next message leaves, by the loop's clock: what hurries most decides."""
         self._num_live = 0
         self._closed = False
-        self._failure: Exception | None = None
         self._last_word: Exception | None = None
+        self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        """What ``run`` waits for, while nothing is due."""
         self._timer: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[None] | None = None
         """The task of ``run``, while it is inside ``write``."""
@@ -139,50 +113,43 @@ class Outbox(Generic[M]):
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """Goes with the first output, unless that takes long."""
-        self._room(_BYTES_PER_PART + len(accepted.client_request_id)).accepted.append(accepted)
-        self._ring(max(self._paced, self._loop.time() + ACCEPTED_WAIT_S))
+        self._room(PART_BYTES + accepted.ByteSize()).accepted.append(accepted)
+        self._ring(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
-        """Split, where one message can't hold it."""
-        for piece in _split(part):
-            size = _BYTES_PER_PART + _logprobs_bytes(piece.logprobs)
-            self._room(size).prompt_logprobs.append((ref, piece))
-        self._ring(self._paced)
+        """In several parts, where one message can't hold it."""
+        for piece in split(part):
+            self._room(PART_BYTES + logprobs_bytes(piece.logprobs)).prompt_logprobs.append((ref, piece))
+        self._ring(self._last_write + self._pacer.interval)
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
-        """Joined to what waits of the same choice, if anything does."""
-        shown = (form.text and delta.text) or (form.token_ids and delta.token_ids)
-        if not shown and delta.logprobs is None and delta.end is None:
+        """Joins what waits of the same choice, if anything does."""
+        num_bytes = delta_bytes(delta, form)
+        if not num_bytes:
             return
-        size = _BYTES_PER_PART
-        if form.text:
-            size += len(delta.text) if delta.text.isascii() else len(delta.text.encode())
-        if form.token_ids:
-            size += _BYTES_PER_ID * len(delta.token_ids)
-        if delta.logprobs is not None:
-            size += _logprobs_bytes(delta.logprobs)
-        if delta.end is not None and delta.end.stop is not None:
-            size += len(delta.end.stop.encode())
-        deltas = self._room(size).deltas
+        deltas = self._room(num_bytes).deltas
         key = (ref, delta.choice)
         waiting = deltas.get(key)
-        deltas[key] = (delta if waiting is None else _joined(waiting[0], delta), form)
-        self._ring(_AT_ONCE if at_once else self._paced)
+        if waiting is None:
+            deltas[key] = (form, [delta])
+        else:
+            waiting[1].append(delta)
+        self._ring(_AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
     def finished(self, finished: pb.Finished) -> None:
         """Goes at once; the request no longer lives on the stream."""
-        self._room(_BYTES_PER_PART + finished.ByteSize()).finished.append(finished)
+        self._room(PART_BYTES + finished.ByteSize()).finished.append(finished)
         self._set_live(max(self._num_live - 1, 0))
         self._ring(_AT_ONCE)
 
     def update_refused(self, refused: pb.UpdateRefused) -> None:
         """Goes at once."""
-        self._room(_BYTES_PER_PART + refused.ByteSize()).update_refused.append(refused)
+        self._room(PART_BYTES + refused.ByteSize()).update_refused.append(refused)
         self._ring(_AT_ONCE)
 
     def heartbeat(self) -> None:
         """Tells the service's state, at once."""
-        self._room(0).heartbeat = pb.Heartbeat(state=self._state())
+        self._room(PART_BYTES).heartbeat = pb.Heartbeat(state=self._state())
         self._ring(_AT_ONCE)
 
     def close(self, error: Exception | None = None) -> None:
@@ -192,7 +159,7 @@ class Outbox(Generic[M]):
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Drops what waits and ends ``run`` with ``error``, even while it is held up by a reader. The first error counts."""
+        """Drops what waits and ends ``run`` with ``error``, even while a reader holds it up. The first error counts."""
         if self._failure is not None:
             return
         self._failure = error
@@ -205,20 +172,21 @@ class Outbox(Generic[M]):
 
     async def run(self) -> None:
         """Writes until the outbox is closed and empty. Raises what ``write`` raises, or what ``fail`` was given."""
+        task = asyncio.current_task()
+        assert task is not None
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
         try:
             while await self._wait():
-                await self._write_next()
+                await self._write_next(task)
         finally:
             self._abandon()
 
-    async def _write_next(self) -> None:
+    async def _write_next(self, task: "asyncio.Task[None]") -> None:
         batch = self._batches.popleft()
         self._due = _AT_ONCE if self._batches else _NEVER
         self._last_write = self._loop.time()
         message = self._encode(batch)
-        task = self._writer = asyncio.current_task()
-        assert task is not None
+        self._writer = task
         try:
             await self._write(message)
         except asyncio.CancelledError:
@@ -248,31 +216,26 @@ class Outbox(Generic[M]):
                 self._waiter = None
                 self._disarm()
 
-    def _room(self, size: int) -> Batch:
-        """The batch that takes a part of ``size`` bytes."""
+    def _room(self, num_bytes: int) -> Batch:
+        """The batch that takes a part of so many bytes."""
         if self._failure is not None or self._closed:
             return Batch()  # nobody will read it
-        self._pending_bytes += size
+        self._pending_bytes += num_bytes
         if self._pending_bytes > MAX_PENDING_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
             return Batch()
         if not self._batches:
             self._batches.append(Batch())
-        elif self._batches[-1].num_bytes + size > _FULL:
+        elif not self._batches[-1].has_room(num_bytes):
             self._batches.append(Batch())
             self._ring(_AT_ONCE)
         batch = self._batches[-1]
-        batch.num_bytes += size
+        batch.num_bytes += num_bytes
         return batch
 
-    @property
-    def _paced(self) -> float:
-        """When a message may leave that is in no hurry."""
-        return self._last_write + self._pacer.interval
-
     def _ring(self, due: float) -> None:
-        """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because the
-        engine puts a step's events without a pause between them."""
+        """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because
+        the engine puts a step's events without a pause between them."""
         if due < self._due:
             self._due = due
             if self._waiter is not None:
@@ -314,50 +277,5 @@ class Outbox(Generic[M]):
 
     def _set_live(self, num_live: int) -> None:
         """A stream with live requests counts for the pace of all."""
-        self._pacer.num_active += (num_live > 0) - (self._num_live > 0)
+        self._pacer.add((num_live > 0) - (self._num_live > 0))
         self._num_live = num_live
-
-
-def _joined(first: Delta, second: Delta) -> Delta:
-    return Delta(
-        choice=first.choice,
-        token_ids=first.token_ids + second.token_ids,
-        text=first.text + second.text,
-        logprobs=_joined_logprobs(first.logprobs, second.logprobs),
-        end=second.end,
-    )
-
-
-def _joined_logprobs(first: TokenLogprobs | None, second: TokenLogprobs | None) -> TokenLogprobs | None:
-    if first is None or second is None:
-        return first or second
-    return TokenLogprobs(
-        num_top=first.num_top,
-        chosen=first.chosen + second.chosen,
-        top_token_ids=first.top_token_ids + second.top_token_ids,
-        top=first.top + second.top,
-    )
-
-
-def _logprobs_bytes(logprobs: TokenLogprobs) -> int:
-    return _BYTES_PER_FLOAT * len(logprobs.chosen) + (_BYTES_PER_ID + _BYTES_PER_FLOAT) * len(logprobs.top)
-
-
-def _split(part: PromptLogprobs) -> list[PromptLogprobs]:
-    num_top = part.logprobs.num_top
-    most = (_FULL // 2) // (_BYTES_PER_FLOAT + num_top * (_BYTES_PER_ID + _BYTES_PER_FLOAT))
-    num_tokens = len(part.logprobs.chosen)
-    if num_tokens <= most:
-        return [part]
-    return [
-        PromptLogprobs(
-            start=part.start + first,
-            logprobs=TokenLogprobs(
-                num_top=num_top,
-                chosen=part.logprobs.chosen[first : first + most],
-                top_token_ids=part.logprobs.top_token_ids[first * num_top : (first + most) * num_top],
-                top=part.logprobs.top[first * num_top : (first + most) * num_top],
-            ),
-        )
-        for first in range(0, num_tokens, most)
-    ]

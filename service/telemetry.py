@@ -96,7 +96,8 @@ class Exporter:
     """Sends the process's spans to a collector, if the environment names one; else it is nothing."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """``environ`` is read by OpenTelemetry's own names. To be made after the worker was started: it opens a channel."""
+        """``environ`` is read by OpenTelemetry's own names. To be made after the worker was started: it opens a
+        channel."""
         self._shutdown = _install_exporter() if any(environ.get(name) for name in _ENDPOINTS) else _nothing
 
     def close(self) -> None:

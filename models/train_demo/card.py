@@ -22,7 +22,7 @@ from penstock.models.train_demo.evaluate import Tally, measure, windows
 from penstock.models.train_demo.export import read_model
 from penstock.models.train_demo.network import Decoder, rotary_tables
 from penstock.models.train_demo.prepare import DEFAULT_WORK
-from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, END_OF_TEXT, IM_END
+from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, END_OF_TEXT, IM_END, special_id
 
 TEMPERATURE, TOP_P, MAX_TOKENS = 0.7, 0.9, 120
 CHAT_PROMPTS = (
@@ -55,7 +55,7 @@ TEXT_PROMPTS = (
 def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
     """A continuation of `prompt` by at most `MAX_TOKENS` tokens, in fp32 on a CPU."""
     generator = torch.Generator().manual_seed(seed)
-    ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)}
+    ends = {special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)}
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     start = len(ids)
     cos, sin = rotary_tables(model.shape, start + MAX_TOKENS)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from penstock.models.train_demo.export import read_model
 from penstock.models.train_demo.network import Decoder, rotary_tables
 from penstock.models.train_demo.prepare import DEFAULT_WORK
-from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, END_OF_TEXT, SPECIAL_TOKENS
+from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, END_OF_TEXT, SPECIAL_TOKENS, special_id
 
 BATCH_TOKENS = 8192
 
@@ -60,12 +60,12 @@ class Window:
 
 def windows(path: Path, tokenizer: Tokenizer, length: int, max_documents: int) -> Iterator[Window]:
     """Yields the windows of a .jsonl file's documents, or of `max_documents` of them spread evenly."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = special_id(tokenizer, END_OF_TEXT)
     lines = path.read_text().splitlines()
     for line in lines[:: max(1, len(lines) // max_documents)]:
         document = json.loads(line)
         text = document["text"]
-        ids: list[int] = [end, *tokenizer.encode(text, add_special_tokens=False).ids, end]
+        ids = [end, *tokenizer.encode(text, add_special_tokens=False).ids, end]
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "")
         for start in range(0, len(ids) - 1, length):

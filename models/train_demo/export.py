@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from penstock.models.train_demo.network import Decoder, Shape
-from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END
+from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END, special_id
 
 
 def write_config(shape: Shape, out: Path) -> None:
     """Writes config.json and generation_config.json; the tokenizer must be in `out` already."""
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    end_of_text, end_of_turn = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)
+    end_of_text, end_of_turn = special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -8,8 +8,27 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-BLOCKS = frozenset(
-    ("p div h1 h2 h3 h4 h5 h6 li ul ol dl dt dd table tr pre section article blockquote br hr main").split(" ")
+HEADINGS = frozenset(f"h{level}" for level in range(1, 7))
+BLOCKS = HEADINGS.union(
+    [
+        "p",
+        "div",
+        "li",
+        "ul",
+        "ol",
+        "dl",
+        "dt",
+        "dd",
+        "table",
+        "tr",
+        "pre",
+        "section",
+        "article",
+        "blockquote",
+        "br",
+        "hr",
+    ],
+    ["main"],
 )
 SKIPPED = frozenset(
     [

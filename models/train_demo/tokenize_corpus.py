@@ -41,6 +41,13 @@ CHAT_TEMPLATE = (
 )
 
 
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token, which the tokenizer has."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def read_texts(path: Path, keep_every: int = 1) -> Iterator[str]:
     """Yields the text of every `keep_every`th document of a .jsonl file."""
     with path.open() as lines:
@@ -95,7 +102,7 @@ def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
     """Writes the documents' ids to `out` in a shuffled order; returns how many there are."""
     texts = list(read_texts(corpus))
     random.Random(2).shuffle(texts)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = special_id(tokenizer, END_OF_TEXT)
     total = 0
     new = out.with_suffix(".new")  # a training run may have the old file mapped
     with new.open("wb") as stream, tqdm(total=len(texts), unit="document", desc="encoding") as bar:

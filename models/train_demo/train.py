@@ -1,8 +1,8 @@
 """Trains the demo model within a budget of minutes; stops and resumes at any time.
 
 The learning rate is warmed up, stays, and falls to zero over the last quarter of the budget: progress is measured in
-time spent training, so the end is planned whatever the machine does beside it. Sequences start at 256 tokens and grow to
-2,048. Matrices are updated by Muon, embeddings and norms by AdamW. A checkpoint below --work is written every few
+time spent training, so the end is planned whatever the machine does beside it. Sequences start at 256 tokens and grow
+to 2,048. Matrices are updated by Muon, embeddings and norms by AdamW. A checkpoint below --work is written every few
 minutes and when stopped by Ctrl-C; the same command goes on from it. The finished model is written to --out.
 
 Cost: 35 million floating-point operations a token, attention aside. The model's card states what two CPU cores took. On
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: 2)")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens in an update (default: 16384)")
-    parser.add_argument("--small-until", type=float, default=0.3, help="progress up to which updates are half as large")
+    parser.add_argument("--small-until", type=float, default=0.6, help="progress up to which updates are half as large")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="tokens computed at once (default: 1024)")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon (default: 0.02)")
     parser.add_argument("--rate", type=float, default=0.003, help="peak learning rate of AdamW (default: 0.003)")

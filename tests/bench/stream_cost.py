@@ -1,11 +1,14 @@
 """What streams cost the service's event loop, at 100 steps a second, over a fake worker.
 
-Prints the loop's share of a core and the time from token to write, for 256 requests on one stream and on 256 streams; then
-what 20 streams that nobody reads do to the time between another stream's tokens. The client is a process of its own.
+Prints the loop's share of a core and the time from token to write, for 256 requests on one stream and on 256 streams;
+then what 20 streams that nobody reads do to the time between another stream's tokens. The client is a process of its
+own.
 """
 
 import argparse
 import asyncio
+import gc
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,7 +30,8 @@ from penstock.scheduler.fake_worker import UncheckedSlots
 from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.request import Delta
 from penstock.service import generation
-from penstock.service.outbox import Outbox, OutputForm
+from penstock.service.batch import OutputForm
+from penstock.service.outbox import Outbox
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
@@ -83,11 +87,11 @@ class MeasuredOutbox(Outbox[Any]):
             self._oldest = time.perf_counter()
         super().delta(ref, delta, form, at_once)
 
-    async def _write_next(self) -> None:
+    async def _write_next(self, task: "asyncio.Task[None]") -> None:
         if self._oldest is not None:
             self.waits.append(time.perf_counter() - self._oldest)
             self._oldest = None
-        await super()._write_next()
+        await super()._write_next(task)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def benchmark(seconds: float) -> None:
     """Runs each load against a service of its own."""
-    generation.Outbox = MeasuredOutbox  # type: ignore[misc]
+    vars(generation)["Outbox"] = MeasuredOutbox
+    # As Server.serve_until_stopped does it, for a process of its own.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
     print(f"{NUM_REQUESTS} requests, {STEPS_PER_SECOND} steps a second, {seconds:g} s each")
     print(f"{'':24}{'loop':>8}{'process':>9}{'messages/s':>12}{'tokens/s':>10}{'token to write, p50':>21}{'p99':>9}")
     for label, num_streams in (("on one stream", 1), (f"on {NUM_REQUESTS} streams", NUM_REQUESTS)):
@@ -122,8 +129,7 @@ async def stream_cost(num_streams: int, seconds: float) -> str:
     measured: dict[str, float] = {}
 
     async def measure(target: str, engine: Engine, executor: PacedExecutor) -> None:
-        while engine.stats().running < NUM_REQUESTS:
-            await asyncio.sleep(0.05)
+        await until_running(engine, NUM_REQUESTS)
         await asyncio.sleep(0.5)
         MeasuredOutbox.waits.clear()
         executor.own_cpu_s = 0.0
@@ -157,8 +163,7 @@ async def time_between_tokens(others: str, seconds: float) -> float:
 
     async def measure(target: str, engine: Engine, executor: PacedExecutor) -> None:
         nonlocal result
-        while others != "none" and engine.stats().running < 4 * NUM_STALLED:
-            await asyncio.sleep(0.05)
+        await until_running(engine, 0 if others == "none" else 4 * NUM_STALLED)
         await asyncio.sleep(1.0)
         victim = {"num_streams": 1, "requests_each": 1, "num_tokens": int(seconds * STEPS_PER_SECOND)}
         process = start_client(target, victim)
@@ -190,6 +195,12 @@ async def with_service(
         await server.stop()
 
 
+async def until_running(engine: Engine, num_requests: int) -> None:
+    """Polls: the engine has no event for it."""
+    while engine.stats().running < num_requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
 def start_client(target: str, task: dict[str, Any]) -> "subprocess.Popen[str]":
     """A client process."""
     command = [sys.executable, "-P", __file__, "--client", json.dumps({"target": target, **task})]
@@ -200,7 +211,7 @@ async def client(target: str, num_streams: int, requests_each: int, num_tokens: 
     """Opens streams and reads them, or not; prints the median time between messages."""
     options = [("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(target, options=options) as channel:
-        open_stream = channel.stream_stream(METHOD, pb.GenerateRequest.SerializeToString)
+        open_stream: Callable[[], Any] = channel.stream_stream(METHOD, pb.GenerateRequest.SerializeToString)
         await asyncio.gather(*[one_stream(open_stream(), requests_each, num_tokens, reads) for _ in range(num_streams)])
 
 
@@ -217,7 +228,7 @@ async def one_stream(call: Any, num_requests: int, num_tokens: int, reads: bool)
     while await call.read() is not grpc.aio.EOF:
         times.append(time.perf_counter())
     if len(times) > 2:
-        print(statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+        print(statistics.median(later - earlier for earlier, later in itertools.pairwise(times)))
 
 
 def byte_tokenizer(directory: Path) -> Tokenizer:

@@ -170,7 +170,9 @@ class FakeService(
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=[ord(c) for c in text])
 
     @asynccontextmanager
-    async def serving(self, address: str = "127.0.0.1:0") -> AsyncIterator["FakeService"]:
+    async def serving(
+        self, address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None
+    ) -> AsyncIterator["FakeService"]:
         """Answers on a port of its own."""
 
         async def check(request, context):
@@ -182,7 +184,10 @@ class FakeService(
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Check": grpc.unary_unary_rpc_method_handler(check)}
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers)])
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
         await server.start()
         self.target = f"127.0.0.1:{port}"
         try:

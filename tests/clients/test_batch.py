@@ -60,7 +60,7 @@ def test_every_kind_of_line_is_answered(batch):
         "",
         {"id": "logs", "prompt": "ab", "logprobs": 0},
     )
-    done = batch("--set", "seed=5")
+    done = batch("--set", "seed=5", "--set", "timeout_ms=60000")
     assert done.returncode == 0, done.stderr
     records = {record["id"]: record for record in batch.records()}
     assert records["text"] == {
@@ -73,7 +73,7 @@ def test_every_kind_of_line_is_answered(batch):
     assert (records[2]["text"], records["chat"]["text"]) == ("hi", "hey")
     assert [choice["text"] for choice in records["two"]["choices"]] == ["ab", "ab"]
     assert records["logs"]["logprobs"]["chosen"] == [-0.5, -0.5]
-    assert {start.sampling.seed for start in batch.service.starts} == {5}
+    assert {(start.sampling.seed, start.timeout_ms) for start in batch.service.starts} == {(5, 60_000)}
     assert "5 lines done, 0 failed in all" in done.stderr
 
 
@@ -227,6 +227,12 @@ def test_a_pipe_is_answered_line_by_line_and_leaves_when_nobody_reads(tool, thre
     assert process.stderr.read() == b""
     process.stdin.close()
     process.stderr.close()
+
+
+def test_a_device_takes_results_too(batch, tool):
+    batch.write({"id": 1, "prompt": "one"})
+    done = tool.run("generate", "--target", batch.service.target, "--input", batch.input, "--output", "/dev/null")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_same_file_twice_is_refused(batch, tool):

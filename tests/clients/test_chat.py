@@ -85,6 +85,7 @@ def test_commands(chat, threaded_service):
         ("/sett x=1", "no command /sett; /help lists them"),
         ("/set heat=1", "heat: there is no such field"),
         ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
+        ("/set timeout_ms=soon", "timeout_ms: expected an integer, got 'soon'"),
         ("/set n=2", "n: a chat has one answer at a time"),
         ("fail INTERNAL", "INTERNAL: as you wish"),
     ],
@@ -95,6 +96,12 @@ def test_a_mistake_is_told_and_the_chat_goes_on(chat, line, says):
     assert done.stderr.startswith(says)
     assert done.stdout == "still here\n"
     assert "Traceback" not in done.stderr
+
+
+def test_a_timeout_is_an_option_too(chat, threaded_service):
+    done = chat("/set timeout_ms=30000\nhello\n/set\n/set timeout_ms=\nagain\n")
+    assert "timeout_ms = 30000" in done.stderr
+    assert [start.timeout_ms for start in threaded_service.starts] == [30_000, 0]
 
 
 def test_a_question_that_failed_is_forgotten(chat, threaded_service):

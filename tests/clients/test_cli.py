@@ -1,7 +1,6 @@
 """The command ``penstock``: what it offers, and what it says where the server is not installed."""
 
 import re
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -97,5 +96,11 @@ def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra(monkeypatch):
         cli.main(["chat"])
 
 
-def test_nothing_of_the_server_is_imported_by_the_clients():
-    assert not [name for name in sys.modules if name.startswith("penstock.") and name.split(".")[1] in {"models", "kv"}]
+def test_the_clients_import_nothing_else_of_ours(tool):
+    tool.command[-1] = (
+        "import importlib, pkgutil, sys, penstock.clients as ours\n"
+        "for one in pkgutil.iter_modules(ours.__path__): importlib.import_module(f'penstock.clients.{one.name}')\n"
+        "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('penstock.')}))\n"
+        "print([name for name in ('torch', 'msgspec', 'tokenizers', 'uvloop', 'numpy') if name in sys.modules])"
+    )
+    assert tool.run().stdout == "['clients', 'v1']\n[]\n"

@@ -58,6 +58,15 @@ async def test_complete_puts_the_answer_together(client, service):
     assert service.starts[0].sampling.max_tokens == 4
 
 
+async def test_a_cancelled_request_can_be_completed_with_what_came(client):
+    async with client.generate("endless") as request:
+        await request.take()
+        request.cancel()
+        answer = await request.completion()
+    assert answer.usage.output_tokens >= len(answer.text)
+    assert answer.finished.reason is FinishReason.CANCELLED
+
+
 async def test_choices_are_kept_apart(client):
     answer = await client.complete("ab", n=3)
     assert [choice.text for choice in answer.choices] == ["ab"] * 3

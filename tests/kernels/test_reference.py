@@ -33,7 +33,8 @@ def test_rms_norm_is_that_of_transformers(dtype):
     x = torch.randn(7, 48, dtype=dtype) * 3
     # theirs computes in fp32 even for fp64
     tolerance = 1e-6 if dtype is torch.float64 else 0.0
-    torch.testing.assert_close(rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach(), atol=tolerance, rtol=tolerance)
+    got = rms_norm(x, theirs.weight.data, 1e-5)
+    torch.testing.assert_close(got, theirs(x).detach(), atol=tolerance, rtol=tolerance)
 
 
 def test_rms_norm_of_fp64_keeps_fp64():
@@ -60,9 +61,7 @@ def test_rotate_turns_each_pair_by_its_angle():
         assert complex(got[i], got[i + 2]) == pytest.approx(pair)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")]
-)
+@pytest.mark.parametrize(("ours", "theirs"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")])
 def test_gated_activation_is_that_of_transformers(ours, theirs):
     gate, up = torch.randn(6, 10), torch.randn(6, 10)
     torch.testing.assert_close(gated_activation(torch.cat((gate, up), 1), ours), ACT2FN[theirs](gate) * up)
@@ -110,7 +109,10 @@ def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_
     spans = [(30, 1), (0, 21), (13, 9), (16, 16)]
     pages = torch.randperm(12).tolist()
     key_pages, value_pages = torch.full((2, 12, 16, num_kv_heads, head_dim), math.nan)
-    queries, tables, expected, query_spans = [], [], [], []
+    queries: list[torch.Tensor] = []
+    tables: list[list[int]] = []
+    expected: list[torch.Tensor] = []
+    query_spans: list[tuple[int, int]] = []
     for start, length in spans:
         total = start + length
         table = [pages.pop() for _ in range(-(-total // 16))]

@@ -1,9 +1,9 @@
-"""Tiny random models in transformers' own format, and an engine over the worker's code, with and without the process."""
+"""Tiny random models in transformers' own format, and an engine over the worker's code, with and without the
+process."""
 
 import asyncio
 import itertools
 import json
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import transformers
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backend import load_backend
+from penstock.models.checkpoint import check_checkpoint
 from penstock.models.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine, EngineStats
@@ -23,10 +24,11 @@ from penstock.scheduler.executor import Executor
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
 from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
 
-os.environ["TQDM_DISABLE"] = "1"  # transformers draws a bar while it writes a shard
+transformers.utils.logging.disable_progress_bar()
 
-SMALL = {
-    "vocab_size": 160,
+VOCAB_SIZE = 160
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -45,6 +47,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -59,13 +62,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-tied-biases-head24": (
         "LlamaConfig",
-        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_key_value_heads": 4},
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 24,
+            "num_key_value_heads": 4,
+        },
     ),
     "llama-rope-llama3-head80": (
         "LlamaConfig",
         {"rope_parameters": LLAMA3_ROPE, "head_dim": 80, "num_attention_heads": 8, "num_key_value_heads": 1},
     ),
-    "llama-rope-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.5}}),
+    "llama-rope-linear": ("LlamaConfig", {"rope_parameters": LINEAR_ROPE}),
     "llama-rope-yarn": ("LlamaConfig", {"rope_parameters": YARN_ROPE, "num_key_value_heads": 1}),
     "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral-window9": ("MistralConfig", {"sliding_window": 9}),
@@ -286,8 +295,6 @@ def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> W
     """A small worker in fp32; ``num_blocks`` of KV exactly."""
     values: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 64, **config}
     if num_blocks is not None:
-        from penstock.models.checkpoint import check_checkpoint
-
         spec = check_checkpoint(path).spec
         element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
         values["kv_cache_bytes"] = (num_blocks + 1) * 16 * spec.kv_bytes_per_token(element)
@@ -330,4 +337,4 @@ def prompts() -> list[list[int]]:
     """Eight prompts of 1 to 75 tokens."""
     generator = torch.Generator().manual_seed(3)
     lengths = (1, 5, 16, 17, 31, 40, 64, 75)
-    return [torch.randint(0, SMALL["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]

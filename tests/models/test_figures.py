@@ -28,9 +28,7 @@ class PoisonedPages(KVPages):
     def gather(self, layer, table, lengths):
         slots = torch.arange(table.shape[1] * self.block_size)
         outside = (slots >= lengths.unsqueeze(1))[:, :, None, None]
-        return tuple(
-            gather_kv(pages[layer], table).masked_fill(outside, 0.0) for pages in (self.keys, self.values)
-        )
+        return tuple(gather_kv(pages[layer], table).masked_fill(outside, 0.0) for pages in (self.keys, self.values))
 
 
 async def outputs(engine, prompts, sampling=GREEDY, num_tokens=NUM_TOKENS):

@@ -1,7 +1,7 @@
 """Greedy output equals transformers', token for token in fp32, however a request is batched, cut or interrupted.
 
-Expected tokens are not generated: given equal tokens so far, the next must be the argmax of transformers' logits, so one
-forward pass over prompt and output proves them all, and gives the log-probabilities as well.
+Expected tokens are not generated: given equal tokens so far, the next must be the argmax of transformers' logits, so
+one forward pass over prompt and output proves them all, and gives the log-probabilities as well.
 """
 
 from types import SimpleNamespace
@@ -103,7 +103,8 @@ async def test_prompt_logprobs(any_model, in_process, start_engine, prompts):
     expected = any_model.logits(prompts[-1]).log_softmax(-1)[:-1]
     chosen = expected.gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1)).squeeze(1)
     parts = answer.prompt_logprobs
-    assert [part.start for part in parts] == [1 + sum(len(p.logprobs.chosen) for p in parts[:i]) for i in range(len(parts))]
+    lengths = [len(part.logprobs.chosen) for part in parts]
+    assert [part.start for part in parts] == [1 + sum(lengths[:i]) for i in range(len(parts))]
     got = torch.tensor([value for part in parts for value in part.logprobs.chosen])
     torch.testing.assert_close(got, chosen, atol=TOLERANCE, rtol=0)
     assert [i for part in parts for i in part.logprobs.top_token_ids] == expected.argmax(-1).tolist()
@@ -135,7 +136,7 @@ class TestDemoModel:
     @pytest.fixture
     def demo(self):
         path = resolve_model(DEMO)
-        module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in self.TEXTS]
         return SimpleNamespace(path=path, module=module.eval(), texts=texts, logits=lambda ids: logits_of(module, ids))

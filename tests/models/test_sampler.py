@@ -119,7 +119,9 @@ def test_the_smallest_temperatures_do_not_overflow():
     assert choose(logits, SamplingParams(temperature=1e-30, seed=1)).token_id == 0
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.2, "min_p": 0.5}])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.2, "min_p": 0.5}]
+)
 def test_filters_that_leave_one_token(filters):
     assert choose(falling(), SamplingParams(temperature=2.0, seed=9, **filters)).token_id == 0
 

@@ -21,10 +21,11 @@ from penstock.scheduler.plan import (
     WorkerConfig,
 )
 
+SAMPLING = SamplingParams(seed=2**64 - 1, bad_words=((1, 2), (3,)), logit_bias=((4, -1.5),))
 PLAN = StepPlan(
     7,
     [3],
-    [AddedRow(3, 2, [1, 2, 3], 2, 0, [9], SamplingParams(seed=2**64 - 1, bad_words=((1, 2), (3,)), logit_bias=((4, -1.5),)))],
+    [AddedRow(3, 2, [1, 2, 3], 2, 0, [9], SAMPLING)],
     [RowBlocks(1, [4, 5])],
     [Chunk(3, 0, 3)],
     [Decode(1, 1)],
@@ -78,10 +79,12 @@ def test_threads_that_send_at_once_do_not_mix_their_frames():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(theirs)
-        threads = [
-            threading.Thread(target=lambda i=i: [channel.send(Kind.FAILED, f"{i}" * 5000) for _ in range(50)])
-            for i in range(4)
-        ]
+
+        def send(text: str) -> None:
+            for _ in range(50):
+                channel.send(Kind.FAILED, text)
+
+        threads = [threading.Thread(target=send, args=(f"{i}" * 5000,)) for i in range(4)]
         for thread in threads:
             thread.start()
         frames = Channel(ours).frames()

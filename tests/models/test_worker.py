@@ -12,6 +12,7 @@ import pytest
 
 from penstock.models import launch
 from penstock.models.launch import WorkerProcess
+from penstock.models.wire import FrameBuffer, encode_frame
 from penstock.models.worker import MAX_PARTS_BYTES, TOKEN_BYTES
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
@@ -21,11 +22,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def first_plan(prompt, step=0, sampling=GREEDY):
     blocks = list(range(-(-(len(prompt) + 20) // 16)))
-    return StepPlan(step, [], [AddedRow(0, 0, prompt, len(prompt), 0, blocks, sampling)], [], [Chunk(0, 0, len(prompt))], [])
+    added = AddedRow(0, 0, prompt, len(prompt), 0, blocks, sampling)
+    return StepPlan(step, [], [added], [], [Chunk(0, 0, len(prompt))], [])
 
 
 def decode(step):
     return StepPlan(step, [], [], [], [], [Decode(0, 1)])
+
+
+async def started(process):
+    """The worker has a process, which loads."""
+    while process._link is None:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -76,11 +84,10 @@ async def test_an_answer_sent_before_the_end_is_delivered_before_the_error(worke
     worker.submit(first_plan([1, 2, 3]))
     worker.submit(decode(1))
     worker.submit(StepPlan(2, [5], [], [], [], []))  # row 5 does not exist: the worker fails
-    steps = []
+    results = worker.results()
+    assert [(await anext(results)).step, (await anext(results)).step] == [0, 1]
     with pytest.raises(ExecutorError, match=r"the worker failed: AssertionError: .*row 5"):
-        async for result in worker.results():
-            steps.append(result.step)
-    assert steps == [0, 1]
+        await anext(results)
 
 
 async def test_stop_ends_the_results_and_the_process(worker):
@@ -130,8 +137,7 @@ async def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, worker_config
 async def test_death_while_loading_is_noticed(tiny_model, worker_config):
     process = WorkerProcess(worker_config(tiny_model("llama").path))
     starting = asyncio.ensure_future(process.start())
-    while process._link is None:
-        await asyncio.sleep(0)
+    await started(process)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ExecutorError, match=r"SIGKILL while it loaded"):
         await starting
@@ -140,8 +146,7 @@ async def test_death_while_loading_is_noticed(tiny_model, worker_config):
 async def test_start_that_is_cancelled_leaves_no_process(tiny_model, worker_config):
     process = WorkerProcess(worker_config(tiny_model("llama").path))
     starting = asyncio.ensure_future(process.start())
-    while process._link is None:
-        await asyncio.sleep(0)
+    await started(process)
     pid = process.pid
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -185,8 +190,8 @@ def test_the_workers_parent_is_killed_and_so_is_the_worker(tiny_model, when):
 
 def test_the_service_process_needs_no_torch_to_launch():
     code = "import sys, penstock.models.launch, penstock.models.checkpoint; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "transformers", "triton", "multiprocessing"} & set(loaded)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "triton", "multiprocessing"} & set(done.stdout.split())
 
 
 async def test_under_uvloop_too(tiny_model, worker_config):
@@ -222,10 +227,11 @@ async def test_prompt_logprobs_travel_in_frames_of_bounded_size(tiny_model, work
     model = tiny_model("llama")
     prompt = [i % 150 for i in range(700)]
     sizes = []
-    class Measured(launch.FrameBuffer):
+
+    class Measured(FrameBuffer):
         def feed(self, data):
             for kind, body in super().feed(data):
-                sizes.append(len(launch.encode_frame(kind, body)))
+                sizes.append(len(encode_frame(kind, body)))
                 yield kind, body
 
     monkeypatch.setattr(launch, "FrameBuffer", Measured)
@@ -238,10 +244,10 @@ async def test_prompt_logprobs_travel_in_frames_of_bounded_size(tiny_model, work
         await process.stop()
     parts = result.prompt_logprobs
     assert len(parts) > 1
-    assert [part.start for part in parts] == [1 + sum(len(p.logprobs.chosen) for p in parts[:i]) for i in range(len(parts))]
+    lengths = [len(part.logprobs.chosen) for part in parts]
+    assert [part.start for part in parts] == [1 + sum(lengths[:i]) for i in range(len(parts))]
     assert sum(len(part.logprobs.chosen) for part in parts) == len(prompt) - 1
     assert all(len(part.logprobs.top) == 20 * len(part.logprobs.chosen) for part in parts)
     assert max(sizes) <= MAX_PARTS_BYTES + 1024
     assert sum(sizes) > MAX_PARTS_BYTES
     assert TOKEN_BYTES >= 9 + 5  # a float and an id in msgpack
-

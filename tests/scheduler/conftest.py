@@ -371,8 +371,3 @@ def new_request():
 @pytest.fixture(scope="session")
 def received_type() -> type[Received]:
     return Received
-
-
-@pytest.fixture(scope="session")
-def text_types():
-    return TEXTS

@@ -1,15 +1,18 @@
-"""A service on a real socket, over a fake worker and a tokenizer whose ids are bytes: fast, and each output is known."""
+"""A service on a real socket, over a fake worker and a tokenizer whose ids are bytes: fast, and each output is
+known."""
 
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import tokenizers
+from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.scheduler.config import SchedulerConfig
@@ -18,6 +21,7 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import SamplingParams
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
+from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2_grpc import ModelServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -108,7 +112,7 @@ async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService
             executor = executor or FakeExecutor(vocab_size=258, next_token=next_letter)
             scheduler = scheduler or SchedulerConfig()
             engine = engine or Engine(executor, scheduler)
-            settings = {"model_name": "bytes", "listen": "127.0.0.1:0", "scheduler": scheduler} | config
+            settings: dict[str, Any] = {"model_name": "bytes", "listen": "127.0.0.1:0", "scheduler": scheduler} | config
             server = Server(ServerConfig(**settings), engine, tokenizer or byte_tokenizer)
             target = await server.start()
             stack.push_async_callback(server.stop)
@@ -117,3 +121,80 @@ async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService
             return Service(server, engine, executor, target, channel)
 
         yield start
+
+
+@dataclass
+class Outcome:
+    """What one request brought."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[pb.Accepted] = field(default_factory=list)
+    finished: list[pb.Finished] = field(default_factory=list)
+    deltas: int = 0
+
+
+@dataclass
+class Reading:
+    """What one stream brought."""
+
+    outcomes: dict[int, Outcome] = field(default_factory=lambda: defaultdict(Outcome))
+    messages: list[pb.GenerateResponse] = field(default_factory=list)
+
+    def take(self, message: pb.GenerateResponse) -> None:
+        """Applies a message, in the order of its fields."""
+        self.messages.append(message)
+        for accepted in message.accepted:
+            self.outcomes[accepted.ref].accepted.append(accepted)
+        for delta in message.deltas:
+            outcome = self.outcomes[delta.ref]
+            assert outcome.accepted, "output before accepted"
+            assert not outcome.finished, "output after the end"
+            outcome.text += delta.text
+            outcome.token_ids += delta.token_ids
+            outcome.deltas += 1
+        for finished in message.finished:
+            self.outcomes[finished.ref].finished.append(finished)
+
+    async def read(self, call: Any) -> "Reading":
+        """Reads the stream to its end; raises grpc.aio.AioRpcError."""
+        while (message := await call.read()) is not grpc.aio.EOF:
+            self.take(message)
+        code = await call.code()
+        assert code is grpc.StatusCode.OK, code
+        return self
+
+    async def read_until(self, call: Any, enough: Callable[["Reading"], bool]) -> "Reading":
+        """Reads as far as ``enough`` wants."""
+        while not enough(self):
+            message = await call.read()
+            assert message is not grpc.aio.EOF, "the stream ended"
+            self.take(message)
+        return self
+
+
+@pytest.fixture
+def new_reading() -> type[Reading]:
+    """Collects what streams bring."""
+    return Reading
+
+
+Details = dict[str, Any]
+
+
+@pytest.fixture
+def details_of() -> Callable[[Any], Details]:
+    """The details of a google.rpc.Status, or of the AioRpcError that carries one, by the names of their types."""
+
+    def details_of(source: Any) -> Details:
+        if isinstance(source, grpc.aio.AioRpcError):
+            trailing = dict(source.trailing_metadata() or ())
+            source = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+        found: Details = {}
+        for detail in source.details:
+            message = getattr(error_details_pb2, detail.TypeName().rpartition(".")[2])()
+            detail.Unpack(message)
+            found[message.DESCRIPTOR.name] = message
+        return found
+
+    return details_of

@@ -161,7 +161,9 @@ class GenerateOneResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Sent once, last. The call then ends with `finished.status`."""
+        """Sent once, last; the call then ends with `finished.status`. A request that never was `accepted` gets no message at all,
+        only the call's status, so that clients and proxies may retry it.
+        """
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:

@@ -1,0 +1,87 @@
+"""The parts of one message, before it is one, and what they take on the wire. Knows no stream."""
+
+from typing import NamedTuple
+
+from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.v1 import generation_pb2 as pb
+
+MAX_MESSAGE_BYTES = 64 << 10
+PART_BYTES = 48
+"""More than a part takes besides its text, ids and numbers."""
+_ID_BYTES = 3
+"""Ids below 2**21 take no more."""
+_FLOAT_BYTES = 4
+_FULL = MAX_MESSAGE_BYTES - 1024
+
+
+class OutputForm(NamedTuple):
+    """Which parts of the output a request wants."""
+
+    text: bool
+    token_ids: bool
+
+
+class Batch:
+    """What one message will hold, in the order in which it came; the deltas of a choice become one."""
+
+    __slots__ = ("accepted", "deltas", "finished", "heartbeat", "num_bytes", "prompt_logprobs", "update_refused")
+
+    def __init__(self) -> None:
+        self.accepted: list[pb.Accepted] = []
+        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+        self.deltas: dict[tuple[int, int], tuple[OutputForm, list[Delta]]] = {}
+        """By ref and choice."""
+        self.finished: list[pb.Finished] = []
+        self.update_refused: list[pb.UpdateRefused] = []
+        self.heartbeat: pb.Heartbeat | None = None
+        self.num_bytes = 0
+        """At least what the message takes on the wire."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a part of so many bytes may still go in."""
+        return self.num_bytes + num_bytes <= _FULL
+
+
+def delta_bytes(delta: Delta, form: OutputForm) -> int:
+    """What a delta takes at most; 0 if there is nothing in it that its request wants."""
+    num_bytes = 0
+    if form.text and delta.text:
+        num_bytes = _utf8_bytes(delta.text)
+    if form.token_ids:
+        num_bytes += _ID_BYTES * len(delta.token_ids)
+    if delta.logprobs is not None:
+        num_bytes += logprobs_bytes(delta.logprobs)
+    if delta.end is not None:
+        num_bytes += PART_BYTES + _utf8_bytes(delta.end.stop or "")
+    return num_bytes and num_bytes + PART_BYTES
+
+
+def logprobs_bytes(logprobs: TokenLogprobs) -> int:
+    """What log-probabilities take at most."""
+    return _FLOAT_BYTES * len(logprobs.chosen) + (_ID_BYTES + _FLOAT_BYTES) * len(logprobs.top)
+
+
+def split(part: PromptLogprobs) -> list[PromptLogprobs]:
+    """The same in parts, of which two go into a message."""
+    num_top = part.logprobs.num_top
+    most = (_FULL // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
+    num_tokens = len(part.logprobs.chosen)
+    if num_tokens <= most:
+        return [part]
+    return [
+        PromptLogprobs(
+            start=part.start + first,
+            logprobs=TokenLogprobs(
+                num_top=num_top,
+                chosen=part.logprobs.chosen[first : first + most],
+                top_token_ids=part.logprobs.top_token_ids[first * num_top : (first + most) * num_top],
+                top=part.logprobs.top[first * num_top : (first + most) * num_top],
+            ),
+        )
+        for first in range(0, num_tokens, most)
+    ]
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -1,0 +1,105 @@
+"""A model as a library: a service of this process's own, and its client, behind two calls.
+
+with LLM("demo", max_model_len=2048) as llm:
+    for answer in llm.generate(["The kernel is", "A package is"], max_tokens=32, temperature=0):
+        print(answer.text)
+"""
+
+import asyncio
+import weakref
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self, Unpack, cast
+
+from tqdm import tqdm
+
+from penstock.clients.client import AsyncClient
+from penstock.clients.errors import PenstockError
+from penstock.clients.events import Completion
+from penstock.clients.requests import ChatMessage, Options, Prompt
+from penstock.service.local import local_service
+
+_CONCURRENCY = 256
+"""Requests at a time: enough to fill every step, and fewer than may wait."""
+
+
+class LLM:
+    """A loaded model. ``close`` it, or use it in ``with``, to have its memory back; without that it ends with the
+    object or the program."""
+
+    def __init__(self, model: str = "demo", **flags: object) -> None:
+        """Loads the model and returns when it serves. ``flags`` are those of ``penstock serve``.
+
+        Raises LocalServiceError.
+        """
+        resources = ExitStack()
+        self.target: str | None = resources.enter_context(local_service(model, **flags))
+        """Where the service listens, for a client of one's own; None once it is closed."""
+        self._close = weakref.finalize(self, resources.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        progress: bool = False,
+        **options: Unpack[Options],
+    ) -> list[Completion]:
+        """Answers prompts, all at once, in their order: a text, or a list of texts or of lists of token ids.
+
+        ``options`` are the sampling parameters, under the contract's names. Raises InvalidOption, and RequestFailed for
+        the first that fails.
+        """
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        return self._run(self._answer(listed, options, progress))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        *,
+        progress: bool = False,
+        **options: Unpack[Options],
+    ) -> list[Completion]:
+        """The next turn of a conversation, or of each of a list of them, in their order. As ``generate`` otherwise."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Prompt], [messages] if one else messages)
+        return self._run(self._answer(conversations, options, progress))
+
+    def close(self) -> None:
+        """Ends the service. Safe to call twice."""
+        self.target = None
+        self._close()
+
+    async def _answer(self, prompts: Sequence[Prompt], options: Options, progress: bool) -> list[Completion]:
+        if self.target is None:
+            raise PenstockError("the model is closed")
+        turn = asyncio.Semaphore(_CONCURRENCY)
+        async with AsyncClient(self.target) as client:
+            with tqdm(total=len(prompts), unit=" answers", disable=not progress) as bar:
+
+                async def answer(prompt: Prompt) -> Completion:
+                    async with turn:
+                        completion = await client.complete(prompt, **options)
+                    bar.update()
+                    return completion
+
+                return await asyncio.gather(*map(answer, prompts))
+
+    @staticmethod
+    def _run(answers: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(answers)
+        # A notebook has a loop in this thread already.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, answers).result()

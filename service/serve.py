@@ -1,0 +1,199 @@
+"""``penstock serve``: checks what it was given, starts the worker, then the service; stops them on a signal.
+
+Whatever is wrong with the model, the files, the port or the memory is one line and a status that is not 0.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.clients.machine import has_gpu, torch_has_cuda
+from penstock.models.checkpoint import check_checkpoint, resolve_model
+from penstock.models.errors import ModelError
+from penstock.models.launch import WorkerProcess
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.policy import Policy
+from penstock.service.calls import Calls
+from penstock.service.config import PROGRAM, ConfigError, ServeConfig, parse_config
+from penstock.service.identity import ApiKeys, Everyone, KeyFileError
+from penstock.service.listen import Address, ListenError
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer, TokenizerError
+
+USAGE_ERROR = 2
+_GPU_SHARE, _CPU_SHARE = 0.9, 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that can be known before the worker starts."""
+
+    server: ServerConfig
+    worker: WorkerConfig
+    tokenizer: Tokenizer
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command until it is told to stop; returns the exit status."""
+    return serve(argv)
+
+
+def serve(argv: list[str], lifeline: int | None = None) -> int:
+    """As ``main``. The service also ends, at once, when the descriptor ``lifeline`` reaches its end."""
+    try:
+        config = parse_config(argv)
+    except ConfigError as error:
+        return _fail(f"{error}; --help lists the flags", USAGE_ERROR)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        prepared = prepare(config)
+        sys.stderr.write(f"{PROGRAM}: loading {config.model} ...\n")
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            return runner.run(_Life(prepared).run(lifeline))
+    except (ModelError, TokenizerError, KeyFileError, ListenError, ExecutorError) as error:
+        return _fail(str(error))
+
+
+def prepare(config: ServeConfig) -> Prepared:
+    """Checks port, model and files, the quick things first. Raises ListenError, KeyFileError, ModelError and
+    TokenizerError."""
+    Address.parse(config.address).check_free()
+    keys = Everyone() if config.api_keys_file is None else ApiKeys.load(config.api_keys_file)
+    path = resolve_model(config.model)
+    checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
+    tokenizer = Tokenizer.load(path, config.chat_template)
+    num_rows = checkpoint.spec.vocab_size
+    if tokenizer.vocab_size > num_rows:
+        raise ModelError(
+            f"{path / 'tokenizer.json'}: has {tokenizer.vocab_size:,} tokens, and vocab_size in config.json is "
+            f"{num_rows:,}: the two are of different models"
+        )
+    scheduler = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        policy=Policy[config.scheduling_policy.upper()],
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    server = ServerConfig(
+        model_name=config.model_name,
+        listen=config.address,
+        scheduler=scheduler,
+        authenticator=keys,
+        grace_s=config.shutdown_grace,
+    )
+    return Prepared(server, _worker_config(config, path, tokenizer.vocab_size), tokenizer)
+
+
+def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int) -> WorkerConfig:
+    device = config.device
+    if device == "auto":
+        device = "cuda" if has_gpu() and torch_has_cuda() else "cpu"
+    share = config.gpu_memory_utilization
+    if share is None:
+        share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
+    return WorkerConfig(
+        model=str(path.resolve()),
+        device=device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_bytes=config.kv_cache_memory_bytes,
+        memory_utilization=share,
+        num_threads=config.threads,
+        tokenizer_vocab_size=tokenizer_vocab_size,
+        load_format=config.load_format,
+    )
+
+
+class _Life:
+    """The service from the start of its worker to its end."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._engine = Engine(WorkerProcess(prepared.worker), prepared.server.scheduler)
+        self._server = Server(prepared.server, self._engine, prepared.tokenizer)
+        self._start: asyncio.Task[str] | None = None
+        self._signal = 0
+        self._worker_died = False
+
+    async def run(self, lifeline: int | None) -> int:
+        """The exit status. Raises ExecutorError and ListenError."""
+        # The server has the engine start its worker before it makes anything of gRPC's: a process that has gRPC's
+        # threads is not to be forked.
+        self._start = asyncio.create_task(self._server.start())
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        if lifeline is not None:
+            loop.add_reader(lifeline, self._on_lifeline, lifeline)
+        try:
+            bound = await self._start
+        except asyncio.CancelledError:
+            await self._engine.stop()
+            return 128 + self._signal
+        self._engine.watch(self._on_state)
+        self._greet(bound)
+        await self._server.serve_until_stopped()
+        return int(self._worker_died)
+
+    def _greet(self, bound: str) -> None:
+        config, tokenizer, facts = self._prepared.server, self._prepared.tokenizer, self._engine.facts
+        calls = Calls(Address.parse(bound), tokenizer.has_chat_template, not isinstance(config.authenticator, Everyone))
+        version = importlib.metadata.version("penstock")
+        with contextlib.suppress(OSError):  # nobody reads it: no reason to end
+            sys.stdout.write(
+                f"penstock {version} serves {config.model_name} on {bound}\n"
+                f"{facts.architecture}, {facts.dtype}, backend {facts.backend} on {facts.device}, context "
+                f"{facts.max_model_len:,}, KV cache of {facts.num_blocks * facts.block_size:,} tokens\n\n"
+                f"{calls}\n\nCtrl-C ends it.\n"
+            )
+            sys.stdout.flush()
+
+    def _on_signal(self, number: int) -> None:
+        self._signal = number
+        assert self._start is not None
+        if self._start.done():
+            self._server.request_stop()
+        else:
+            self._start.cancel()
+
+    def _on_lifeline(self, lifeline: int) -> None:
+        asyncio.get_running_loop().remove_reader(lifeline)
+        self._on_signal(signal.SIGTERM)
+        self._on_signal(signal.SIGTERM)  # the second one ends the grace
+
+    def _on_state(self, state: EngineState) -> None:
+        if state is EngineState.FAILED:
+            self._worker_died = True
+            _log.error("the worker is gone; the service ends, so that its supervisor starts it again")
+            self._server.request_stop()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _fail(message: str, status: int = 1) -> int:
+    sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
+    return status

@@ -1,0 +1,103 @@
+"""What the service, or gRPC, says becomes an exception with all that a caller can use."""
+
+import copy
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RequestInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc.aio import AioRpcError, Metadata
+
+from penstock.clients import RequestFailed, StreamBroken, Unreachable
+from penstock.clients.errors import failure_from_call, failure_from_status
+
+
+def packed(*messages):
+    details = [Any() for _ in messages]
+    for detail, message in zip(details, messages, strict=True):
+        detail.Pack(message)
+    return details
+
+
+STATUS = Status(
+    code=8,
+    message="the queue is full",
+    details=packed(
+        ErrorInfo(reason="QUEUE_FULL"),
+        RequestInfo(request_id="R1"),
+        RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+        BadRequest(field_violations=[BadRequest.FieldViolation(field="n", description="too many")]),
+    ),
+)
+
+
+def call_error(code, details, **trailing):
+    metadata = Metadata(*((name.replace("_", "-"), value) for name, value in trailing.items()))
+    return AioRpcError(code, Metadata(), metadata, details=details)
+
+
+def check(failure):
+    assert (failure.code, failure.message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+    assert (failure.reason, failure.request_id, failure.retry_after) == ("QUEUE_FULL", "R1", 1.5)
+    assert failure.violations == [("n", "too many")]
+    assert failure.retryable
+
+
+def test_in_band():
+    check(failure_from_status(STATUS))
+
+
+def test_in_trailing_metadata():
+    error = call_error(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", grpc_status_details_bin=STATUS.SerializeToString()
+    )
+    failure = failure_from_call(error, "t", StreamBroken)
+    assert type(failure) is StreamBroken
+    check(failure)
+
+
+@pytest.mark.parametrize(
+    ("pushback", "retryable", "after"), [("250", True, 0.25), ("-1", False, None), ("soon", True, None)]
+)
+def test_pushback(pushback, retryable, after):
+    error = call_error(grpc.StatusCode.UNAVAILABLE, "draining", grpc_retry_pushback_ms=pushback)
+    failure = failure_from_call(error, "t")
+    assert (failure.retryable, failure.retry_after) == (retryable, after)
+
+
+def test_garbage_in_the_details_hides_nothing():
+    error = call_error(grpc.StatusCode.UNAVAILABLE, "draining", grpc_status_details_bin=b"\xff\xff")
+    assert failure_from_call(error, "t").message == "draining"
+
+
+@pytest.mark.parametrize(
+    ("details", "says"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:: Failed to connect to remote host: connect: "
+            + "Connection refused (111)",
+            "no service answers at t: connect: Connection refused (111)",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
+            "no service answers at t: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
+        ),
+        ("DNS resolution failed for nowhere:1", "no service answers at t: DNS resolution failed for nowhere:1"),
+    ],
+)
+def test_no_connection_is_unreachable(details, says):
+    failure = failure_from_call(call_error(grpc.StatusCode.UNAVAILABLE, details), "t", StreamBroken)
+    assert type(failure) is Unreachable
+    assert str(failure) == says
+
+
+def test_a_code_of_the_future_is_unknown():
+    assert failure_from_status(Status(code=99, message="?")).code is grpc.StatusCode.UNKNOWN
+
+
+def test_a_copy_is_whole():
+    failure = copy.copy(failure_from_status(STATUS))
+    assert type(failure) is RequestFailed
+    check(failure)

@@ -1,0 +1,276 @@
+"""The clients against the service itself, on a real socket, over a fake worker: the two agree on the contract."""
+
+import asyncio
+import json
+import threading
+
+import grpc
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed, StreamBroken
+from penstock.clients.requests import Options
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.service.identity import ApiKeys, Everyone, hash_key
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory):
+    """Id i is byte i; 256 ends an output, 257 begins a turn."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>", "<|turn|>"])
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    return Tokenizer.load(directory)
+
+
+def next_letter(history, sampling):
+    """a, b, c ... by the length of the history."""
+    return ord("a") + len(history) % 26
+
+
+def letters(num_prompt_tokens, num_tokens):
+    return "".join(chr(next_letter(range(num_prompt_tokens + i), None)) for i in range(num_tokens))
+
+
+class RealService:
+    def __init__(self, tokenizer, seconds_per_step=0.0, authenticator=None, **scheduler):
+        self._tokenizer = tokenizer
+        self._authenticator = authenticator or Everyone()
+        self._scheduler = SchedulerConfig(**scheduler)
+        self._seconds_per_step = seconds_per_step
+        self.target = ""
+
+    async def __aenter__(self):
+        executor = FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=self._seconds_per_step)
+        self.engine = Engine(executor, self._scheduler)
+        config = ServerConfig(
+            model_name="bytes",
+            listen=self.target or "127.0.0.1:0",
+            scheduler=self._scheduler,
+            authenticator=self._authenticator,
+        )
+        self.server = Server(config, self.engine, self._tokenizer)
+        self.target = await self.server.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.server.stop()
+
+    async def idle(self):
+        def in_use():
+            stats = self.engine.stats()
+            return stats.running or stats.waiting or stats.kv_usage
+
+        async with asyncio.timeout(5):
+            while in_use():  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def real(byte_tokenizer):
+    async with RealService(byte_tokenizer) as service:
+        yield service
+
+
+@pytest.fixture
+async def client(real):
+    async with AsyncClient(real.target) as client:
+        yield client
+
+
+async def test_a_request_from_its_start_to_its_end(client):
+    await client.wait_ready(10)
+    events = [event async for event in client.generate("hello", max_tokens=30, seed=3)]
+    text = "".join(event.text for event in events if isinstance(event, Delta))
+    assert text == letters(5, 30)
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].reason, events[-1].seed) == (FinishReason.LENGTH, 3)
+    assert events[-1].usage.output_tokens == 30
+    assert events[-1].timings.total_us > 0
+
+
+async def test_stop_strings_choices_and_ids(client):
+    answer = await client.complete([104, 105], stop="h", max_tokens=30, n=2)
+    assert [choice.text for choice in answer.choices] == [letters(2, 5)] * 2
+    assert answer.choices[1].token_ids == [ord(c) for c in letters(2, 5)]
+    assert answer.choices[0].end.stop == "h"
+
+
+async def test_the_tokenizer_and_the_model(client):
+    assert (await client.model()).name == "bytes"
+    assert await client.detokenize(await client.tokenize("héllo")) == "héllo"
+    rendered = await client.render_chat([{"role": "user", "content": "hi"}])
+    assert rendered.text == "<|turn|>user hi<|end|><|turn|>assistant "
+    answer = await client.complete([{"role": "user", "content": "hi"}], max_tokens=3)
+    assert answer.usage.prompt_tokens == len(rendered.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (Options(temperature=-1), "temperature"),
+        (Options(top_p=0), "top_p"),
+        (Options(max_tokens=0), "max_tokens"),
+        (Options(stop_token_ids=[258]), "stop_token_ids"),
+        (Options(tenant="other"), "tenant"),
+    ],
+)
+async def test_a_refusal_names_the_field_and_fails_alone(client, options, field):
+    running = client.generate("on and on")
+    await running.take()
+    with pytest.raises(RequestFailed) as caught:
+        await client.complete("hi", **options)
+    failure = caught.value
+    assert failure.code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED)
+    assert field in failure.message or any(field in name for name, _ in failure.violations)
+    assert failure.request_id
+    assert await running.take()
+    running.leave()
+
+
+async def test_keys(byte_tokenizer, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(f"{hash_key('mine')} me\n{hash_key('gateway')} gate act-for-others\n")
+    async with RealService(byte_tokenizer, authenticator=ApiKeys.load(keys)) as real:
+        for key in [None, "wrong"] * 10:  # often, since the refusal races with the request's being written
+            async with AsyncClient(real.target, api_key=key) as client:
+                failures = await asyncio.gather(*(client.complete("hi") for _ in range(4)), return_exceptions=True)
+            for failure in failures:
+                assert isinstance(failure, RequestFailed)
+                assert failure.code is grpc.StatusCode.UNAUTHENTICATED
+                assert "Bearer" in failure.message
+        async with AsyncClient(real.target, api_key="mine") as client:
+            assert (await client.complete("hi", max_tokens=1)).text
+            with pytest.raises(RequestFailed, match="PERMISSION_DENIED"):
+                await client.complete("hi", tenant="other")
+        async with AsyncClient(real.target, api_key="gateway") as client:
+            assert (await client.complete("hi", max_tokens=1, tenant="other")).text
+
+
+async def test_leaving_and_deadlines_free_everything(client, real):
+    async for event in client.generate("on and on"):
+        if isinstance(event, Delta):
+            break
+    async with client.generate("on and on") as request:
+        await request.take()
+    await real.idle()
+    assert (await client.complete("still here", max_tokens=2)).usage.output_tokens == 2
+
+
+async def test_a_deadline_is_the_services(byte_tokenizer):
+    async with RealService(byte_tokenizer, seconds_per_step=0.01) as real, AsyncClient(real.target) as client:
+        with pytest.raises(RequestFailed) as caught:
+            await client.complete("on and on", timeout=0.1)
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.finished
+        assert caught.value.finished.reason is FinishReason.DEADLINE
+        assert caught.value.finished.usage.output_tokens > 0
+        await real.idle()
+
+
+async def test_256_requests_on_one_stream(client, real):
+    answers = await asyncio.gather(*(client.complete("x" * (i % 40 + 1), max_tokens=20) for i in range(256)))
+    assert [answer.text for answer in answers] == [letters(i % 40 + 1, 20) for i in range(256)]
+    await real.idle()
+
+
+async def test_a_full_queue_says_when_to_come_again(byte_tokenizer):
+    limits = {"max_num_seqs": 1, "max_queued_requests": 1}
+    async with RealService(byte_tokenizer, seconds_per_step=0.01, **limits) as real, AsyncClient(real.target) as client:
+        requests = [client.generate(f"on and on {i}") for i in range(8)]
+        results = await asyncio.gather(*(request.take() for request in requests), return_exceptions=True)
+        refusals = [result for result in results if isinstance(result, RequestFailed)]
+        assert len(refusals) >= 6
+        for refusal in refusals:
+            assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refusal.retryable
+            assert refusal.retry_after
+            assert refusal.reason
+
+
+async def test_a_service_that_stops_and_comes_back(byte_tokenizer):
+    real = RealService(byte_tokenizer, seconds_per_step=0.005)
+    async with real:
+        client = AsyncClient(real.target)
+        running = client.generate("on and on")
+        await running.take()
+    with pytest.raises(RequestFailed) as caught:
+        await running.completion()
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    async with real:
+        await client.wait_ready(20)
+        assert (await client.complete("back", max_tokens=4)).text == letters(4, 4)
+    await client.close()
+
+
+async def test_a_closed_client_leaves_nothing_behind(byte_tokenizer):
+    async with RealService(byte_tokenizer, seconds_per_step=0.001) as real:
+        async with AsyncClient(real.target) as client:
+            requests = [client.generate(f"on and on {i}") for i in range(20)]
+            for request in requests:
+                await request.take()
+        with pytest.raises(RequestFailed):
+            await requests[0].completion()
+        await real.idle()
+        assert not isinstance(requests[0], StreamBroken)
+
+
+@pytest.fixture
+def real_on_a_thread(byte_tokenizer):
+    real, ready, stop = RealService(byte_tokenizer), threading.Event(), []
+
+    async def main():
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        stop.append(lambda: loop.call_soon_threadsafe(done.set))
+        async with real:
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(20)
+    yield real
+    stop[0]()
+    thread.join()
+
+
+def test_the_synchronous_client(real_on_a_thread):
+    with Client(real_on_a_thread.target) as client:
+        assert client.complete("hello", max_tokens=5).text == letters(5, 5)
+        assert "".join(piece.text for piece in client.stream("hello", max_tokens=5)) == letters(5, 5)
+
+
+def test_the_tools(tool, real_on_a_thread, tmp_path):
+    target = real_on_a_thread.target
+    done = tool.run("chat", "--target", target, text="/set max_tokens=5\nhi\nho\n/stats\n")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
+    assert "all: 2 answers, 10 tokens" in done.stderr
+    lines = [{"id": i, "prompt": "x" * (i + 1), "max_tokens": 4} for i in range(50)]
+    lines += [
+        {"id": "bad", "prompt": "x", "temperature": -1},
+        {"id": "ids", "prompt_token_ids": [300], "max_tokens": 4},
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = tool.run("generate", "--target", target, "--input", tmp_path / "in", "--output", tmp_path / "out")
+    assert done.returncode == 1
+    records = {record["id"]: record for record in map(json.loads, (tmp_path / "out").read_text().splitlines())}
+    assert all(records[i]["text"] == letters(i + 1, 4) for i in range(50))
+    assert records["bad"]["error"]["code"] == records["ids"]["error"]["code"] == "INVALID_ARGUMENT"
+    assert "temperature" in records["bad"]["error"]["message"]

@@ -1,0 +1,105 @@
+"""Loading: dtypes, shards, dummy weights, the vocabulary's upper rows, and memory that does not suffice."""
+
+import pytest
+import torch
+
+from penstock.models import memory
+from penstock.models.backend import load_backend
+from penstock.models.errors import ModelError
+from penstock.scheduler.plan import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03), ("float64", 1e-4)])
+async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, prompts, dtype, tolerance):
+    for variant in ("llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "mistral-window9"):
+        model = tiny_model(variant)
+        engine = await start_engine(in_process(model.path, dtype=dtype))
+        assert engine.engine.facts.dtype == dtype
+        sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+        for prompt, answer in zip(prompts[2:], await engine.run(prompts[2:], sampling, 2), strict=True):
+            expected = model.logits(prompt).log_softmax(-1)[:-1]
+            chosen = expected.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+            got = torch.tensor([value for part in answer.prompt_logprobs for value in part.logprobs.chosen])
+            assert (got - chosen).abs().mean() < tolerance
+
+
+async def test_dtype_auto_is_the_checkpoints(tiny_model, in_process):
+    facts = await in_process(tiny_model("llama").path, dtype="auto", num_blocks=None).start()
+    assert facts.dtype == "float32"
+
+
+async def test_sharded_weights_are_the_same(tiny_model, tmp_path, in_process, start_engine, prompts):
+    model = tiny_model("llama")
+    model.module.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole = await (await start_engine(in_process(model.path))).run(prompts, GREEDY, 8)
+    sharded = await (await start_engine(in_process(tmp_path))).run(prompts, GREEDY, 8)
+    assert [a.token_ids for a in sharded] == [a.token_ids for a in whole]
+
+
+async def test_dummy_weights_need_the_config_alone(tiny_model, tmp_path, in_process, start_engine):
+    (tmp_path / "config.json").write_text((tiny_model("qwen2-some-windows").path / "config.json").read_text())
+    outputs = []
+    for _ in range(2):
+        engine = await start_engine(in_process(tmp_path, load_format="dummy"))
+        [answer] = await engine.run([[1, 2, 3]], GREEDY, 8)
+        outputs.append(answer.token_ids)
+    assert outputs[0] == outputs[1]
+
+
+async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model, in_process, start_engine, prompts):
+    model = tiny_model("llama")
+    engine = await start_engine(in_process(model.path, tokenizer_vocab_size=40))
+    assert engine.engine.facts.vocab_size == 160
+    sampling = SamplingParams(temperature=3.0, seed=5, logprobs=40)
+    for answer in await engine.run(prompts, sampling, 24):
+        assert max(answer.token_ids) < 40
+        assert all(max(ids) < 40 for ids, _ in answer.tops)
+    # ... and log-probabilities are over the tokenizer's vocabulary.
+    [answer] = await engine.run([prompts[-1]], GREEDY, 1)
+    expected = model.logits(prompts[-1])[-1, :40].log_softmax(-1).max()
+    assert answer.logprobs == pytest.approx([float(expected)], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "says"),
+    [
+        ({"kv_cache_bytes": 4096, "max_model_len": 512}, 1 << 30, r"--kv-cache-memory-bytes .* --max-model-len"),
+        ({"kv_cache_bytes": 1 << 31}, 1 << 30, "--kv-cache-memory-bytes"),
+        ({"kv_cache_bytes": None}, 1 << 20, r"--gpu-memory-utilization .* --max-model-len to at most \d+"),
+        ({}, 1 << 10, r"weights need .* --dtype"),
+        ({"max_model_len": 4096}, 1 << 30, "--max-model-len 4096.* 2048"),
+        ({"dtype": "int8"}, 1 << 30, "--dtype int8"),
+        ({"backend": "warp"}, 1 << 30, "--backend warp.* reference"),
+        ({"device": "cuda:99"}, 1 << 30, "--device cuda:99"),
+        ({"device": "toaster"}, 1 << 30, "--device toaster"),
+        ({"load_format": "pickle"}, 1 << 30, "--load-format pickle"),
+    ],
+)
+def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, monkeypatch, changes, free, says):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    with pytest.raises(ModelError, match=says) as caught:
+        load_backend(worker_config(tiny_model("llama").path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_kv_takes_its_share_of_what_is_free(tiny_model, worker_config, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
+    config = worker_config(tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.25)
+    facts = load_backend(config).facts
+    block_bytes = 2 * 3 * 2 * 16 * 4 * 16
+    assert facts.kv_bytes == (facts.num_blocks + 1) * block_bytes
+    assert (25 << 20) - block_bytes < facts.kv_bytes <= 25 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1000000", 1000000 - 600000 + 50000), ("max", 1 << 62), ("500000", 0), (None, 1 << 62)]
+)
+def test_a_containers_limit_counts(tmp_path, limit, expected):
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text("600000\n")
+        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert memory._container_bytes(tmp_path) == expected

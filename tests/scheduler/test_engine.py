@@ -1,0 +1,310 @@
+"""The step loop, over a fake executor: what happens when something arrives, ends, or breaks."""
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+
+import pytest
+
+from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.planner import Planner
+from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Released
+
+VOCAB_SIZE = 100
+
+
+@pytest.fixture
+async def executor():
+    return FakeExecutor(num_blocks=400, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+async def engine(executor):
+    engine = Engine(executor)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+def submit(new_request, received_type):
+    """Submits a request to an engine; blocks of 16, as the fake executor has them."""
+
+    def submit(engine, name, length=20, first=0, **fields):
+        prompt = [(first + position) % VOCAB_SIZE for position in range(length)]
+        fields = {"make_text": Ids, "arrival": time.monotonic()} | fields
+        request = new_request(name, prompt, block_size=16, **fields)
+        received = received_type(request, max_model_len=4096, vocab_size=VOCAB_SIZE)
+        engine.submit(request)
+        return received
+
+    return submit
+
+
+class Ids:
+    """Lets every token go, without text."""
+
+    def feed(self, token_id):
+        return Released(1, "")
+
+    def finish(self):
+        return Released(0, "")
+
+
+async def turns_until(condition):
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came true")
+
+
+async def test_requests_run_and_finish(engine, submit):
+    requests = [submit(engine, str(number), first=number, max_tokens=number + 1) for number in range(20)]
+    assert all(received.accepted is not None for received in requests)
+    assert engine.stats().requests == 20
+    await engine.wait_idle()
+    for received in requests:
+        received.check_end()
+    stats = engine.stats()
+    assert (stats.requests, stats.running, stats.waiting, stats.kv_usage, stats.finished) == (0, 0, 0, 0.0, 20)
+
+
+async def test_16_identical_prompts_of_1000_tokens_compute_the_prefix_once(engine, submit):
+    requests = [submit(engine, str(number), 1000, sampling=SamplingParams(seed=number)) for number in range(16)]
+    await engine.wait_idle()
+    for received in requests:
+        received.check_end()
+    assert engine.stats().prefill_tokens == 1000 + 15 * (1000 % 16)
+    assert engine.stats().cached_tokens == 15 * 992
+
+
+async def test_two_plans_are_in_flight(engine, executor, submit):
+    depths = []
+    submit_plan = executor.submit
+
+    def submit_and_count(plan):
+        submit_plan(plan)
+        depths.append(len(executor.plans))
+
+    executor.submit = submit_and_count
+    submit(engine, "one", max_tokens=30)
+    await engine.wait_idle()
+    assert depths[0] == 1
+    assert set(depths[1:-1]) == {2}
+
+
+async def test_writers_have_a_turn_between_steps(engine, submit):
+    submit(engine, "one", max_tokens=50)
+    turns = 0
+    while engine.stats().requests:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 50
+
+
+async def test_abort_ends_a_request_once(engine, submit):
+    other = submit(engine, "other", max_tokens=10)
+    received = submit(engine, "one", first=5, max_tokens=500, n=3)
+    await turns_until(lambda: received.token_ids)
+    assert engine.abort("one", FinishReason.CANCELLED, "enough")
+    assert received.finished.reason is FinishReason.CANCELLED
+    assert received.finished.message == "enough"
+    assert received.finished.usage.output_tokens > 0
+    assert not engine.abort("one", FinishReason.CANCELLED)
+    assert not engine.abort("never seen", FinishReason.CANCELLED)
+    await engine.wait_idle()
+    other.check_end()
+    received.check_end()
+
+
+async def test_deadlines_end_running_and_waiting_requests(submit):
+    engine = Engine(FakeExecutor(vocab_size=VOCAB_SIZE, seconds_per_step=0.002), SchedulerConfig(max_num_seqs=1))
+    await engine.start()
+    deadline = time.monotonic() + 0.05
+    running = submit(engine, "running", max_tokens=3000, deadline=deadline)
+    waiting = submit(engine, "waiting", max_tokens=3000, deadline=deadline)
+    in_time = submit(engine, "in time", max_tokens=1, deadline=time.monotonic() + 60)
+    await engine.wait_idle()
+    assert time.monotonic() > deadline - 0.01
+    assert running.finished.reason is waiting.finished.reason is FinishReason.DEADLINE
+    assert running.finished.usage.output_tokens > 0
+    assert waiting.finished.usage.output_tokens == 0
+    in_time.check_end()
+    assert in_time.finished.reason is FinishReason.LENGTH
+    assert not engine._deadlines
+    with pytest.raises(Refused) as refused:
+        submit(engine, "too late", deadline=time.monotonic() - 1)
+    assert refused.value.kind is RefusalKind.DEADLINE
+    await engine.stop()
+
+
+async def test_the_workers_death_ends_all_and_is_told_first(engine, executor, submit):
+    states = []
+    requests = [submit(engine, str(number), first=number, max_tokens=100) for number in range(300)]
+    engine.watch(lambda state: states.append((state, sum(r.finished is not None for r in requests))))
+    await turns_until(lambda: requests[0].token_ids)
+    executor.die("killed by signal 9")
+    await engine.wait_idle()
+    assert states == [(EngineState.FAILED, 0)]
+    assert {r.finished.reason for r in requests} == {FinishReason.WORKER_DIED}
+    assert {r.finished.message for r in requests} == {"killed by signal 9"}
+    for received in requests:
+        received.check_end()
+    with pytest.raises(Refused) as refused:
+        submit(engine, "later")
+    assert refused.value.kind is RefusalKind.WORKER_DOWN
+    assert not engine.abort("0", FinishReason.CANCELLED)
+
+
+async def test_answers_before_the_death_count(engine, executor, submit):
+    """A plan that cannot be submitted any more must not hide the answers that are there."""
+    received = submit(engine, "one", max_tokens=3)
+    submit_plan = executor.submit
+
+    def submit_and_die(plan):
+        if plan.step == 2:
+            raise ExecutorError("gone")
+        submit_plan(plan)
+
+    executor.submit = submit_and_die
+    await turns_until(lambda: len(received.token_ids.get(0, [])) == 2)
+    executor.die()
+    await engine.wait_idle()
+    assert received.finished.reason is FinishReason.WORKER_DIED
+    assert len(received.token_ids[0]) == 2
+
+
+async def test_a_bug_ends_every_request_with_internal(engine, submit, monkeypatch, caplog):
+    monkeypatch.setattr(KVCacheManager, "publish", lambda *args: 1 / 0)
+    requests = [submit(engine, str(number), first=number) for number in range(3)]
+    await asyncio.wait_for(engine.wait_idle(), 1)
+    assert {r.finished.reason for r in requests} == {FinishReason.INTERNAL}
+    assert engine.state is EngineState.FAILED
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, executor, submit, caplog):
+    first, second = submit(engine, "first", max_tokens=1000), submit(engine, "second", first=3, max_tokens=1000)
+
+    def broken(_event):
+        raise RuntimeError("no stream")
+
+    first.request.sink = broken
+    await asyncio.wait_for(engine.wait_idle(), 1)
+    assert second.finished.reason is FinishReason.INTERNAL
+
+
+async def test_draining_refuses_what_is_new_and_finishes_the_rest(engine, submit):
+    states: list[EngineState] = []
+    engine.watch(states.append)
+    received = submit(engine, "one", max_tokens=30)
+    engine.drain()
+    with pytest.raises(Refused) as refused:
+        submit(engine, "two")
+    assert refused.value.kind is RefusalKind.DRAINING
+    await engine.wait_idle()
+    received.check_end()
+    assert received.finished.reason is FinishReason.LENGTH
+    await engine.stop()
+    assert states == [EngineState.DRAINING, EngineState.STOPPED]
+
+
+async def test_stop_ends_what_is_alive(engine, submit):
+    received = submit(engine, "one", max_tokens=1000)
+    await asyncio.sleep(0)
+    await engine.stop()
+    await engine.stop()
+    assert received.finished.reason is FinishReason.SHUTDOWN
+    with pytest.raises(Refused):
+        submit(engine, "two")
+
+
+async def test_an_executor_that_cannot_start_is_told():
+    class Broken(FakeExecutor):
+        async def start(self):
+            raise ExecutorError("no such model; name another")
+
+    engine = Engine(Broken())
+    states: list[EngineState] = []
+    engine.watch(states.append)
+    with pytest.raises(ExecutorError, match="name another"):
+        await engine.start()
+    assert states == [EngineState.FAILED]
+    await engine.stop()
+
+
+async def run_load(engine, submit, seed):
+    """Requests that share prefixes, in a pool that is too small for them; some are cancelled."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(60):
+        sampling = SamplingParams(seed=number, logprobs=rng.choice((None, 1)))
+        received = submit(
+            engine,
+            str(number),
+            rng.randint(1, 120),
+            first=rng.choice((0, 0, 50)),
+            max_tokens=rng.randint(1, 60),
+            n=rng.choice((1, 1, 2)),
+            sampling=sampling,
+        )
+        requests.append(received)
+        if rng.random() < 0.2:
+            engine.abort(str(rng.randrange(number + 1)), FinishReason.CANCELLED)
+        for _ in range(rng.randrange(6)):
+            await asyncio.sleep(0)
+    await engine.wait_idle()
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed):
+    """The fake worker knows whose KV each slot holds, poisons what is given out again, and checks every read."""
+    engine = Engine(FakeExecutor(num_blocks=20, vocab_size=VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64))
+    await engine.start()
+    for received in await run_load(engine, submit, seed):
+        received.check_end()
+        assert received.finished.reason is not FinishReason.INTERNAL
+    assert engine.stats().preemptions > 0
+    assert engine.stats().cached_tokens > 0
+    assert engine.stats().kv_usage == 0.0
+    await engine.stop()
+
+
+def publish_before_the_plan_is_closed(patch):
+    begin = Planner._begin
+
+    def begin_and_publish(planner, plan, choice, block_ids, num_cached_blocks):
+        begin(planner, plan, choice, block_ids, num_cached_blocks)
+        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, len(choice.token_ids) // planner.kv.block_size)
+
+    patch.setattr(Planner, "_begin", begin_and_publish)
+
+
+def free_a_block_too_early(patch):
+    begin = Planner._begin
+
+    def begin_and_free(planner, plan, choice, block_ids, num_cached_blocks):
+        begin(planner, plan, choice, block_ids, num_cached_blocks)
+        planner.kv.free(choice.block_ids[-1:])
+
+    patch.setattr(Planner, "_begin", begin_and_free)
+
+
+@pytest.mark.parametrize("plant", [publish_before_the_plan_is_closed, free_a_block_too_early])
+async def test_reliability_figure_2_planted_bug_is_caught(submit, monkeypatch, caplog, plant):
+    plant(monkeypatch)
+    engine = Engine(FakeExecutor(num_blocks=20, vocab_size=VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64))
+    await engine.start()
+    with suppress(Refused):  # once the engine has failed
+        await run_load(engine, submit, 0)
+    assert engine.state is EngineState.FAILED
+    assert "BrokenPlan" in caplog.text
+    await engine.stop()

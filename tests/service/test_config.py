@@ -1,0 +1,149 @@
+"""The flags of ``penstock serve``: named as they should be, checked once, from the command line, a file or Python."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.service.config import ConfigError, ServeConfig, parse_config
+
+AS_IN_VLLM = [
+    *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),
+    *("--host", "--kv-cache-memory-bytes", "--load-format", "--max-model-len", "--max-num-batched-tokens"),
+    *("--max-num-seqs", "--model", "--no-enable-prefix-caching", "--port", "--scheduling-policy"),
+    "--served-model-name",
+]
+
+
+def test_without_arguments_it_is_the_demo_model_on_loopback():
+    config = parse_config([])
+    assert config == ServeConfig()
+    assert (config.model, config.address, config.model_name) == ("demo", "127.0.0.1:50051", "demo")
+
+
+def test_flags_become_fields():
+    line = (
+        "org/model --host :: --port=8033 --max-num-seqs 7 --no-enable-prefix-caching --kv-cache-memory-bytes 512M "
+        "--dtype float32 --chat-template ~/t.jinja --scheduling-policy priority --shutdown-grace 1.5"
+    )
+    config = parse_config(line.split())
+    assert config.model == config.model_name == "org/model"
+    assert config.address == "[::]:8033"
+    assert config.max_num_seqs == 7
+    assert config.enable_prefix_caching is False
+    assert config.kv_cache_memory_bytes == 512 << 20
+    assert config.chat_template == Path("~/t.jinja").expanduser()
+    assert config.shutdown_grace == 1.5
+
+
+def test_the_help_has_every_flag_its_default_and_examples(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse_config(["--help"])
+    assert leaving.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    start = text.index("positional arguments")
+    for field in dataclasses.fields(ServeConfig):
+        flag = "MODEL" if field.name == "model" else f"--{field.name.replace('_', '-')}"
+        described = text[next(re.finditer(rf"{flag}[ ,]", text[start:])).start() + start :]
+        assert "(default:" in described[:300], flag
+    assert "penstock serve Qwen/Qwen3-0.6B" in text
+    for flag in AS_IN_VLLM:
+        assert flag in text
+
+
+BAD = {
+    "--port x": "--port: must be a whole number; it is 'x'",
+    "--port 65536": "--port: must be 0 to 65,535; it is 65,536",
+    "--port": "--port: expected one argument",
+    "--dtype int8": "--dtype: must be auto, float32, bfloat16, float16 or float64; it is 'int8'",
+    "--block-size 32": "--block-size: must be 16; it is 32",
+    "--max-num-seqs 0": "--max-num-seqs: must be 1 to 4,096; it is 0",
+    "--max-model-len 1": "--max-model-len: must be 2 to 16,777,216; it is 1",
+    "--gpu-memory-utilization nan": "--gpu-memory-utilization: must be 0.01 to 1.0; it is nan",
+    "--gpu-memory-utilization 90": "--gpu-memory-utilization: must be 0.01 to 1.0; it is 90",
+    "--kv-cache-memory-bytes 1.5G": "--kv-cache-memory-bytes: must be a number of bytes, such as 512M; it is '1.5G'",
+    "--scheduling-policy lifo": "--scheduling-policy: must be fcfs or priority; it is 'lifo'",
+    "--shutdown-grace -1": "--shutdown-grace: must be 0 to 86,400; it is -1",
+    "--listen unix:/x --port 1": "--listen: already says where",
+    "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1G": "--kv-cache-memory-bytes: already says how much",
+    "--model a b": "--model: MODEL is there already",
+    "--max-num-seq 5": "no such flag or argument: --max-num-seq",
+    "--config /nowhere/x.yaml": "--config /nowhere/x.yaml: cannot be read (No such file or directory)",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_a_bad_flag_is_named_with_what_would_be_right(arguments):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(arguments.split())
+    assert str(caught.value).startswith(BAD[arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_python_is_checked_as_the_command_line_is():
+    with pytest.raises(ConfigError, match="--max-num-seqs: must be 1 to 4,096; it is 0"):
+        ServeConfig(max_num_seqs=0)
+    with pytest.raises(ConfigError, match="--port: must be a whole number; it is '80'"):
+        ServeConfig(port="80")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MODEL: is empty"):
+        ServeConfig(model="")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "serve.yaml"
+
+    def write(text):
+        path.write_text(text)
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_a_file_has_the_flags_as_keys_and_the_command_line_wins(file):
+    arguments = file(
+        "model: mine\nmax-num-seqs: 64\nmax_num_batched_tokens: 512\nenable-prefix-caching: false\n"
+        "kv-cache-memory-bytes: 2G\nshutdown-grace: 3\nport: 1\n"
+    )
+    config = parse_config([*arguments, "--port", "2"])
+    assert (config.model, config.max_num_seqs, config.max_num_batched_tokens) == ("mine", 64, 512)
+    assert (config.enable_prefix_caching, config.kv_cache_memory_bytes, config.shutdown_grace) == (False, 2 << 30, 3.0)
+    assert config.port == 2
+    assert parse_config([*arguments, "theirs", "--listen", "unix:/x"]).address == "unix:/x"
+    assert parse_config([*file("listen: unix:/x\n"), "--port", "7"]).address == "127.0.0.1:7"
+    assert parse_config(file("")) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max-num-sequences: 5", "max-num-sequences is no flag of penstock serve; --help lists them"),
+        ("port: many", "port: must be a whole number; it is 'many'"),
+        ("port: 1.5", "port: must be a whole number; it is '1.5'"),
+        ("port: true", "port: must be a whole number; it is True"),
+        ("dtype: [float32]", "dtype: must be auto, float32, bfloat16, float16 or float64; it is ['float32']"),
+        ("enable-prefix-caching: 1", "enable-prefix-caching: must be true or false; it is 1"),
+        ("- port", "must hold keys and values"),
+        ("a: b: c", "is no YAML"),
+        ("config: other.yaml", "config is no flag"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key(file, text, problem):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(file(text))
+    assert problem in str(caught.value)
+    assert "serve.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bound_holds_in_a_file_too(file):
+    with pytest.raises(ConfigError, match="--port: must be 0 to 65,535; it is 70,000"):
+        parse_config(file("port: 70000"))
+
+
+def test_a_models_name_for_clients(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    assert parse_config([str(tmp_path / "tiny")]).model_name == "tiny"
+    assert parse_config(["Qwen/Qwen3-0.6B"]).model_name == "Qwen/Qwen3-0.6B"
+    assert parse_config(["demo", "--served-model-name", "x"]).model_name == "x"

@@ -1,0 +1,198 @@
+"""From a start to a request: defaults, cost, and what goes together and what doesn't."""
+
+import time
+
+import grpc
+import pytest
+
+from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.scheduler.plan import SamplingParams
+from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.convert import MAX_LOGPROB_ENTRIES, MAX_OUTPUT_TOKENS, Converter, Origin
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.text import IdsOnly
+from penstock.service.tokenizer import Tokenizer, TokenizerPool
+from penstock.v1 import generation_pb2 as pb
+
+EOS = 256
+
+
+@pytest.fixture
+def make_converter(byte_tokenizer):
+    pools = []
+
+    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None):
+        tokenizer = tokenizer or byte_tokenizer
+        pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
+        pools.append(pool)
+        validator = Validator(ModelLimits(tokenizer.vocab_size, max_model_len))
+        return Converter(validator, pool, "bytes", max_sequence_tokens or max_model_len)
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def convert(make_converter):
+    async def convert(start, converter=None, tenant="default", **origin):
+        converter = converter or make_converter()
+        converter.check(start)
+        origin = Origin("id", tenant, arrival=time.monotonic(), **origin)
+        return await converter.prepare(start, origin, lambda event: None)
+
+    return convert
+
+
+def start(text="hello", output=None, **sampling):
+    return pb.Start(text=text, sampling=pb.Sampling(**sampling), output=output)
+
+
+async def refusal(awaitable):
+    with pytest.raises(ServiceError) as error:
+        await awaitable
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    return error.value
+
+
+async def test_defaults(convert):
+    request = await convert(pb.Start(text="hello"))
+    seed = request.sampling.seed
+    assert request.sampling == SamplingParams(seed=seed, stop_token_ids=(EOS,))
+    assert request.prompt_token_ids == list(b"hello")
+    assert (request.n, request.priority, request.deadline) == (1, 0, None)
+    assert request.max_tokens == 4096 - 5
+
+
+async def test_every_field_arrives(convert):
+    sampling = pb.Sampling(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1,
+        frequency_penalty=1, seed=2**64 - 1, max_tokens=30, min_tokens=3, stop=["x"], stop_token_ids=[9, 3],
+        logit_bias={5: 1.5, 4: -100}, allowed_token_ids=[8, 7, 8], bad_words=["ab"], n=4,
+    )  # fmt: skip
+    request = await convert(
+        pb.Start(text="hi", sampling=sampling, output=pb.Output(logprobs=0, prompt_logprobs=3), priority=-5)
+    )
+    assert request.sampling == SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1,
+        frequency_penalty=1, seed=2**64 - 1, min_tokens=3, stop_token_ids=(3, 9, EOS),
+        logit_bias=((4, -100.0), (5, 1.5)), allowed_token_ids=(7, 8), bad_words=((97, 98), (32, 97, 98)), logprobs=0,
+        prompt_logprobs=3,
+    )  # fmt: skip
+    assert (request.n, request.max_tokens, request.priority) == (4, 30, -5)
+
+
+async def test_zero_is_not_absent(convert):
+    request = await convert(start(temperature=0.0, seed=0))
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 0)
+
+
+async def test_seeds_differ(convert):
+    seeds = {(await convert(start())).sampling.seed for _ in range(20)}
+    assert len(seeds) == 20
+
+
+async def test_ignore_eos_leaves_the_callers_own_stops(convert):
+    assert (await convert(start(ignore_eos=True, stop_token_ids=[5]))).sampling.stop_token_ids == (5,)
+
+
+async def test_hashes_are_the_tenants(convert):
+    prompt = "x" * 40
+    request = await convert(start(prompt), tenant="acme")
+    assert request.block_hashes == hash_blocks(list(prompt.encode()), 16, tenant_salt("bytes", "acme"))
+    assert request.block_hashes != (await convert(start(prompt))).block_hashes
+    assert request.hash_salt == tenant_salt("bytes", "acme")
+
+
+async def test_chat_is_rendered_and_a_users_special_tokens_are_text(convert):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="<|end|>")])
+    ids = (await convert(pb.Start(chat=chat))).prompt_token_ids
+    assert ids == [257, *b"user\n", *b"<|end|>", 256, 257, *b"assistant\n"]
+    chat.add_generation_prompt = False
+    assert (await convert(pb.Start(chat=chat))).prompt_token_ids == ids[:-11]
+
+
+async def test_text_is_made_only_where_it_is_needed(convert):
+    ids_only = pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    assert isinstance((await convert(start(output=ids_only))).make_text(), IdsOnly)
+    assert not isinstance((await convert(start(output=ids_only, stop=["x"]))).make_text(), IdsOnly)
+    assert not isinstance((await convert(start())).make_text(), IdsOnly)
+
+
+async def test_prompt_is_required(convert, make_converter, byte_tokenizer_path, tmp_path):
+    assert (await refusal(convert(pb.Start()))).field == "prompt"
+    assert (await refusal(convert(pb.Start(text="")))).field == "text"
+    assert (await refusal(convert(start("x" * 4096)))).field == "text"
+    assert (await convert(start("x" * 4095))).max_tokens == 1
+
+
+async def test_without_a_template_chat_is_refused(convert, make_converter, byte_tokenizer_path, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((byte_tokenizer_path / "tokenizer.json").read_bytes())
+    converter = make_converter(tokenizer=Tokenizer.load(tmp_path))
+    with pytest.raises(ServiceError) as error:
+        await convert(pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user")])), converter)
+    assert error.value.reason is Reason.NO_CHAT_TEMPLATE
+
+
+async def test_max_tokens_is_what_the_context_leaves(convert, make_converter):
+    assert (await convert(start("x" * 4000, max_tokens=96))).max_tokens == 96
+    error = await refusal(convert(start("x" * 4000, max_tokens=97)))
+    assert error.field == "sampling.max_tokens"
+    assert "96" in error.message
+
+
+async def test_a_default_fits_the_cache(convert, make_converter):
+    converter = make_converter(max_sequence_tokens=1024)
+    assert (await convert(start("x" * 1000), converter)).max_tokens == 24
+    assert (await convert(start("x" * 1000, max_tokens=500), converter)).max_tokens == 500
+
+
+async def test_min_tokens_is_at_most_max_tokens(convert):
+    assert (await refusal(convert(start(max_tokens=3, min_tokens=4)))).field == "sampling.min_tokens"
+    assert (await refusal(convert(start("x" * 4000, min_tokens=97)))).field == "sampling.min_tokens"
+    assert (await convert(start(max_tokens=4, min_tokens=4))).sampling.min_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (start(n=64, max_tokens=MAX_OUTPUT_TOKENS // 64 + 1), "sampling.n"),
+        (start(n=64), "sampling.n"),
+        (
+            start(output=pb.Output(logprobs=20), n=4, max_tokens=MAX_LOGPROB_ENTRIES // 84 + 1),
+            "output.logprobs",
+        ),
+        (start("x" * 250_000, output=pb.Output(prompt_logprobs=20)), "output.prompt_logprobs"),
+    ],
+)
+async def test_cost_is_bounded_as_a_whole(convert, make_converter, request_, field):
+    error = await refusal(convert(request_, make_converter(max_model_len=1 << 20)))
+    assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, field)
+
+
+async def test_cost_at_its_bound_is_allowed(convert, make_converter):
+    request = await convert(start(n=64, max_tokens=MAX_OUTPUT_TOKENS // 64), make_converter(max_model_len=1 << 20))
+    assert request.n * request.max_tokens == MAX_OUTPUT_TOKENS
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+        {"allowed_token_ids": [EOS], "min_tokens": 1},
+        {"allowed_token_ids": [97, 5], "bad_words": ["a"], "stop_token_ids": [5], "min_tokens": 1},
+    ],
+)
+async def test_masks_that_leave_nothing_are_refused(convert, sampling):
+    assert (await refusal(convert(start(**sampling)))).field == "sampling.allowed_token_ids"
+
+
+@pytest.mark.parametrize("sampling", [{"allowed_token_ids": [97, 98], "bad_words": ["a"]}, {"min_tokens": 1}])
+async def test_masks_that_leave_something_are_not(convert, sampling):
+    assert await convert(start(**sampling))
+
+
+async def test_continue_from_is_not_there_yet(convert):
+    with pytest.raises(ServiceError) as error:
+        await convert(pb.Start(continue_from="x"))
+    assert error.value.code is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,92 @@
+"""The catalogue: small statuses with rich details, and nothing of ours in them."""
+
+import grpc
+import pytest
+
+from penstock.scheduler.request import FinishReason, RefusalKind, Refused
+from penstock.service.errors import (
+    CATALOGUE,
+    MAX_STATUS_BYTES,
+    Reason,
+    ServiceError,
+    ending_status,
+    from_exception,
+    invalid,
+    status_code,
+    to_status,
+    trailers,
+)
+
+REQUEST_ID = "0" * 26
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_in_the_catalogue(reason, details_of):
+    status = to_status(ServiceError(reason), REQUEST_ID)
+    assert status_code(status) not in (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN)
+    assert status.message
+    details = details_of(status)
+    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == (reason.name, "penstock")
+    assert details["RequestInfo"].request_id == REQUEST_ID
+
+
+def test_catalogue_has_nothing_else():
+    assert set(CATALOGUE) == set(Reason)
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "ü" * 100_000, "\U0001f600" * 100_000, "\ud800" * 5000])
+def test_status_stays_small_whatever_it_says(text, details_of):
+    status = to_status(invalid(text, text), REQUEST_ID)
+    assert status.ByteSize() <= MAX_STATUS_BYTES
+    assert details_of(status)["RequestInfo"].request_id == REQUEST_ID
+
+
+def test_field_is_named_with_the_remedy(details_of):
+    status = to_status(invalid("sampling.top_p", "must be at most 1"), REQUEST_ID)
+    assert status_code(status) is grpc.StatusCode.INVALID_ARGUMENT
+    [violation] = details_of(status)["BadRequest"].field_violations
+    assert violation.field == "sampling.top_p"
+    assert "at most 1" in violation.description
+
+
+@pytest.mark.parametrize(
+    ("error", "pushback"),
+    [
+        (ServiceError(Reason.QUEUE_FULL), "1000"),
+        (ServiceError(Reason.QUEUE_FULL, retry_after_ms=70), "70"),
+        (ServiceError(Reason.READER_TOO_SLOW), "-1"),
+        (ServiceError(Reason.INVALID_FIELD), None),
+    ],
+)
+def test_pushback_says_when_to_try_again(error, pushback, details_of):
+    status = to_status(error, REQUEST_ID)
+    assert dict(trailers(status)).get("grpc-retry-pushback-ms") == pushback
+    delay = details_of(status).get("RetryInfo")
+    assert (None if delay is None else str(delay.retry_delay.ToMilliseconds())) == (pushback if pushback != "-1" else None)
+
+
+@pytest.mark.parametrize("kind", RefusalKind)
+def test_every_refusal_of_the_engine_is_known(kind):
+    known = from_exception(Refused(kind, "why", retry_after_ms=5))
+    assert known is not None
+    assert (known.message, known.retry_after_ms) == ("why", 5)
+
+
+def test_a_full_queue_that_never_empties_enough_is_not_tried_again():
+    known = from_exception(Refused(RefusalKind.QUEUE_FULL, "too many tokens for any queue"))
+    assert known is not None
+    assert dict(trailers(to_status(known, REQUEST_ID)))["grpc-retry-pushback-ms"] == "-1"
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_every_end_has_a_status(reason):
+    status = ending_status(reason, "secret of the worker", REQUEST_ID)
+    is_fine = reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert (status.code == 0) == is_fine
+    if reason in (FinishReason.INTERNAL, FinishReason.WORKER_DIED):
+        assert "secret" not in status.message
+
+
+def test_a_bug_of_ours_is_not_in_the_catalogue():
+    assert from_exception(RuntimeError("secret")) is None
+    assert from_exception(TimeoutError("secret")) is None

@@ -1,0 +1,228 @@
+"""Figure 11: the bounds of every field, by reflection: refused at once, by name, and never reaching the engine."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from penstock.service import bounds
+from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
+from penstock.service.errors import ServiceError
+from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
+
+LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
+REFUSED_WITHIN_S = 0.010
+
+
+def request_messages() -> dict[str, Descriptor]:
+    """Every message that a client can send, by walking the methods' input types."""
+    found: dict[str, Descriptor] = {}
+
+    def visit(descriptor: Descriptor) -> None:
+        if descriptor.name in found or descriptor.GetOptions().map_entry:
+            return
+        found[descriptor.name] = descriptor
+        for field in descriptor.fields:
+            if field.message_type is not None:
+                visit(field.message_type)
+
+    for file in (pb, model_pb2, tokenizer_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                visit(method.input_type)
+    return found
+
+
+def test_every_field_of_every_request_has_a_bound():
+    fields = {name: {field.name for field in descriptor.fields} for name, descriptor in request_messages().items()}
+    assert fields == {name: set(bounded) for name, bounded in FIELD_BOUNDS.items()}
+
+
+def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
+    """Values just outside a bound, each with what is added to the field's path."""
+    match bound:
+        case bounds.Number(low=low, high=high):
+            high = LIMITS.resolve(high)
+            wide = field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_SINT32)
+            if bound.above_low:
+                yield low, ""
+            if low > 0 or wide:
+                yield low - 1, ""
+            if field.type == FieldDescriptor.TYPE_FLOAT:
+                for value in (math.nan, math.inf, -math.inf, low - 1e-3, high * 1.001 + 1e-3):
+                    yield value, ""
+            if high < bounds.UINT32_MAX:
+                yield high + 1, ""
+        case bounds.Text(high=high):
+            yield "x" * (high + 1), ""
+            if bound.low > 1:
+                yield "x", ""
+            if bound.pattern is not None:
+                yield "\n" * max(bound.low, 1), ""
+        case bounds.Known(numbers=numbers):
+            yield max(numbers) + 1, ""
+        case bounds.Items(high=high, each=each):
+            yield ["x"] * (high + 1), ""
+            yield [""], "[0]"
+            yield ["x", "x" * (each.high + 1)], "[1]"
+        case bounds.Ids(high=high):
+            high = int(LIMITS.resolve(high))
+            yield [0] * (high + 1), ""
+            yield [LIMITS.vocab_size], "[0]"
+            yield [0, 2**32 - 1], "[1]"
+            yield [0] * (high - 1) + [LIMITS.vocab_size], f"[{high - 1}]"
+        case bounds.Biases(high=high, most=most):
+            yield dict.fromkeys(range(high + 1), 0.0), ""
+            yield {LIMITS.vocab_size: 0.0}, f"[{LIMITS.vocab_size}]"
+            for value in (math.nan, math.inf, -math.inf, most * 1.01, -most * 1.01):
+                yield {3: value}, "[3]"
+        case bounds.Messages(high=high, max_bytes=max_bytes):
+            yield [pb.ChatMessage(role="user")] * (high + 1), ""
+            yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
+            yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
+        case bounds.Refs(high=high):
+            yield [0] * (high + 1), ""
+        case bounds.Nested() | bounds.Free():
+            pass
+        case _:
+            raise AssertionError(f"no bad values for {bound}")
+
+
+def set_field(message: Any, name: str, value: Any) -> None:
+    field = getattr(message, name)
+    if isinstance(value, list):
+        field.extend(value)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            field[key] = entry
+    else:
+        setattr(message, name, int(value) if isinstance(field, int) and not isinstance(value, str) else value)
+
+
+def message_types() -> dict[str, Any]:
+    return {
+        name: getattr(module, name) for module in (pb, model_pb2, tokenizer_pb2) for name in FIELD_BOUNDS
+        if hasattr(module, name)
+    }  # fmt: skip
+
+
+def bad_messages() -> Iterator[Any]:
+    descriptors, types = request_messages(), message_types()
+    for name, fields in FIELD_BOUNDS.items():
+        for field_name, bound in fields.items():
+            for number, (value, at) in enumerate(bad_values(bound, descriptors[name].fields_by_name[field_name])):
+                message = types[name]()
+                set_field(message, field_name, value)
+                yield pytest.param(message, f"{field_name}{at}", id=f"{name}.{field_name}-{number}")
+
+
+def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
+    """The method that the message can be sent by, what is sent, and the path that is to be named."""
+    start = pb.Start(text="hi")
+    match bad:
+        case pb.Start():
+            start.MergeFrom(bad)
+        case pb.Sampling() | pb.Output():
+            name = type(bad).__name__.lower()
+            getattr(start, name).CopyFrom(bad)
+            path = f"{name}.{path}"
+        case pb.TokenIds():
+            start.token_ids.CopyFrom(bad)
+            path = f"token_ids.{path}"
+        case pb.Chat():
+            start.chat.CopyFrom(bad)
+            path = f"chat.{path}"
+        case pb.ChatMessage():
+            if not bad.role:
+                bad.role = "user"
+            start.chat.messages.append(bad)
+            path = f"chat.messages[0].{path}"
+        case pb.Cancel():
+            return "Generate", pb.GenerateRequest(cancel=bad), path
+        case pb.Update():
+            return "Generate", pb.GenerateRequest(update=bad), path
+        case _:
+            return type(bad).__name__.removesuffix("Request"), bad, path
+    return "GenerateOne", pb.GenerateOneRequest(start=start), path
+
+
+@pytest.mark.parametrize(("bad", "path"), list(bad_messages()))
+def test_validator_refuses_at_once(bad, path):
+    """Figure 11, by itself: what it costs the loop, too."""
+    validator = Validator(LIMITS)
+    if isinstance(bad, pb.ChatMessage) and not bad.role:
+        bad.role = "user"
+    field = path.partition("[")[0]
+    ids = getattr(bad, field) if isinstance(FIELD_BOUNDS[type(bad).__name__].get(field), bounds.Ids) else []
+    seconds = math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        with pytest.raises(ServiceError) as error:
+            validator.check(bad)
+            validator.check_ids(ids, field)
+        seconds = min(seconds, time.perf_counter() - started)
+    assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.value.field == path
+    assert len(error.value.message) < 300
+    if len(ids) <= bounds.MAX_IDS_ON_LOOP:  # the values of longer lists are looked at off the loop
+        assert seconds < REFUSED_WITHIN_S
+
+
+async def test_no_bad_field_reaches_the_engine(start_service, details_of, monkeypatch):
+    """Figure 11, over a socket: each refusal names the field, and the engine hears of none."""
+    service = await start_service()
+    monkeypatch.setattr(service.engine, "submit", lambda request: pytest.fail("a bad request reached the engine"))
+    for parameters in bad_messages():
+        bad, path = parameters.values
+        method, request, path = in_a_request(bad, path)
+        if isinstance(bad, pb.Update):
+            continue  # a live request is needed: see test_generation.py
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            if method == "Generate":
+                await service.generation.Generate(iter([request])).read()
+            elif method == "GenerateOne":
+                await service.generation.GenerateOne(request).read()
+            else:
+                await getattr(service.tokenizer, method)(request)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, parameters.id
+        [violation] = details_of(error.value)["BadRequest"].field_violations
+        assert violation.field == path, parameters.id
+    assert service.engine.stats().steps == 0
+
+
+@pytest.mark.parametrize("name", list(FIELD_BOUNDS))
+def test_the_bounds_themselves_are_allowed(name):
+    """A bound that refuses everything would pass the other tests."""
+    validator = Validator(LIMITS)
+    for field_name, bound in FIELD_BOUNDS[name].items():
+        good: list[Any] = []
+        match bound:
+            case bounds.Number(low=low, high=high):
+                good = [LIMITS.resolve(high), 1e-6 if bound.above_low else low]
+            case bounds.Text(low=low, high=high) if bound.pattern is None:
+                good = ["x" * low, "x" * high]
+            case bounds.Known(numbers=numbers):
+                good = list(numbers)
+            case bounds.Items(high=high, each=each):
+                good = [["x" * each.high] * high]
+            case bounds.Ids(high=high):
+                good = [[LIMITS.vocab_size - 1] * int(LIMITS.resolve(high))]
+            case bounds.Biases(most=most):
+                good = [dict.fromkeys(range(LIMITS.vocab_size), most), {0: -most}]
+            case bounds.Refs(high=high):
+                good = [[2**32 - 1] * high]
+        for value in good:
+            message = message_types()[name]()
+            set_field(message, field_name, value)
+            if name == "ChatMessage":
+                message.role = "user"
+            validator.check(message)
+
+
+def test_limits_of_the_model_are_what_is_checked():
+    assert [LIMITS.resolve(limit) for limit in Limit] == [4096, 4095, 258]

@@ -1,0 +1,267 @@
+"""The outbox alone, over a writer that notes what it is given: when messages leave, and what is in them."""
+
+import asyncio
+
+import pytest
+
+from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
+from penstock.service import outbox as outbox_module
+from penstock.service.batch import MAX_MESSAGE_BYTES, OutputForm
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.messages import stream_message
+from penstock.service.outbox import Outbox, Pacer
+from penstock.v1 import generation_pb2 as pb
+
+TEXT = OutputForm(text=True, token_ids=False)
+BOTH = OutputForm(text=True, token_ids=True)
+
+
+class Writer:
+    """Takes messages at once, unless ``blocked``."""
+
+    def __init__(self):
+        self.messages = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def write(self, message):
+        self.messages.append(message)
+        await asyncio.sleep(0)
+        await self.open.wait()
+
+
+@pytest.fixture
+async def make_outbox():
+    """Outboxes whose ``run`` is a task."""
+    tasks = []
+
+    def make(pacer=None, heartbeat_s=60.0, run=True):
+        writer = Writer()
+        outbox = Outbox(writer.write, stream_message, pacer or Pacer(), lambda: pb.SERVICE_STATE_SERVING, heartbeat_s)
+        task = asyncio.create_task(outbox.run()) if run else None
+        if task is not None:
+            tasks.append(task)
+        return outbox, writer, task
+
+    yield make
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def turns(number=20):
+    """Lets the loop turn, without waiting."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def delta(text="a", ids=(97,), choice=0, **fields):
+    return Delta(choice, list(ids), text, **fields)
+
+
+def logprobs(num_tokens, num_top):
+    return TokenLogprobs(
+        num_top,
+        [float(i) for i in range(num_tokens)],
+        list(range(num_tokens * num_top)),
+        [float(i) for i in range(num_tokens * num_top)],
+    )
+
+
+async def test_a_step_is_one_message(make_outbox):
+    outbox, writer, _ = make_outbox()
+    await turns()
+    for step in range(3):
+        for ref in range(256):
+            outbox.delta(ref, delta(f"{step}"), TEXT, False)
+        outbox.finished(pb.Finished(ref=999))
+        await turns()
+        assert len(writer.messages) == step + 1
+        assert [d.ref for d in writer.messages[-1].deltas] == list(range(256))
+
+
+async def test_what_waits_of_a_choice_becomes_one_delta(make_outbox):
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.delta(1, delta("ab", [1, 2], logprobs=logprobs(2, 1)), BOTH, False)
+    outbox.delta(2, delta("x", [9]), TEXT, False)
+    outbox.delta(1, delta("c", [3], choice=1), BOTH, False)
+    end = Matched(FinishReason.STOP, stop="!")
+    outbox.delta(1, delta("d", [4], logprobs=logprobs(1, 1), end=end), BOTH, False)
+    outbox.close()
+    await outbox.run()
+    [message] = writer.messages
+    first, other, second = message.deltas
+    assert (first.ref, first.choice, first.text, list(first.token_ids)) == (1, 0, "abd", [1, 2, 4])
+    assert (list(first.logprobs.chosen), first.logprobs.num_top, len(first.logprobs.top)) == ([0, 1, 0], 1, 3)
+    assert (first.end.reason, first.end.stop) == (pb.FINISH_REASON_STOP, "!")
+    assert (other.ref, other.text, list(other.token_ids)) == (2, "x", [])
+    assert (second.ref, second.choice, second.text) == (1, 1, "c")
+
+
+async def test_nothing_is_sent_of_what_is_not_wanted(make_outbox):
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.delta(1, delta("", [7]), TEXT, False)
+    outbox.delta(1, delta("text", []), OutputForm(text=False, token_ids=True), False)
+    outbox.close()
+    await outbox.run()
+    assert not writer.messages
+
+
+async def test_no_message_is_above_64_kib_and_nothing_is_lost(make_outbox):
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.prompt_logprobs(1, PromptLogprobs(1, logprobs(2048, 20)))
+    for ref in range(2000):
+        outbox.delta(ref, delta("täxt" * 25, range(100)), BOTH, False)
+    outbox.close()
+    await outbox.run()
+    assert len(writer.messages) > 3
+    assert max(message.ByteSize() for message in writer.messages) <= MAX_MESSAGE_BYTES
+    parts = [part for message in writer.messages for part in message.prompt_logprobs]
+    chosen = [value for part in parts for value in part.logprobs.chosen]
+    assert chosen == [float(i) for i in range(2048)]
+    assert [top for part in parts for top in part.logprobs.top_token_ids] == list(range(2048 * 20))
+    assert [part.start for part in parts] == [1 + chosen.index(part.logprobs.chosen[0]) for part in parts]
+    assert [d.ref for message in writer.messages for d in message.deltas] == list(range(2000))
+
+
+async def test_accepted_goes_with_the_first_token(make_outbox):
+    outbox, writer, _ = make_outbox()
+    await turns()
+    outbox.accepted(pb.Accepted(ref=1))
+    await turns()
+    assert not writer.messages
+    outbox.delta(1, delta(), TEXT, True)
+    await turns()
+    [message] = writer.messages
+    assert message.accepted and message.deltas
+
+
+async def test_accepted_does_not_wait_for_long(make_outbox):
+    outbox, writer, _ = make_outbox()
+    await turns()
+    outbox.accepted(pb.Accepted(ref=1))
+    await asyncio.sleep(0.05)
+    assert len(writer.messages) == 1
+
+
+async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make_outbox):
+    pacer = Pacer(write_cost_s=1.0)
+    outbox, writer, _ = make_outbox(pacer)
+    outbox.opened()
+    await turns()
+    outbox.delta(1, delta("a"), TEXT, True)
+    await turns()
+    assert len(writer.messages) == 1
+    outbox.delta(1, delta("b"), TEXT, False)
+    outbox.delta(1, delta("c"), TEXT, False)
+    await turns()
+    assert len(writer.messages) == 1
+    outbox.finished(pb.Finished(ref=1))
+    await turns()
+    assert [d.text for d in writer.messages[1].deltas] == ["bc"]
+    assert writer.messages[1].finished
+
+
+async def test_only_streams_with_live_requests_count(make_outbox):
+    pacer = Pacer(write_cost_s=1.0)
+    outboxes = [make_outbox(pacer) for _ in range(3)]
+    await turns()
+    assert pacer.interval == 0
+    for outbox, _, _ in outboxes:
+        outbox.opened()
+        outbox.opened()
+    assert pacer.interval == 3
+    outboxes[0][0].finished(pb.Finished())
+    assert pacer.interval == 3
+    outboxes[0][0].finished(pb.Finished())
+    assert pacer.interval == 2
+    outboxes[1][2].cancel()  # its stream was dropped
+    outboxes[2][0].fail(ServiceError(Reason.INTERNAL))
+    await turns()
+    assert pacer.interval == 0
+    outboxes[1][0].finished(pb.Finished())
+    assert pacer.interval == 0
+
+
+async def test_an_idle_stream_has_a_heartbeat(make_outbox):
+    _, writer, _ = make_outbox(heartbeat_s=0.05)
+    await asyncio.sleep(0.3)
+    assert 2 <= len(writer.messages) <= 6
+    assert all(message.heartbeat.state == pb.SERVICE_STATE_SERVING for message in writer.messages)
+
+
+async def test_a_busy_stream_has_none(make_outbox):
+    outbox, writer, _ = make_outbox(heartbeat_s=0.2)
+    for _ in range(40):
+        outbox.delta(1, delta(), TEXT, False)
+        await asyncio.sleep(0.01)
+    assert not any(message.HasField("heartbeat") for message in writer.messages)
+
+
+async def test_a_reader_that_stalls_is_cut_off_and_holds_no_memory(make_outbox, monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 200_000)
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    await turns()
+    for _ in range(1000):
+        outbox.delta(1, delta("x" * 1000), TEXT, False)
+        await asyncio.sleep(0)
+    with pytest.raises(ServiceError) as error:
+        await task
+    assert error.value.reason is Reason.READER_TOO_SLOW
+    assert len(writer.messages) == 1
+    assert not outbox._batches
+
+
+async def test_a_reader_that_comes_back_gets_everything(make_outbox):
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    for step in range(200):
+        outbox.delta(1, delta(f"{step},"), TEXT, False)
+        await asyncio.sleep(0)
+    writer.open.set()
+    outbox.close()
+    await task
+    text = "".join(d.text for message in writer.messages for d in message.deltas)
+    assert text == "".join(f"{step}," for step in range(200))
+    assert len(writer.messages) < 10
+
+
+@pytest.mark.parametrize("is_blocked", [True, False])
+async def test_fail_ends_the_stream_at_once(make_outbox, is_blocked):
+    outbox, writer, task = make_outbox()
+    await turns()
+    if is_blocked:
+        writer.open.clear()
+        outbox.finished(pb.Finished())
+        await turns()
+    outbox.fail(ServiceError(Reason.DUPLICATE_REF))
+    outbox.fail(ServiceError(Reason.INTERNAL))
+    with pytest.raises(ServiceError) as error:
+        await task
+    assert error.value.reason is Reason.DUPLICATE_REF
+    assert task.cancelling() == 0
+
+
+async def test_a_cancel_is_not_taken_for_a_failure(make_outbox):
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    outbox.finished(pb.Finished())
+    await turns()
+    outbox.fail(ServiceError(Reason.INTERNAL))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_last_words_come_after_all_that_waits(make_outbox):
+    outbox, writer, task = make_outbox()
+    outbox.delta(1, delta(), TEXT, False)
+    outbox.close(ServiceError(Reason.DRAINING))
+    with pytest.raises(ServiceError) as error:
+        await task
+    assert error.value.reason is Reason.DRAINING
+    assert len(writer.messages) == 1
+    outbox.delta(1, delta(), TEXT, False)
+    assert not outbox._batches

@@ -1,0 +1,377 @@
+"""``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
+
+import asyncio
+import json
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.protobuf import json_format
+
+from penstock.clients import Client
+from penstock.clients.errors import RequestFailed
+from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.service import serve
+from penstock.service.calls import Calls
+from penstock.service.listen import Address
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+BUF = Path(__file__).parents[2] / "node_modules/.bin/buf"
+SHARD_A, SHARD_B = "a.safetensors", "b.safetensors"
+GREETING_ENDS = "Ctrl-C ends it."
+
+
+@contextmanager
+def serving(*arguments, **options):
+    """A process that serves, and what it printed; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [PENSTOCK, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    try:
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if GREETING_ENDS in line:
+                break
+        else:
+            pytest.fail(f"it never served: {process.communicate()[1]}")
+        yield process, "".join(lines)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def target_of(greeting):
+    match = re.match(r"penstock \S+ serves \S+ on (\S+)", greeting)
+    assert match is not None, greeting
+    return match[1]
+
+
+@pytest.fixture(scope="module")
+def greeting(small_model):
+    """What a service on any port printed; it ends with status 0 on SIGTERM."""
+    with serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting):
+        yield greeting
+        process.terminate()
+        errors = process.communicate(timeout=30)[1]
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+def line_of(greeting, program):
+    (line,) = (line.strip() for line in greeting.splitlines() if line.strip().startswith(program))
+    return line
+
+
+def paste(line):
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_printed_python_call_works(greeting):
+    paste(line_of(greeting, shlex.quote(sys.executable)))
+
+
+def test_the_printed_terminal_chat_works(greeting):
+    (line,) = (line.strip() for line in greeting.splitlines() if "penstock chat" in line)
+    paste(f"{line} --once hello")
+
+
+def test_the_demo_model_needs_no_name_and_answers():
+    with serving("--port", "0", "--kv-cache-memory-bytes=256M") as (process, greeting):
+        assert "penstock 0.1.0 serves demo on 127.0.0.1:" in greeting
+        with Client(target_of(greeting)) as client:
+            answer = client.complete([{"role": "user", "content": "hello"}], max_tokens=5, ignore_eos=True)
+        assert len(answer.choices[0].token_ids) == 5
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def as_buf(line):
+    """The same call, as buf has it: grpcurl takes the address and the method apart, and is told of plain text."""
+    program, *arguments = shlex.split(line)
+    if program == "grpcurl":
+        *options, address, method = arguments
+        options.remove("-plaintext")
+        return [*options, f"http://{address}/{method}"]
+    assert arguments[:3] == ["curl", "--protocol", "grpc"]
+    return arguments[3:]
+
+
+@pytest.mark.parametrize("program", ["buf", "grpcurl"])
+def test_the_printed_calls_by_reflection_work(greeting, program):
+    line = line_of(greeting, program)
+    arguments = as_buf(line)
+    if shutil.which(program):
+        answer = paste(line)
+    elif BUF.exists():
+        answer = paste(shlex.join([str(BUF), "curl", "--protocol", "grpc", *arguments]))
+    else:
+        answer = call_as_buf_would(arguments)
+    assert '"finished"' in answer
+    assert '"promptTokens"' in answer
+
+
+def call_as_buf_would(arguments):
+    (flag, data, url) = arguments
+    assert flag == "-d"
+    _, _, address, service, method = url.split("/")
+    assert f"{service}/{method}" == "penstock.v1.GenerationService/GenerateOne"
+    with grpc.insecure_channel(address) as channel:
+        answers = GenerationServiceStub(channel).GenerateOne(json_format.Parse(data, pb.GenerateOneRequest()))
+        return "".join(json_format.MessageToJson(answer) for answer in answers)
+
+
+def test_a_call_fits_where_the_service_listens():
+    def calls(listen, **options):
+        return Calls(Address.parse(listen), **{"takes_chat": False, "wants_key": False, **options})
+
+    everywhere = calls("0.0.0.0:80")
+    assert 'Client("127.0.0.1:80")' in everywhere.python
+    assert everywhere.buf.endswith(" http://127.0.0.1:80/penstock.v1.GenerationService/GenerateOne")
+    assert everywhere.grpcurl.endswith(" 127.0.0.1:80 penstock.v1.GenerationService/GenerateOne")
+    assert "'http://[::1]:80/" in calls("[::]:80").buf
+    private = calls("unix:/run/a b/socket", wants_key=True)
+    assert "--unix-socket '/run/a b/socket' -H 'authorization: Bearer YOUR_KEY'" in private.buf
+    assert " http://localhost/penstock.v1." in private.buf
+    assert "-unix '/run/a b/socket' penstock.v1.GenerationService/GenerateOne" in private.grpcurl
+    assert 'api_key="YOUR_KEY"' in private.python
+    assert "penstock chat" not in str(private)
+    assert "penstock chat" in str(calls("unix:/run/socket", takes_chat=True))
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
+    port = target_of(greeting).rpartition(":")[2]
+    assert serve.main(["--port", port]) == 1
+    said = capsys.readouterr().err
+    assert (
+        said == f"penstock serve: --listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
+    )
+
+
+# What is wrong with a model -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """The demo's tokenizer with a tiny model of two shards, written by hand."""
+    directory = tmp_path_factory.mktemp("small")
+    demo = resolve_model(DEMO)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory)
+    config = json.loads((demo / "config.json").read_text())
+    tokenizer_size = json.loads((demo / "tokenizer.json").read_text())["added_tokens"][-1]["id"] + 1
+    config |= {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": tokenizer_size}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
+    config.pop("layer_types", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": [tokenizer_size, 16],
+        f"{layer}.input_layernorm.weight": [16],
+        f"{layer}.self_attn.q_proj.weight": [16, 16],
+        f"{layer}.self_attn.k_proj.weight": [8, 16],
+        f"{layer}.self_attn.v_proj.weight": [8, 16],
+        f"{layer}.self_attn.o_proj.weight": [16, 16],
+        f"{layer}.self_attn.q_norm.weight": [8],
+        f"{layer}.self_attn.k_norm.weight": [8],
+        f"{layer}.post_attention_layernorm.weight": [16],
+        f"{layer}.mlp.gate_proj.weight": [16, 16],
+        f"{layer}.mlp.up_proj.weight": [16, 16],
+        f"{layer}.mlp.down_proj.weight": [16, 16],
+        "model.norm.weight": [16],
+    }
+    names = list(shapes)
+    shards = {SHARD_A: names[:6], SHARD_B: names[6:]}
+    for shard, held in shards.items():
+        write_shard(directory / shard, {name: shapes[name] for name in held})
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def write_shard(path, shapes, dtype="F32", size=4):
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + size * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(end))
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shrink_vocabulary(directory):
+    edit(directory / "config.json", vocab_size=100)
+    held = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    shapes = {name: [16, 16] for name, shard in held.items() if shard == SHARD_A}
+    for name in shapes:
+        if "embed" in name:
+            shapes[name] = [100, 16]
+        elif "norm" in name:
+            shapes[name] = [16]
+        elif "k_proj" in name or "v_proj" in name:
+            shapes[name] = [8, 16]
+    write_shard(directory / SHARD_A, shapes)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "no directory": (shutil.rmtree, (), "no such directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), (), "config.json"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), (), "config.json"),
+    "unknown architecture": (
+        lambda d: edit(d / "config.json", architectures=["Mamba"], model_type="mamba"),
+        (),
+        "Mamba",
+    ),
+    "missing shard": (lambda d: (d / SHARD_B).unlink(), (), SHARD_B),
+    "truncated shard": (lambda d: truncate(d / SHARD_B), (), SHARD_B),
+    "wrong dtype": (lambda d: write_shard(d / SHARD_B, {"model.norm.weight": [16]}, "I64", 8), (), SHARD_B),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), (), "tokenizer.json"),
+    "vocabularies that differ": (shrink_vocabulary, (), "vocab_size in config.json is 100"),
+    "no template": (lambda d: None, ("--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
+    "no keys": (lambda d: None, ("--api-keys-file", "/nowhere"), "/nowhere"),
+    "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--listen nowhere.invalid:0"),
+    "bad flag": (lambda d: None, ("--max-num-seqs", "no"), "--max-num-seqs"),
+    "unknown flag": (lambda d: None, ("--speed", "high"), "--speed"),
+}
+BAD_STARTS = {
+    "too little memory": (("--kv-cache-memory-bytes", "1K"), "--kv-cache-memory-bytes"),
+    "a device that is not there": (("--device", "cuda:77"), "--device"),
+    "a context longer than the model's": (("--max-model-len", "1000000"), "--max-model-len"),
+}
+
+
+def one_line(said):
+    lines = [line for line in said.splitlines() if "loading" not in line]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("penstock serve: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("what", BAD_MODELS)
+def test_what_is_wrong_is_one_line_that_names_it(what, small_model, tmp_path, capsys):
+    damage, flags, named = BAD_MODELS[what]
+    model = shutil.copytree(small_model, tmp_path / "model")
+    damage(model)
+    assert serve.main([str(model), "--port", "0", *flags]) != 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert named in one_line(said.err)
+
+
+@pytest.mark.parametrize("what", BAD_STARTS)
+def test_what_the_worker_finds_wrong_is_one_line_too(what, small_model):
+    flags, named = BAD_STARTS[what]
+    done = subprocess.run(
+        [PENSTOCK, "serve", small_model, "--port", "0", *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert named in one_line(done.stderr)
+
+
+# How it ends ----------------------------------------------------------------------------------------------------------
+
+
+def long_request(target, outcome):
+    """Generates in a thread, until the service has enough."""
+
+    def run():
+        with Client(target) as client:
+            try:
+                outcome.append(client.complete("long", max_tokens=15_000, ignore_eos=True))
+            except RequestFailed as failure:
+                outcome.append(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_second_interrupt_ends_it_at_once(small_model):
+    outcome: list[Any] = []
+    with serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting):
+        target = target_of(greeting)
+        thread = long_request(target, outcome)
+        with Client(target) as client:
+            client.wait_ready(10)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert process.poll() is None, "running requests have their grace"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        thread.join(20)
+    assert not thread.is_alive()
+    assert len(outcome) == 1
+    assert outcome[0].code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_when_the_worker_dies_requests_are_told_and_the_status_is_not_0(small_model):
+    outcome: list[Any] = []
+    with serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting):
+        thread = long_request(target_of(greeting), outcome)
+        (worker,) = psutil.Process(process.pid).children()
+        wait_until(lambda: worker.cpu_times().user > 0)
+        time.sleep(0.3)
+        worker.send_signal(signal.SIGKILL)
+        errors = process.communicate(timeout=20)[1]
+        thread.join(20)
+    assert process.returncode == 1
+    assert outcome[0].code is grpc.StatusCode.UNAVAILABLE
+    assert "the worker is gone" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_signal_while_it_loads_ends_it_and_its_worker():
+    process = subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE)
+    children = psutil.Process(process.pid).children
+    wait_until(lambda: children() != [])
+    (worker,) = children()
+    process.terminate()
+    errors = process.communicate(timeout=20)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not worker.is_running()
+    assert b"Traceback" not in errors
+
+
+def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = serve._new_loop()
+    assert isinstance(loop, asyncio.SelectorEventLoop)
+    loop.close()
+
+
+def test_the_service_process_never_imports_torch():
+    code = "import sys, penstock.service.serve; print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
