@@ -3,11 +3,16 @@
 T is the tokens of a step, H the query heads, K the key heads (K divides H), D the head size, S the slots of a page.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.wide import widened
+
+MAX_SCORES = 1 << 22
+"""Scores of one product in ``attention``: bounds its memory, and keeps it in the CPU's cache."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,46 +49,50 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
-    """pages[slots[t] // S, slots[t] % S] = values[t], in place.
+    """pages[k, slots[t] // S, slots[t] % S] = values[t, k], in place.
 
-    ``pages`` is (pages, S, K, D) and contiguous, ``slots`` (T,) int64 without repetition, ``values`` (T, K, D).
+    ``pages`` is (K, pages, S, D) and contiguous, ``slots`` (T,) int64 without repetition, ``values`` (T, K, D).
     """
-    assert values.shape == (slots.shape[0], *pages.shape[2:])
-    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, values)
+    num_heads, _, _, head_dim = pages.shape
+    assert values.shape == (slots.shape[0], num_heads, head_dim)
+    pages.view(num_heads, -1, head_dim).index_copy_(1, slots, values.transpose(0, 1))
 
 
 def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copies pages into rows: ``table`` (B, N) int64 of page ids, ``pages`` (pages, S, K, D); returns (B, N * S, K,
-    D)."""
+    """Copies pages into rows: ``pages`` (K, pages, S, D), ``table`` (B, N) int64 of page ids; returns (K, B, N * S, D).
+
+    ``out``, of K * B * N * S * D elements, takes the copy if it is given.
+    """
+    num_heads, _, slots, head_dim = pages.shape
     rows, num_pages = table.shape
-    gathered = torch.index_select(pages, 0, table.flatten(), out=out)
-    return gathered.view(rows, num_pages * pages.shape[1], *pages.shape[2:])
+    if out is not None:
+        out = out.view(num_heads, rows * num_pages, slots, head_dim)
+    gathered = torch.index_select(pages, 1, table.flatten(), out=out)
+    return gathered.view(num_heads, rows, num_pages * slots, head_dim)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for each query head with its key head, h * K // H.
+    """softmax(q k^T / sqrt(D)) v for each query head h with its key head, h * K // H; the softmax in at least fp32.
 
-    ``query`` is (B, Q, H, D), ``key`` and ``value`` (B, L, K, D), ``mask`` (B, Q, L) bool: true where the query sees
-    the key; None: everything. Masked keys must be finite. Returns (B, Q, H, D).
+    ``query`` is (B, Q, H, D), ``key`` and ``value`` (K, B, L, D), ``mask`` (B, Q, L) bool: true where the query sees
+    the key; None: everything. Masked values must be finite. Returns (B, Q, H, D).
     """
-    num_heads, num_kv_heads = query.shape[2], key.shape[2]
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if query.shape[1] == 1:
-        # The heads of a group become queries of their key head: no copies of keys, and torch's fast path in every
-        # dtype.
-        folded = query.view(query.shape[0], num_kv_heads, num_heads // num_kv_heads, query.shape[3])
-        mixed = functional.scaled_dot_product_attention(
-            folded, key, value, attn_mask=None if mask is None else mask.unsqueeze(1)
-        )
-        return mixed.reshape(query.shape)
-    mixed = functional.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key,
-        value,
-        attn_mask=None if mask is None else mask.unsqueeze(1),
-        enable_gqa=num_heads != num_kv_heads,
-    )
-    return mixed.transpose(1, 2)
+    rows, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, _, num_keys, _ = key.shape
+    group = num_heads // num_kv_heads
+    # (K, B, G, Q, D): the queries of all heads of a group are multiplied with their keys at once.
+    scaled = (query * head_dim**-0.5).view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
+    out = torch.empty_like(scaled, memory_format=torch.contiguous_format)
+    step = max(1, MAX_SCORES // (rows * num_heads * num_keys))
+    for begin in range(0, num_queries, step):
+        part = scaled[:, :, :, begin : begin + step]
+        scores = widened(torch.matmul(part.reshape(num_kv_heads, rows, -1, head_dim), key.transpose(2, 3)))
+        if mask is not None:
+            seen = mask[:, begin : begin + step].unsqueeze(1)
+            scores.view(num_kv_heads, rows, group, -1, num_keys).masked_fill_(~seen, -math.inf)
+        mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value)
+        out[:, :, :, begin : begin + step] = mixed.view(part.shape)
+    return out.permute(1, 3, 0, 2, 4).reshape(query.shape)
 
 
 def paged_attention(
@@ -98,15 +107,15 @@ def paged_attention(
     """Ragged causal attention over paged KV, a row at a time: the reference for every batched form of it.
 
     Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
-    its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w, s >
-    p - w. ``query`` is (T, H, D), pages are (pages, S, K, D); returns (T, H, D).
+    its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w,
+    s > p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D).
     """
     out = torch.empty_like(query)
     for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):
         length = start + end - begin
         ids = torch.tensor([table], device=query.device)
-        keys = gather_kv(key_pages, ids)[:, :length]
-        values = gather_kv(value_pages, ids)[:, :length]
+        keys = gather_kv(key_pages, ids)[:, :, :length]
+        values = gather_kv(value_pages, ids)[:, :, :length]
         at = torch.arange(start, length, device=query.device).unsqueeze(1)
         seen = torch.arange(length, device=query.device).unsqueeze(0)
         mask = visible(at, seen, window).unsqueeze(0)

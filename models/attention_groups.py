@@ -16,8 +16,6 @@ from penstock.models.batch import Batch
 
 MAX_GATHERED_TOKENS = 1 << 18
 """Keys copied at a time: bounds the memory of a step."""
-MAX_SCORES = 1 << 22
-"""Queries times keys of one call: bounds the memory of its mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,10 @@ def _spans(batch: Batch, block_size: int) -> Iterator[list[_Span]]:
                 decodes = []
             decodes.append((row, begin, end))
             continue
-        piece = max(16, MAX_SCORES // int(batch.ends[row]))
-        for first in range(begin, end, piece):
-            if decodes:
-                yield decodes
-                decodes = []
-            yield [(row, first, min(first + piece, end))]
+        if decodes:
+            yield decodes
+            decodes = []
+        yield [(row, begin, end)]
     if decodes:
         yield decodes
 

@@ -1,8 +1,6 @@
 """The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no
 plans."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class KVPages:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        shape = (spec.num_layers, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_layers, spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         # What is gathered goes into the same memory every time: fresh memory costs more to map than to fill.
@@ -41,8 +39,8 @@ class KVPages:
         must not reach the next."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         for layer in range(self.keys.shape[0]):
-            self.keys[layer].index_fill_(0, ids, 0)
-            self.values[layer].index_fill_(0, ids, 0)
+            self.keys[layer].index_fill_(1, ids, 0)
+            self.values[layer].index_fill_(1, ids, 0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""
@@ -50,15 +48,16 @@ class KVPages:
         write_kv(self.values[layer], slots, values)
 
     def gather(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows, each (B, N * block_size, kv heads, head size), from a ``table`` (B, N) of block ids.
+        """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids.
+        They are good until the next call.
 
         Slots from ``lengths`` (B,) on are not the row's: what is returned there is finite and must be masked.
         """
-        shape = (table.numel(), *self.keys.shape[2:])
-        if self._gathered_keys.numel() < math.prod(shape):
-            self._gathered_keys = self.keys.new_empty(math.prod(shape))
-            self._gathered_values = self.values.new_empty(math.prod(shape))
+        size = table.numel() * self.keys[0, :, 0].numel()
+        if self._gathered_keys.numel() < size:
+            self._gathered_keys = self.keys.new_empty(size)
+            self._gathered_values = self.values.new_empty(size)
         return (
-            gather_kv(self.keys[layer], table, self._gathered_keys[: math.prod(shape)].view(shape)),
-            gather_kv(self.values[layer], table, self._gathered_values[: math.prod(shape)].view(shape)),
+            gather_kv(self.keys[layer], table, self._gathered_keys[:size]),
+            gather_kv(self.values[layer], table, self._gathered_values[:size]),
         )

@@ -79,21 +79,21 @@ class Delivery:
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
             if token_id in self._stop_token_ids and self.num_tokens > self._min_tokens:
-                released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+                num_more, more, stop = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
             else:
                 self._held.append(token_id)
                 if self._held_logprobs is not None:
                     assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
                     self._held_logprobs.add(logprobs, index)
-                released = self._text.feed(token_id)
-            num_released += released.num_tokens
-            text += released.text
-            if released.stop is not None:
-                self.end = Matched(FinishReason.STOP, stop=released.stop)
+                num_more, more, stop = self._text.feed(token_id)
+            num_released += num_more
+            text += more
+            if stop is not None:
+                self.end = Matched(FinishReason.STOP, stop=stop)
             elif self.num_tokens == self.max_tokens and self.end is None:
-                rest = self._end(Matched(FinishReason.LENGTH))
-                num_released += rest.num_tokens
-                text += rest.text
+                num_more, more, _ = self._end(Matched(FinishReason.LENGTH))
+                num_released += num_more
+                text += more
             if self.end is not None:
                 break
         return self._release(num_released, text)

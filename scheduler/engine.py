@@ -86,7 +86,7 @@ class Engine:
 
     async def start(self) -> WorkerFacts:
         """Starts the executor, then serves. Raises ExecutorError."""
-        assert self.state is EngineState.STARTING
+        assert self._scheduler is None, "an engine starts once"
         try:
             self._facts = await self._executor.start()
         except Exception:

@@ -6,14 +6,19 @@ that carries it; ``burst N`` sends N deltas at once. Every other prompt is echoe
 """
 
 import asyncio
+import contextlib
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
 import threading
+import time
 import typing
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import grpc
 import pytest
@@ -258,10 +263,63 @@ class Tool:
         )
 
 
+class Terminal:
+    """A person at a terminal."""
+
+    def __init__(self, tool: Tool, *arguments: object) -> None:
+        self._side, other = pty.openpty()
+        termios.tcsetwinsize(other, (30, 100))
+        command = [*tool.command, *map(str, arguments)]
+        environment = tool.environment | {"TERM": "dumb", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=other, stdout=other, stderr=other, start_new_session=True, close_fds=True
+        )
+        os.close(other)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._side, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Reads until this is on the screen, and forgets what came before."""
+        give_up = time.monotonic() + 20
+        while text not in self.seen:
+            assert time.monotonic() < give_up, self.seen
+            if select.select([self._side], [], [], 0.1)[0]:
+                self.seen += os.read(self._side, 4096).decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._side)
+
+    def end(self) -> int:
+        """Reads to the end, and returns the exit status."""
+        with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
+            while os.read(self._side, 4096):
+                pass
+        return self.process.wait(20)
+
+
 @pytest.fixture
 def tool() -> Tool:
     """Runs ``penstock``; no service is named in its environment."""
     return Tool({"PYTHONWARNINGS": "error"})
+
+
+@pytest.fixture
+def open_terminal(tool):
+    """Runs ``penstock`` on a terminal."""
+    with ExitStack() as stack:
+
+        def start(*arguments: object) -> Terminal:
+            terminal = Terminal(tool, *arguments)
+            stack.callback(terminal.close)
+            return terminal
+
+        yield start
 
 
 @pytest.fixture

@@ -229,6 +229,32 @@ def test_a_pipe_is_answered_line_by_line_and_leaves_when_nobody_reads(tool, thre
     process.stderr.close()
 
 
+def test_on_a_terminal_lines_are_typed_and_progress_is_shown(batch, open_terminal):
+    terminal = open_terminal("generate", "--target", batch.service.target, "--input", "-", "--output", batch.output)
+    terminal.wait_for("0 lines")
+    terminal.type('{"id": 1, "prompt": "hello"}\n')
+    wait_for(lambda: num_lines(batch.output) == 1)
+    terminal.type("\x04")
+    assert "tokens/s" in terminal.wait_for("1 lines done")
+    assert terminal.end() == 0
+
+
+def test_a_model_that_runs_here(tool, tmp_path):
+    (tmp_path / "in").write_text('{"id": 1, "prompt": "The", "max_tokens": 4, "ignore_eos": true}\n' * 2)
+    files = ("--input", tmp_path / "in", "--output", tmp_path / "out")
+    refused = tool.run("generate", "demo", *files, "--max-model-len", "many")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("penstock generate: --max-model-len: ")
+    done = tool.run("generate", "demo", *files, "--max-model-len", "256", "--no-enable-prefix-caching", timeout=100)
+    assert done.returncode == 1, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    answers = [record for record in records if "text" in record]
+    assert [len(answer["token_ids"]) for answer in answers] == [4]
+    assert [
+        "line 2: id: a line above has 1 too" in record["error"]["message"] for record in records if "error" in record
+    ]
+
+
 def test_a_device_takes_results_too(batch, tool):
     batch.write({"id": 1, "prompt": "one"})
     done = tool.run("generate", "--target", batch.service.target, "--input", batch.input, "--output", "/dev/null")

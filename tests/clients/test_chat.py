@@ -1,11 +1,7 @@
 """``penstock chat`` with pipes, and on a terminal."""
 
-import contextlib
 import os
-import pty
-import select
 import signal
-import subprocess
 import time
 
 import pytest
@@ -153,50 +149,9 @@ def test_who_reads_may_leave(tool, threaded_service):
     process.stderr.close()
 
 
-class Terminal:
-    """A person at a terminal."""
-
-    def __init__(self, tool, *arguments):
-        self._side, other = pty.openpty()
-        command = [*tool.command, *arguments]
-        environment = tool.environment | {"TERM": "dumb", "NO_COLOR": "1"}
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=other, stdout=other, stderr=other, start_new_session=True, close_fds=True
-        )
-        os.close(other)
-        self.seen = ""
-
-    def type(self, text):
-        os.write(self._side, text.encode())
-
-    def wait_for(self, text):
-        """Reads until this is on the screen, and forgets what came before."""
-        give_up = time.monotonic() + 20
-        while text not in self.seen:
-            assert time.monotonic() < give_up, self.seen
-            if select.select([self._side], [], [], 0.1)[0]:
-                self.seen += os.read(self._side, 4096).decode()
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        os.close(self._side)
-
-    def end(self):
-        """Reads to the end, and returns the exit status."""
-        with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
-            while os.read(self._side, 4096):
-                pass
-        return self.process.wait(20)
-
-
 @pytest.fixture
-def terminal(tool, threaded_service):
-    terminal = Terminal(tool, "chat", "--target", threaded_service.target)
-    yield terminal
-    terminal.close()
+def terminal(open_terminal, threaded_service):
+    return open_terminal("chat", "--target", threaded_service.target)
 
 
 def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, threaded_service):
@@ -228,7 +183,7 @@ def test_an_answer_cannot_command_the_terminal(terminal):
     terminal.wait_for("> ")
     terminal.type('"""\n')
     terminal.wait_for(". ")
-    os.write(terminal._side, b"a\x16\x1b[31mb\n")  # Ctrl-V takes the escape as it is
+    terminal.type("a\x16\x1b[31mb\n")  # Ctrl-V takes the escape as it is
     terminal.wait_for(". ")
     terminal.type('"""\n')
     terminal.wait_for('"""\r\n')

@@ -68,22 +68,22 @@ def test_gated_activation_is_that_of_transformers(ours, theirs):
 
 
 def test_write_kv_puts_each_token_into_its_slot_and_nothing_else():
-    pages = torch.randn(4, 16, 2, 8)
+    pages = torch.randn(2, 4, 16, 8)
     before = pages.clone()
     values = torch.randn(3, 2, 8)
     write_kv(pages, torch.tensor([5, 63, 16]), values)
-    assert torch.equal(pages[0, 5], values[0])
-    assert torch.equal(pages[3, 15], values[1])
-    assert torch.equal(pages[1, 0], values[2])
-    assert (pages != before).any(-1).any(-1).sum() == 3
+    assert torch.equal(pages[:, 0, 5], values[0])
+    assert torch.equal(pages[:, 3, 15], values[1])
+    assert torch.equal(pages[:, 1, 0], values[2])
+    assert (pages != before).any(-1).any(0).sum() == 3
 
 
 def test_gather_kv_reads_pages_in_the_order_of_the_table():
-    pages = torch.randn(5, 4, 2, 3)
+    pages = torch.randn(2, 5, 4, 3)
     got = gather_kv(pages, torch.tensor([[3, 0], [1, 4]]))
-    assert got.shape == (2, 8, 2, 3)
-    assert torch.equal(got[0], torch.cat((pages[3], pages[0])))
-    assert torch.equal(got[1], torch.cat((pages[1], pages[4])))
+    assert got.shape == (2, 2, 8, 3)
+    assert torch.equal(got[:, 0], torch.cat((pages[:, 3], pages[:, 0]), 1))
+    assert torch.equal(got[:, 1], torch.cat((pages[:, 1], pages[:, 4]), 1))
 
 
 def naive_attention(query, key, value, window, start):
@@ -108,7 +108,7 @@ def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_
     # A decode, a prompt, a chunk in the middle, a chunk of one page; pages in no order, the last ones partly filled.
     spans = [(30, 1), (0, 21), (13, 9), (16, 16)]
     pages = torch.randperm(12).tolist()
-    key_pages, value_pages = torch.full((2, 12, 16, num_kv_heads, head_dim), math.nan)
+    key_pages, value_pages = torch.full((2, num_kv_heads, 12, 16, head_dim), math.nan)
     queries: list[torch.Tensor] = []
     tables: list[list[int]] = []
     expected: list[torch.Tensor] = []
@@ -136,7 +136,7 @@ def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_
 @pytest.mark.parametrize("num_queries", [1, 6])
 def test_attention_in_every_dtype(dtype, num_queries):
     query = torch.randn(3, num_queries, 4, 16).to(dtype)
-    key, value = torch.randn(2, 3, 20, 2, 16).to(dtype)
+    key, value = torch.randn(2, 2, 3, 20, 16).to(dtype)
     positions = torch.tensor([[19], [11], [9]]) - num_queries + 1 + torch.arange(num_queries)
     mask = visible(positions.unsqueeze(2), torch.arange(20), None)
     got = attention(query, key, value, mask)

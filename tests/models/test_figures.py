@@ -22,12 +22,12 @@ class PoisonedPages(KVPages):
     nothing else is: whatever a row reads that it did not write shows in its output."""
 
     def renew(self, block_ids):
-        self.keys[:, block_ids] = math.nan
-        self.values[:, block_ids] = math.nan
+        self.keys[:, :, block_ids] = math.nan
+        self.values[:, :, block_ids] = math.nan
 
     def gather(self, layer, table, lengths):
         slots = torch.arange(table.shape[1] * self.block_size)
-        outside = (slots >= lengths.unsqueeze(1))[:, :, None, None]
+        outside = (slots >= lengths.unsqueeze(1))[:, :, None]
         return tuple(gather_kv(pages[layer], table).masked_fill(outside, 0.0) for pages in (self.keys, self.values))
 
 

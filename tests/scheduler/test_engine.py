@@ -226,6 +226,28 @@ async def test_stop_ends_what_is_alive(engine, submit):
         submit(engine, "two")
 
 
+async def test_an_executor_that_stops_by_itself_is_a_failure(engine, executor, submit):
+    received = submit(engine, "one", max_tokens=1000)
+    await executor.stop()
+    await asyncio.wait_for(engine.wait_idle(), 1)
+    assert received.finished.reason is FinishReason.WORKER_DIED
+    assert engine.state is EngineState.FAILED
+
+
+async def test_an_engine_that_drains_before_it_has_started_takes_nothing(executor, submit):
+    engine = Engine(executor)
+    with pytest.raises(Refused) as refused:
+        submit(engine, "early")
+    assert refused.value.kind is RefusalKind.WORKER_DOWN
+    engine.drain()
+    await engine.start()
+    with pytest.raises(Refused) as refused:
+        submit(engine, "late")
+    assert refused.value.kind is RefusalKind.DRAINING
+    await engine.wait_idle()
+    await engine.stop()
+
+
 async def test_an_executor_that_cannot_start_is_told():
     class Broken(FakeExecutor):
         async def start(self):

@@ -1,15 +1,453 @@
+"""GenerationService over a real socket: one request, many requests, and how they end."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.policy import Policy
 from penstock.v1 import generation_pb2 as pb
-async def test_one(start_service):
-    s = await start_service()
-    out=[]
-    async for m in s.generation.GenerateOne(pb.GenerateOneRequest(start=pb.Start(ref=7,text="hello",sampling=pb.Sampling(max_tokens=5)))):
-        out.append(m)
-    print(out)
-    r=await s.generation.Complete(pb.CompleteRequest(start=pb.Start(ref=7,text="hello",sampling=pb.Sampling(max_tokens=5),output=pb.Output(format=3,logprobs=2,prompt_logprobs=1))))
-    print(r)
-    call=s.generation.Generate()
-    await call.write(pb.GenerateRequest(start=pb.Start(text="hi",sampling=pb.Sampling(max_tokens=3))))
-    await call.write(pb.GenerateRequest(start=pb.Start(ref=2,text="hi",sampling=pb.Sampling(max_tokens=3000000))))
-    await call.done_writing()
-    async for m in call: print(m)
-    print(await call.code())
+
+EOS = 256
+ENDLESS = 4000
+
+
+def begin(ref=0, text="hello", max_tokens=5, output=None, n=None, stop=(), seed=None, **fields):
+    sampling = pb.Sampling(max_tokens=max_tokens, n=n, stop=stop, seed=seed)
+    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=sampling, output=output, **fields))
+
+
+def cancel(*refs):
+    return pb.GenerateRequest(cancel=pb.Cancel(refs=refs))
+
+
+def letters(num_prompt_tokens, num_tokens):
+    return "".join(chr(ord("a") + (num_prompt_tokens + index) % 26) for index in range(num_tokens))
+
+
+def paced(seconds_per_step=0.002, **options):
+    """A worker that takes its time, so that a request lives long enough to be interfered with."""
+
+    def next_letter(history, sampling):
+        return ord("a") + len(history) % 26
+
+    return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=seconds_per_step, **options)
+
+
+async def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.001)  # noqa: ASYNC110
+
+
+class TestGenerate:
+    """The multiplexed stream."""
+
+    async def test_grpcurls_first_call(self, start_service, new_reading):
+        """A lone start without a ref, and half-close: the rest is finished."""
+        service = await start_service()
+        reading = await new_reading().read(service.generation.Generate(iter([begin()])))
+        outcome = reading.outcomes[0]
+        assert outcome.text == letters(5, 5)
+        [accepted], [finished] = outcome.accepted, outcome.finished
+        assert len(accepted.request_id) == 26
+        assert accepted.prompt_tokens == 5
+        assert finished.request_id == accepted.request_id
+        assert finished.reason == pb.FINISH_REASON_LENGTH
+        assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (5, 5)
+        assert finished.HasField("seed")
+        assert finished.timings.total_us >= finished.timings.first_token_us > 0
+
+    async def test_256_requests_are_one_message_a_step(self, start_service, new_reading):
+        """Shown by 4."""
+        service = await start_service(paced())
+        call = service.generation.Generate()
+        for ref in range(256):
+            await call.write(begin(ref, max_tokens=40))
+        await call.done_writing()
+        reading = await new_reading().read(call)
+        assert {ref: outcome.text for ref, outcome in reading.outcomes.items()} == dict.fromkeys(
+            range(256), letters(5, 40)
+        )
+        assert all(len(outcome.finished) == len(outcome.accepted) == 1 for outcome in reading.outcomes.values())
+        with_output = [message for message in reading.messages if message.deltas or message.finished]
+        assert len(with_output) <= service.engine.stats().steps
+        assert max(len(message.deltas) for message in with_output) > 200
+        assert max(message.ByteSize() for message in reading.messages) <= 64 << 10
+
+    async def test_one_cancel_leaves_255_whole(self, start_service, new_reading):
+        """Shown by 4."""
+        service = await start_service(paced())
+        call = service.generation.Generate()
+        for ref in range(256):
+            await call.write(begin(ref, max_tokens=40))
+        reading = await new_reading().read_until(call, lambda r: r.outcomes[77].deltas >= 3)
+        await call.write(cancel(77))
+        await call.done_writing()
+        await reading.read(call)
+        cancelled = reading.outcomes.pop(77)
+        assert letters(5, 40).startswith(cancelled.text) and len(cancelled.text) < 40
+        [finished] = cancelled.finished
+        assert finished.status.code == grpc.StatusCode.CANCELLED.value[0]
+        assert finished.reason == pb.FINISH_REASON_CANCELLED
+        assert finished.usage.output_tokens >= len(cancelled.text) >= 3
+        assert {outcome.text for outcome in reading.outcomes.values()} == {letters(5, 40)}
+        assert {outcome.finished[0].status.code for outcome in reading.outcomes.values()} == {0}
+
+    async def test_a_dropped_stream_frees_its_blocks_within_two_steps(self, start_service, new_reading):
+        """Shown by 4."""
+        service = await start_service(paced(seconds_per_step=0.01))
+        call = service.generation.Generate()
+        for ref in range(64):
+            await call.write(begin(ref, max_tokens=ENDLESS))
+        await new_reading().read_until(call, lambda r: sum(o.deltas > 1 for o in r.outcomes.values()) == 64)
+        steps_at_drop = None
+        abort = service.engine.abort
+
+        def first_abort(*arguments):
+            nonlocal steps_at_drop
+            steps_at_drop = steps_at_drop or service.engine.stats().steps
+            return abort(*arguments)
+
+        service.engine.abort = first_abort
+        assert service.blocks_in_use > 0
+        call.cancel()
+        await until(lambda: service.blocks_in_use == 0)
+        assert service.engine.stats().steps - steps_at_drop <= 2
+        assert service.engine.stats().requests == 0
+
+    async def test_a_refusal_is_in_band_and_alone(self, start_service, new_reading, details_of):
+        service = await start_service()
+        frames = [begin(1), begin(2, max_tokens=9_999_999), begin(3), begin(4, n=65), begin(5, tenant="other")]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        codes = {ref: outcome.finished[0].status.code for ref, outcome in reading.outcomes.items()}
+        assert codes == {1: 0, 2: 3, 3: 0, 4: 3, 5: 7}
+        refused = reading.outcomes[2].finished[0]
+        assert refused.reason == pb.FINISH_REASON_ERROR
+        assert not reading.outcomes[2].accepted
+        assert not refused.HasField("seed")
+        details = details_of(refused.status)
+        assert details["BadRequest"].field_violations[0].field == "sampling.max_tokens"
+        assert details["RequestInfo"].request_id == refused.request_id
+        assert len({outcome.finished[0].request_id for outcome in reading.outcomes.values()}) == 5
+
+    async def test_a_ref_may_be_used_again_after_its_end(self, start_service, new_reading):
+        service = await start_service()
+        call = service.generation.Generate()
+        for _ in range(3):
+            await call.write(begin(7))
+            reading = await new_reading().read_until(call, lambda r: bool(r.outcomes[7].finished))
+            assert reading.outcomes[7].text == letters(5, 5)
+
+    async def test_a_duplicate_of_a_live_ref_ends_the_stream(self, start_service, new_reading, details_of):
+        service = await start_service(paced())
+        call = service.generation.Generate()
+        await call.write(begin(7, max_tokens=ENDLESS))
+        await new_reading().read_until(call, lambda r: r.outcomes[7].deltas > 0)
+        await call.write(begin(7))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await new_reading().read(call)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(error.value)["ErrorInfo"].reason == "DUPLICATE_REF"
+        await until(lambda: service.blocks_in_use == 0)
+
+    async def test_an_empty_frame_ends_the_stream(self, start_service):
+        service = await start_service()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Generate(iter([pb.GenerateRequest()])).read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_unknown_refs_are_ignored(self, start_service, new_reading):
+        service = await start_service()
+        frames = [cancel(1, 2, 3), pb.GenerateRequest(update=pb.Update(ref=9)), begin(1), cancel(5)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        assert reading.outcomes[1].text == letters(5, 5)
+        assert set(reading.outcomes) == {1}
+
+    @pytest.mark.parametrize(
+        ("fields", "code"),
+        [({"max_tokens": 9}, 12), ({"timeout_ms": 0}, 3), ({"priority": 1001}, 3), ({"max_tokens": 4096}, 3)],
+    )
+    async def test_an_update_is_answered_in_band(self, start_service, new_reading, fields, code):
+        service = await start_service(paced())
+        frames = [begin(1, max_tokens=30), pb.GenerateRequest(update=pb.Update(ref=1, **fields))]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        [refused] = [refused for message in reading.messages for refused in message.update_refused]
+        assert (refused.ref, refused.status.code) == (1, code)
+        assert reading.outcomes[1].text == letters(5, 30)
+
+    async def test_continue_from_is_answered_in_band(self, start_service, new_reading):
+        service = await start_service()
+        reading = await new_reading().read(service.generation.Generate(iter([begin(1, continue_from="x")])))
+        assert reading.outcomes[1].finished[0].status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+
+    async def test_starts_keep_their_order(self, start_service, new_reading):
+        """Under first come, first served with one row, requests end in the order in which they were sent."""
+        service = await start_service(scheduler=SchedulerConfig(max_num_seqs=1))
+        frames = [begin(ref, text="x" * (1 + 300 * (ref % 3))) for ref in range(40)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        ended = [finished.ref for message in reading.messages for finished in message.finished]
+        assert ended == list(range(40))
+
+    async def test_priority_goes_first_where_the_policy_says_so(self, start_service, new_reading):
+        scheduler = SchedulerConfig(max_num_seqs=1, policy=Policy.PRIORITY)
+        service = await start_service(paced(), scheduler)
+        frames = [begin(0, max_tokens=50), *[begin(ref, priority=-ref) for ref in range(1, 10)]]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        ended = [finished.ref for message in reading.messages for finished in message.finished]
+        assert [ref for ref in ended if ref] == list(range(9, 0, -1))
+
+    async def test_a_message_that_is_no_protobuf_ends_the_stream_with_invalid_argument(self, start_service):
+        service = await start_service()
+        for raw in (b"\xff\xff\xff", b"\x0a\x04\x12\x02\xff\xfe"):  # the second one is text that is no UTF-8
+            call = service.channel.stream_stream("/penstock.v1.GenerationService/Generate")(iter([raw]))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_stalled_streams_do_not_hold_up_others(self, start_service, new_reading):
+        service = await start_service()
+        target = service.target
+        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            stalled = [channel.stream_stream("/penstock.v1.GenerationService/Generate")() for _ in range(20)]
+            output = pb.Output(logprobs=20)
+            for call in stalled:
+                await call.write(begin(1, max_tokens=ENDLESS, output=output).SerializeToString())
+            reading = await new_reading().read(service.generation.Generate(iter([begin(1, max_tokens=200)])))
+            assert reading.outcomes[1].text == letters(5, 200)
+            for call in stalled:
+                call.cancel()
+        await until(lambda: service.engine.stats().requests == 0)
+
+
+class TestOutput:
+    """What a request gets back."""
+
+    @pytest.mark.parametrize(
+        ("form", "text", "ids"),
+        [
+            (pb.OUTPUT_FORMAT_UNSPECIFIED, "fgh", []),
+            (pb.OUTPUT_FORMAT_TEXT, "fgh", []),
+            (pb.OUTPUT_FORMAT_TOKEN_IDS, "", list(b"fgh")),
+            (pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, "fgh", list(b"fgh")),
+        ],
+    )
+    @pytest.mark.parametrize("stop", [(), ("never",)])
+    async def test_forms(self, start_service, new_reading, form, text, ids, stop):
+        service = await start_service()
+        frame = begin(1, max_tokens=3, output=pb.Output(format=form), stop=stop)
+        outcome = (await new_reading().read(service.generation.Generate(iter([frame])))).outcomes[1]
+        assert (outcome.text, outcome.token_ids) == (text, ids)
+        response = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
+        assert (response.choices[0].text, list(response.choices[0].token_ids)) == (text, ids)
+
+    async def test_a_stop_string_is_cut_off_and_counts(self, start_service):
+        service = await start_service()
+        frame = begin(1, max_tokens=20, stop=["jk"])
+        response = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
+        [choice] = response.choices
+        assert (choice.text, choice.end.stop) == ("fghi", "jk")
+        assert response.finished.reason == choice.end.reason == pb.FINISH_REASON_STOP
+        assert response.finished.usage.output_tokens == 6
+
+    async def test_the_models_own_end_stops_unless_it_is_ignored(self, start_service):
+        def ends_at_eight(history, sampling):
+            return EOS if len(history) == 8 else ord("x")
+
+        service = await start_service(FakeExecutor(vocab_size=258, next_token=ends_at_eight))
+        start = begin(1, max_tokens=10).start
+        response = await service.generation.Complete(pb.CompleteRequest(start=start))
+        assert (response.choices[0].text, response.choices[0].end.stop_token_id) == ("xxx", EOS)
+        assert response.finished.usage.output_tokens == 4
+        start.sampling.ignore_eos = True
+        response = await service.generation.Complete(pb.CompleteRequest(start=start))
+        assert response.choices[0].text == "x" * 9
+        assert response.finished.reason == pb.FINISH_REASON_LENGTH
+
+    async def test_choices_and_logprobs(self, start_service):
+        service = await start_service()
+        output = pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS, logprobs=2, prompt_logprobs=1)
+        frame = begin(1, max_tokens=4, n=3, output=output)
+        response = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
+        assert [choice.index for choice in response.choices] == [0, 1, 2]
+        for choice in response.choices:
+            assert choice.text == letters(5, 4)
+            assert (len(choice.logprobs.chosen), len(choice.logprobs.top)) == (4, 8)
+        assert response.prompt_logprobs.start == 1
+        assert len(response.prompt_logprobs.logprobs.chosen) == 4
+        assert response.finished.usage.output_tokens == 12
+
+    async def test_long_prompt_logprobs_come_in_parts(self, start_service, new_reading):
+        service = await start_service()
+        frame = begin(1, text="x" * 3000, max_tokens=1, output=pb.Output(prompt_logprobs=20))
+        reading = await new_reading().read(service.generation.Generate(iter([frame])))
+        parts = [part for message in reading.messages for part in message.prompt_logprobs]
+        position = 1
+        for part in parts:
+            assert part.start == position
+            position += len(part.logprobs.chosen)
+        assert position == 3000
+        assert max(message.ByteSize() for message in reading.messages) <= 64 << 10
+
+    async def test_the_seed_is_told(self, start_service):
+        service = await start_service()
+        response = await service.generation.Complete(pb.CompleteRequest(start=begin(seed=2**64 - 1).start))
+        assert response.finished.seed == 2**64 - 1
+
+    async def test_the_callers_id_is_echoed(self, start_service, new_reading):
+        service = await start_service()
+        frames = [begin(1, client_request_id="mine")]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        assert reading.outcomes[1].accepted[0].client_request_id == "mine"
+
+
+class TestSingle:
+    """GenerateOne and Complete: the call's status is the request's."""
+
+    async def test_generate_one(self, start_service):
+        service = await start_service()
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(9).start))
+        messages = [message async for message in call]
+        assert messages[0].accepted.ref == 9
+        assert "".join(delta.text for message in messages for delta in message.deltas) == letters(5, 5)
+        assert [message.HasField("finished") for message in messages] == [False] * (len(messages) - 1) + [True]
+        assert await call.code() is grpc.StatusCode.OK
+
+    async def test_a_refusal_has_no_message_so_that_it_may_be_retried(self, start_service, details_of):
+        service = await start_service()
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(max_tokens=9999).start))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        details = details_of(error.value)
+        assert len(details["RequestInfo"].request_id) == 26
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=9999).start))
+        assert details_of(error.value)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
+
+    async def test_a_full_queue_is_refused_with_a_hint(self, start_service, new_reading):
+        scheduler = SchedulerConfig(max_num_seqs=1, max_queued_requests=1)
+        service = await start_service(paced(), scheduler)
+        call = service.generation.Generate()
+        await call.write(begin(1, max_tokens=ENDLESS))
+        await new_reading().read_until(call, lambda r: r.outcomes[1].deltas > 0)
+        await call.write(begin(2))
+        await new_reading().read_until(call, lambda r: bool(r.outcomes[2].accepted))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=begin().start))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
+
+    async def test_a_start_is_required(self, start_service):
+        service = await start_service()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest())
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    @pytest.mark.parametrize("method", ["GenerateOne", "Complete"])
+    async def test_a_dropped_call_is_aborted(self, start_service, method):
+        service = await start_service(paced())
+        start = begin(max_tokens=ENDLESS).start
+        if method == "Complete":
+            call = service.generation.Complete(pb.CompleteRequest(start=start))
+        else:
+            call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
+        await until(lambda: service.blocks_in_use > 0)
+        call.cancel()
+        await until(lambda: service.blocks_in_use == 0 and service.engine.stats().requests == 0)
+
+
+class TestDeadlines:
+    """timeout_ms, and the call's own deadline."""
+
+    async def test_a_request_has_a_deadline_of_its_own(self, start_service, new_reading):
+        service = await start_service(paced())
+        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=150), begin(2, max_tokens=100)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        [finished] = reading.outcomes[1].finished
+        assert finished.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert finished.usage.output_tokens > 0
+        assert reading.outcomes[2].text == letters(5, 100)
+
+    async def test_in_the_queue_too(self, start_service, new_reading):
+        service = await start_service(paced(), SchedulerConfig(max_num_seqs=1))
+        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=1000), begin(2, timeout_ms=50)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        assert not reading.outcomes[2].deltas
+        assert reading.outcomes[2].finished[0].reason == pb.FINISH_REASON_DEADLINE
+
+    async def test_the_calls_deadline_counts_where_there_is_no_other(self, start_service):
+        service = await start_service(paced())
+        ended = []
+        submit = service.engine.submit
+        service.engine.submit = lambda request: (ended.append(request.deadline - time.monotonic()), submit(request))[1]
+        start = begin(max_tokens=ENDLESS).start
+        for timeout_ms, expected in ((None, 0.3), (100, 0.1)):
+            if timeout_ms is not None:
+                start.timeout_ms = timeout_ms
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await service.generation.Complete(pb.CompleteRequest(start=start), timeout=0.3)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert expected * 0.3 < ended[-1] <= expected
+        await until(lambda: service.blocks_in_use == 0)
+        await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
+        assert ended[-1] > 50
+
+    async def test_a_deadline_that_passes_during_preparation(self, start_service, new_reading, byte_tokenizer, monkeypatch):
+        encode = byte_tokenizer.encode
+        monkeypatch.setattr(byte_tokenizer, "encode", lambda *a: (time.sleep(0.2), encode(*a))[1])
+        service = await start_service()
+        started = time.monotonic()
+        reading = await new_reading().read(service.generation.Generate(iter([begin(1, timeout_ms=50)])))
+        assert reading.outcomes[1].finished[0].reason == pb.FINISH_REASON_DEADLINE
+        assert not reading.outcomes[1].accepted
+        assert time.monotonic() - started < 0.2
+
+
+class TestPreparation:
+    """What happens before a request is in the queue."""
+
+    @pytest.fixture
+    def slow_tokenizer(self, byte_tokenizer, monkeypatch):
+        """Takes 0.1 s for a text with an x."""
+        encode = byte_tokenizer.encode
+
+        def slow(text, *arguments):
+            if "x" in text:
+                time.sleep(0.1)
+            return encode(text, *arguments)
+
+        monkeypatch.setattr(byte_tokenizer, "encode", slow)
+
+    async def test_a_cancel_during_preparation(self, start_service, new_reading, slow_tokenizer):
+        service = await start_service()
+        reading = await new_reading().read(service.generation.Generate(iter([begin(1, text="x"), cancel(1), begin(2)])))
+        [finished] = reading.outcomes[1].finished
+        assert finished.reason == pb.FINISH_REASON_CANCELLED
+        assert not reading.outcomes[1].accepted
+        assert reading.outcomes[2].text == letters(5, 5)
+
+    async def test_a_stream_dropped_during_preparation(self, start_service, slow_tokenizer):
+        service = await start_service(paced())
+        submitted = []
+        service.engine.submit = submitted.append
+        call = service.generation.Generate()
+        for ref in range(10):
+            await call.write(begin(ref, text="x"))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.sleep(0.3)
+        assert not submitted
+
+    async def test_a_long_prompt_may_be_overtaken(self, start_service, new_reading, slow_tokenizer):
+        service = await start_service()
+        frames = [begin(1, text="x"), *[begin(ref) for ref in range(2, 6)]]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        accepted = [accepted.ref for message in reading.messages for accepted in message.accepted]
+        assert accepted == [2, 3, 4, 5, 1]

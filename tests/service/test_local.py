@@ -1,0 +1,157 @@
+"""A service of one's own: private, there when it is needed, gone afterwards whatever happens; and the library on top."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.clients import Client
+from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
+from penstock.service.llm import LLM
+from penstock.service.local import LocalServiceError, local_service
+
+FLAGS = {"max_model_len": 256, "kv_cache_memory_bytes": "64M"}
+
+
+def gone(pid):
+    """Whether a process ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_it_is_private_and_it_is_gone_afterwards():
+    with local_service("demo", **FLAGS) as target:
+        socket = Path(target.removeprefix("unix:"))
+        assert stat.S_ISSOCK(socket.stat().st_mode)
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        with Client(target) as client:
+            assert client.model().max_model_len == 256
+        children = psutil.Process().children(recursive=True)
+        assert len(children) >= 2, "the service and its worker"
+    assert not socket.parent.exists()
+    assert all(gone(child.pid) for child in children)
+
+
+def test_its_directory_is_short_enough_for_a_socket(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(LocalServiceError, match="no such directory"), local_service("/nowhere"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "problem"),
+    [
+        ("/nowhere", {}, "^/nowhere: no such directory"),
+        ("demo", {"max_num_seqs": 0}, "^--max-num-seqs: must be 1 to 4,096; it is 0"),
+        ("demo", {"no_such": 1}, "^no such flag or argument: --no-such=1"),
+        ("demo", {"port": 1}, "^--port: a service of one's own has a private socket"),
+        ("demo", {"enable_prefix_caching": False, "kv_cache_memory_bytes": "1K"}, "^--kv-cache-memory-bytes"),
+    ],
+)
+def test_what_is_wrong_is_one_line(model, flags, problem):
+    with pytest.raises(LocalServiceError, match=problem) as caught, local_service(model, **flags):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_it_ends_with_its_parent_however_that_ends():
+    code = (
+        "import psutil, sys, time\n"
+        "from penstock.service.local import local_service\n"
+        f"with local_service('demo', **{FLAGS}) as target:\n"
+        "    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) >= 2
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate(timeout=20)
+    wait_until(lambda: all(gone(pid) for pid in pids))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", **FLAGS) as llm:
+        yield llm
+
+
+def test_generate_answers_in_order(llm):
+    prompts = ["The kernel is", "A package is", "The kernel is"]
+    first, second, third = llm.generate(prompts, max_tokens=8, temperature=0, ignore_eos=True)
+    assert first.choices[0].token_ids == third.choices[0].token_ids
+    assert len(second.choices[0].token_ids) == 8
+    with Client(llm.target) as client:
+        assert llm.generate([client.tokenize(prompts[0])], max_tokens=8, temperature=0)[0].text == first.text
+    (alone,) = llm.generate(prompts[0], max_tokens=8, temperature=0, ignore_eos=True)
+    assert alone.text == first.text
+    assert llm.generate([]) == []
+
+
+def test_more_prompts_than_fit_in_a_step_are_all_answered(llm, capsys):
+    answers = llm.generate([[number % 100] for number in range(300)], max_tokens=1, progress=True)
+    assert len(answers) == 300
+    assert "300/300" in capsys.readouterr().err
+
+
+def test_chat_takes_one_conversation_or_several(llm):
+    conversation = [{"role": "user", "content": "What does a kernel do?"}]
+    (one,) = llm.chat(conversation, max_tokens=4, temperature=0, ignore_eos=True)
+    several = llm.chat([conversation, conversation], max_tokens=4, temperature=0, ignore_eos=True)
+    assert [answer.text for answer in several] == [one.text] * 2
+
+
+async def test_it_works_where_a_loop_runs_already(llm):
+    asyncio.get_running_loop()
+    assert len(llm.generate(["a"], max_tokens=1)) == 1
+
+
+def test_what_is_wrong_with_a_request_is_raised(llm):
+    with pytest.raises(InvalidOption):
+        llm.generate(["a"], temprature=1)
+    with pytest.raises(RequestFailed, match="max_tokens"):
+        llm.generate(["a", "b"], max_tokens=10_000)
+
+
+def test_a_closed_model_says_so():
+    llm = LLM("demo", **FLAGS)
+    socket = Path(llm.target.removeprefix("unix:"))
+    llm.close()
+    llm.close()
+    assert not socket.exists()
+    with pytest.raises(PenstockError, match="the model is closed"):
+        llm.generate(["a"])
+
+
+def test_a_model_that_nobody_closes_ends_with_the_program():
+    code = (
+        "import psutil\n"
+        "from penstock.service.llm import LLM\n"
+        f"llm = LLM('demo', **{FLAGS})\n"
+        "print(llm.target, *(child.pid for child in psutil.Process().children(recursive=True)))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    target, *pids = done.stdout.split()
+    wait_until(lambda: all(gone(int(pid)) for pid in pids))
+    assert not os.path.exists(target.removeprefix("unix:"))
