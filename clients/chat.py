@@ -99,8 +99,8 @@ class Chat:
 
     def set(self, name: str, value: object) -> None:
         """Changes an option; None is its default. Raises InvalidOption."""
-        if name == "n":
-            raise InvalidOption(name, "a chat has one answer at a time")
+        if name in ("n", "format"):
+            raise InvalidOption(name, "a chat has one answer at a time, as text")
         if name == "timeout_ms":
             self._timeout = value / 1000 if isinstance(value, int) else None
         elif value is None:

@@ -81,6 +81,8 @@ class RequestStream:
         events: list[Event] = []
         while more := await self._receive(rest=True):
             events += more
+        if not events:
+            raise PenstockError("the request has ended, and its events were taken already")
         return collect(events, max(1, self._start.sampling.n))
 
     def cancel(self) -> None:
@@ -100,6 +102,8 @@ class RequestStream:
         if self._carrier is None and not self._ended:
             self._carrier = self._open_stream()
             self._ref, self._mailbox = self._carrier.start(self._start)
+            if self._cancelled:
+                self._carrier.cancel(self._ref)
             if self._start.HasField("timeout_ms"):
                 # The service keeps the deadline. This is for one that does not answer at all.
                 now = asyncio.get_running_loop().time()

@@ -20,8 +20,8 @@ NOISE_RANGE = 26.0
 """In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10
 and 22.19. An entry further below the best one cannot win."""
 
-PIVOT_CANDIDATES = 1024
-"""How many of the largest logits are looked at before top-p falls back to a sort."""
+NUM_BINS = 4096
+"""Of the histogram by which top-p finds its pivot."""
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -70,20 +70,26 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     """Masks, in place, all but the smallest set of the likeliest entries whose probability reaches ``top_p``.
 
     Of equal ones at the pivot the lowest ids are kept; the likeliest entry always is. ``top_p`` is (R,) in [0, 1].
+    A histogram over distances from the best entry finds the bin that holds the pivot; only that bin is sorted.
     """
     target = top_p.double().unsqueeze(1)
-    total = torch.logsumexp(logits, 1, keepdim=True)
-    width = min(PIVOT_CANDIDATES, logits.shape[1])
-    largest = torch.topk(logits, width, dim=1).values
-    reached = (largest - total).double().exp().cumsum(1)
-    if width < logits.shape[1] and bool((reached[:, -1:] < target).any()):
-        largest = torch.sort(logits, dim=1, descending=True).values
-        reached = (largest - total).double().exp().cumsum(1)
+    log_total = torch.logsumexp(logits, 1, keepdim=True)
+    # Distances grow as logits fall, rounded or not, so whatever is in an earlier bin is likelier.
+    distance = logits.amax(1, keepdim=True) - logits
+    # A broken model's NaN must not become an index that is none.
+    bins = (distance * (NUM_BINS / NOISE_RANGE)).nan_to_num_(0.0).clamp_(0, NUM_BINS - 1).long()
+    mass = torch.zeros(logits.shape[0], NUM_BINS, dtype=torch.float64, device=logits.device)
+    reached = mass.scatter_add_(1, bins, (logits - log_total).double().exp()).cumsum(1)
+    crossing = (reached < target).sum(1, keepdim=True).clamp(max=NUM_BINS - 1)
+    before = torch.where(crossing > 0, reached.gather(1, (crossing - 1).clamp(min=0)), 0.0)
+    inside = bins == crossing
+    count = inside.sum(1, keepdim=True)
+    ranked = torch.topk(logits.masked_fill(~inside, -math.inf), int(count.max()), dim=1).values
+    reached = before + (ranked - log_total).double().exp().cumsum(1)
     # Entry i is kept if what comes before it has not reached the target.
-    kept = (reached < target).sum(1, keepdim=True).clamp(max=largest.shape[1] - 1)
-    pivot = largest.gather(1, kept)
-    above = (largest > pivot).sum(1, keepdim=True)
-    _keep_to_pivot(logits, pivot, kept + 1 - above)
+    last = torch.minimum((reached < target).sum(1, keepdim=True), count - 1).clamp(min=0)
+    pivot = ranked.gather(1, last)
+    _keep_to_pivot(logits, pivot, last + 1 - (ranked > pivot).sum(1, keepdim=True))
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> None:

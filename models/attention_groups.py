@@ -29,10 +29,8 @@ class AttentionGroup:
     """(B, N) block ids."""
     lengths: Tensor
     """(B,): slots of the gathered pages that are the row's."""
-    num_keys: int
-    """Of the gathered slots, how many are looked at."""
     mask: Tensor | None
-    """(B, Q, num_keys) bool; None where everything is seen."""
+    """(B, Q, N * block_size) bool: which gathered slots a query sees; None where it sees all."""
 
 
 def attention_groups(
@@ -82,7 +80,8 @@ def _group(
     index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
     table = np.where(columns < counts[:, None], batch.tables[rows[:, None], index], num_blocks)
     lengths = ends - first * block_size
-    num_keys = int(lengths.max())
+    # Whole pages are read, so that rows stay dense in memory: products with strides in them are copied first.
+    num_keys = table.shape[1] * block_size
     mask = None
     if positions.shape[1] > 1 or int(lengths.min()) < num_keys or (window is not None and num_keys > window):
         seen = torch.from_numpy(first[:, None, None] * block_size + np.arange(num_keys))
@@ -93,6 +92,5 @@ def _group(
         num_rows=len(spans),
         table=torch.from_numpy(table).to(device),
         lengths=torch.from_numpy(lengths).to(device),
-        num_keys=num_keys,
         mask=mask,
     )

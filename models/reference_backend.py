@@ -1,6 +1,8 @@
 """The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
 with it; it is as fast as torch's own operations allow without compiling anything."""
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,6 +30,9 @@ DTYPES = {
 
 ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
 
+SMALL_STEP = 1 << 28
+"""Parameters times tokens. Below it a second thread of a CPU gains less than the service's loop loses by it."""
+
 SPARE_POSITIONS = 8
 """A row that has ended may be computed a step or two past the context's end; the result is discarded."""
 
@@ -35,8 +40,11 @@ SPARE_POSITIONS = 8
 class ReferenceBackend:
     """A ``Backend`` over torch operations on gathered pages."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts, num_threads: int | None = None
+    ) -> None:
         self.facts = facts
+        self._num_threads = num_threads or len(os.sched_getaffinity(0))
         self._spec = spec
         self._weights = weights
         self._pages = pages
@@ -54,6 +62,8 @@ class ReferenceBackend:
     def forward(self, batch: Batch) -> Tensor:
         """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm."""
         spec, weights = self._spec, self._weights
+        small = len(batch.token_ids) * spec.num_parameters < SMALL_STEP
+        torch.set_num_threads(1 if small else self._num_threads)
         # Ids were checked at admission; an id out of range must still never be an address.
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp_(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
@@ -100,7 +110,7 @@ class ReferenceBackend:
         for group in groups:
             keys, values = self._pages.gather(index, group.table, group.lengths)
             part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
-            seen = attention(part, keys[:, :, : group.num_keys], values[:, :, : group.num_keys], group.mask)
+            seen = attention(part, keys, values, group.mask)
             mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
         return layer.output(mixed.flatten(1))
 
@@ -136,7 +146,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         weight_bytes=weights.num_bytes,
         kv_bytes=pages.num_bytes,
     )
-    return ReferenceBackend(spec, weights, pages, facts)
+    return ReferenceBackend(spec, weights, pages, facts, config.num_threads)
 
 
 def _device(name: str) -> torch.device:

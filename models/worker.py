@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 import msgspec
-import torch
 
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
@@ -55,7 +54,6 @@ def serve(channel: Channel) -> int:
     assert isinstance(config, WorkerConfig), "the first frame is the config"
     try:
         with _alive(channel):
-            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
             backend = load_backend(config)
             channel.send(Kind.FACTS, backend.facts)
             gc.freeze()

@@ -79,11 +79,6 @@ class Scheduler:
         return len(self._planner.waiting.choices)
 
     @property
-    def num_in_flight(self) -> int:
-        """Plans that are not answered."""
-        return len(self._in_flight)
-
-    @property
     def counters(self) -> Counters:
         """Totals since the start."""
         return self._planner.counters
@@ -147,8 +142,10 @@ class Scheduler:
         self._report_finished(live, reason, message)
 
     def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
-        live.request.sink(live.finished(reason, message, self._clock()))
-        self._on_finished(live.request)
+        try:
+            live.request.sink(live.finished(reason, message, self._clock()))
+        finally:
+            self._on_finished(live.request)
 
     # A step ---------------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
     ) -> None:
         """Carries many requests, until the client half-closes and the last of them has ended."""
+        await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message)
         stream = _Stream(self, outbox, self._validator, current_caller.get())
         self._outboxes.add(outbox)
@@ -71,7 +72,17 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateOneResponse]
     ) -> None:
         """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
-        outbox = self._new_outbox(context.write, single_message)
+        has_begun = False
+
+        async def write(message: pb.GenerateOneResponse) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                # By itself: in one operation with a message that is held up, no status could overtake it.
+                has_begun = True
+                await context.send_initial_metadata(())
+            await context.write(message)
+
+        outbox = self._new_outbox(write, single_message)
 
         def on_end(live: LiveRequest) -> None:
             error = StatusError(live.status) if live.status.code else None
@@ -173,9 +184,11 @@ class _Stream:
 
     def on_read(self, reader: asyncio.Task[None]) -> None:
         """No more frames will come."""
-        error = None if reader.cancelled() else reader.exception()
-        if isinstance(error, Exception):
-            self._outbox.fail(error)
+        if reader.cancelled():
+            # By the end of the handler, when it no longer matters; by anything else it is an error of ours.
+            self._outbox.fail(RuntimeError("the reader of a stream was cancelled"))
+        elif (error := reader.exception()) is not None:
+            self._outbox.fail(error if isinstance(error, Exception) else RuntimeError("the reader of a stream died"))
         self._half_closed = True
         self._close_if_done()
 

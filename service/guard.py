@@ -54,7 +54,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         current_request_id.set(new_request_id())
         try:
             handler = await continuation(handler_call_details)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_being_cancelled():
+                raise
             handler = _failing(error)
         return handler if handler is None else self._guarded(handler, handler_call_details)
 
@@ -92,7 +94,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return make(answer, None, None)
 
 
-def _failing(error: Exception) -> Handler:
+def _failing(error: BaseException) -> Handler:
     async def fail(argument: Any, context: Any) -> None:
         raise error
 

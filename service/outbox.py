@@ -22,6 +22,8 @@ MAX_PENDING_BYTES = 4 << 20
 HEARTBEAT_S = 10.0
 ACCEPTED_WAIT_S = 0.005
 """How long ``accepted`` waits for a first token to go with."""
+BLOCKED_S = 0.1
+"""A write that takes longer is held up by the stream's reader."""
 WRITE_COST_S = 1.25e-4
 """Each stream's share of the time between messages: at 35 us a message, most of it the kernel's, writers take 28 % of a
 core at most."""
@@ -165,8 +167,8 @@ class Outbox(Generic[M]):
         self._failure = error
         self._batches.clear()
         self._wake()
-        if self._writer is not None:
-            self._writer.cancel()
+        # A write that is not held up must not be cancelled: gRPC could send no status after half a message.
+        self._loop.call_later(BLOCKED_S, self._cut)
 
     # ------------------------------------------------------------------------------------------------ what comes out
 
@@ -256,6 +258,10 @@ class Outbox(Generic[M]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _cut(self) -> None:
+        if self._writer is not None:
+            self._writer.cancel()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -68,7 +68,7 @@ class _Rules:
         self.num_stripped = 0
         self.opening: Callable[[str], str] | None = None
         self._replacements: list[tuple[str, str]] = []
-        self._byte_of: Mapping[str, int] | None = None
+        self._byte_of: Mapping[int, str] | None = None
         self._prefix = ""
         steps = _flatten(decoder)
         kinds = [step["type"] for step in steps]
@@ -116,10 +116,12 @@ _FROM_SENTENCEPIECE = re.compile("(Replace )*(ByteFallback )?Fuse (Strip )?")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_level_piece(token: str, byte_of: Mapping[str, int]) -> str | bytes:
+def _byte_level_piece(token: str, byte_of: Mapping[int, str]) -> str | bytes:
+    if token.isascii() and token.isprintable() and " " not in token:
+        return token
     try:
-        data = bytes([byte_of[char] for char in token])
-    except KeyError:
+        data = token.translate(byte_of).encode("latin-1")
+    except UnicodeEncodeError:
         return token  # an added token, with characters that stand for no byte
     try:
         return data.decode()
@@ -127,11 +129,12 @@ def _byte_level_piece(token: str, byte_of: Mapping[str, int]) -> str | bytes:
         return data
 
 
-def _byte_alphabet() -> Mapping[str, int]:
-    """Which byte a character stands for: printable Latin-1 for itself, the rest moved up past U+00FF, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+def _byte_alphabet() -> Mapping[int, str]:
+    """Which byte, as Latin-1, a character stands for: printable ones for themselves; those from U+0100 on for the other
+    bytes, in order. A character below U+0100 that stands for none is mapped to one that Latin-1 lacks."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return dict.fromkeys(others, "\uffff") | {256 + index: chr(byte) for index, byte in enumerate(others)}
 
 
 def _flatten(decoder: Any) -> Sequence[Any]:

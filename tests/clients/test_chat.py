@@ -82,7 +82,7 @@ def test_commands(chat, threaded_service):
         ("/set heat=1", "heat: there is no such field"),
         ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
         ("/set timeout_ms=soon", "timeout_ms: expected an integer, got 'soon'"),
-        ("/set n=2", "n: a chat has one answer at a time"),
+        ("/set n=2", "n: a chat has one answer at a time, as text"),
         ("fail INTERNAL", "INTERNAL: as you wish"),
     ],
 )

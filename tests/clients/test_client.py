@@ -67,6 +67,19 @@ async def test_a_cancelled_request_can_be_completed_with_what_came(client):
     assert answer.finished.reason is FinishReason.CANCELLED
 
 
+async def test_a_request_that_is_cancelled_before_it_starts_ends_at_once(client):
+    request = client.generate("endless")
+    request.cancel()
+    assert (await request.completion()).finished.reason is FinishReason.CANCELLED
+
+
+async def test_an_answer_is_taken_once(client):
+    async with client.generate("abc") as request:
+        assert [event async for event in request]
+        with pytest.raises(PenstockError, match="were taken already"):
+            await request.completion()
+
+
 async def test_choices_are_kept_apart(client):
     answer = await client.complete("ab", n=3)
     assert [choice.text for choice in answer.choices] == ["ab"] * 3

@@ -64,9 +64,9 @@ def test_top_k_keeps_the_largest_and_of_equal_ones_the_lowest_ids(logits):
     assert torch.equal(filtered[unmasked], logits[unmasked])
 
 
-@pytest.mark.parametrize("candidates", [8, 1024])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(logits, candidates, monkeypatch):
-    monkeypatch.setattr(reference_sampling, "PIVOT_CANDIDATES", candidates)
+@pytest.mark.parametrize("num_bins", [1, 8, 4096])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(logits, num_bins, monkeypatch):
+    monkeypatch.setattr(reference_sampling, "NUM_BINS", num_bins)
     # Sums in another order may differ where a sum is the target to the last bit, so no target is such a sum.
     top_p = torch.tensor([0.0, 0.1234, 0.5017, 0.9013, 0.9507, 0.9991])
     expected = [naive_top_p(row, p) for row, p in zip(logits, top_p.tolist(), strict=True)]

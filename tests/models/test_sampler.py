@@ -126,6 +126,17 @@ def test_filters_that_leave_one_token(filters):
     assert choose(falling(), SamplingParams(temperature=2.0, seed=9, **filters)).token_id == 0
 
 
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+def test_a_model_that_computes_no_numbers_harms_no_other_row(logit):
+    params = SamplingParams(seed=1, top_k=3, top_p=0.5, min_p=0.1, frequency_penalty=0.5, logprobs=1)
+    logits = torch.tensor([[logit] * VOCAB, falling(), [1.0, *[logit] * (VOCAB - 1)]])
+    rows = [make_row(params) for _ in range(3)]
+    broken, whole, half_broken = sample_rows(logits.clone(), rows)
+    assert whole == choose(falling(), params)
+    assert 0 <= broken.token_id < VOCAB
+    assert 0 <= half_broken.token_id < VOCAB
+
+
 def test_seeds_use_all_64_bits():
     logits = [0.0] * VOCAB
     seeds = [0, 1, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1]

@@ -38,8 +38,8 @@ def convert(make_converter):
     async def convert(start, converter=None, tenant="default", **origin):
         converter = converter or make_converter()
         converter.check(start)
-        origin = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await converter.prepare(start, origin, lambda event: None)
+        whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
+        return await converter.prepare(start, whose, lambda event: None)
 
     return convert
 

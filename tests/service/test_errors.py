@@ -62,7 +62,9 @@ def test_pushback_says_when_to_try_again(error, pushback, details_of):
     status = to_status(error, REQUEST_ID)
     assert dict(trailers(status)).get("grpc-retry-pushback-ms") == pushback
     delay = details_of(status).get("RetryInfo")
-    assert (None if delay is None else str(delay.retry_delay.ToMilliseconds())) == (pushback if pushback != "-1" else None)
+    assert (None if delay is None else str(delay.retry_delay.ToMilliseconds())) == (
+        pushback if pushback != "-1" else None
+    )
 
 
 @pytest.mark.parametrize("kind", RefusalKind)

@@ -1,5 +1,7 @@
 """Keys, tenants, and who may call what."""
 
+from typing import Any
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -7,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.service.errors import ServiceError
 from penstock.service.identity import ACCESS, ApiKeys, Caller, KeyFileError, hash_key
-from penstock.v1 import generation_pb2 as pb, generation_pb2, model_pb2, tokenizer_pb2
+from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 KEY, GATEWAY_KEY = "k" * 40, "g" * 40
 
@@ -117,7 +119,7 @@ async def test_health_and_reflection_are_open(start_service, keys):
     service = await start_service(authenticator=keys)
     health = health_pb2_grpc.HealthStub(service.channel)
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
-    reflection = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
     call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     names = [found.name for found in (await call.read()).list_services_response.service]
     assert "penstock.v1.GenerationService" in names
@@ -163,7 +165,7 @@ async def test_without_a_key_file_nobody_names_a_tenant(start_service):
 def test_every_served_method_has_a_rule():
     ours = {
         f"/{service.full_name}/{method.name}"
-        for file in (generation_pb2, model_pb2, tokenizer_pb2, health_pb2)
+        for file in (pb, model_pb2, tokenizer_pb2, health_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }

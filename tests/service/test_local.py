@@ -1,13 +1,13 @@
-"""A service of one's own: private, there when it is needed, gone afterwards whatever happens; and the library on top."""
+"""A service of one's own: private, there when it is needed, gone whatever happens; and the library on top of it."""
 
 import asyncio
-import os
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 
 from penstock.clients import Client
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
+from penstock.service import llm as llm_module
 from penstock.service.llm import LLM
 from penstock.service.local import LocalServiceError, local_service
 
@@ -36,17 +37,31 @@ def wait_until(condition, seconds=20.0):
         time.sleep(0.02)
 
 
-def test_it_is_private_and_it_is_gone_afterwards():
-    with local_service("demo", **FLAGS) as target:
-        socket = Path(target.removeprefix("unix:"))
-        assert stat.S_ISSOCK(socket.stat().st_mode)
-        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-        with Client(target) as client:
-            assert client.model().max_model_len == 256
+@pytest.fixture(scope="module")
+def llm():
+    """The demo model as a library; when it is closed nothing of it is left."""
+    with LLM("demo", **FLAGS) as llm:
+        directory = socket_of(llm.target).parent
         children = psutil.Process().children(recursive=True)
         assert len(children) >= 2, "the service and its worker"
-    assert not socket.parent.exists()
+        yield llm
+    assert not directory.exists()
     assert all(gone(child.pid) for child in children)
+
+
+def socket_of(target):
+    return Path(target.removeprefix("unix:"))
+
+
+def test_it_is_private(llm):
+    socket = socket_of(llm.target)
+    assert stat.S_ISSOCK(socket.stat().st_mode)
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+
+
+def test_its_target_and_flags_are_for_any_client(llm):
+    with Client(llm.target) as client:
+        assert client.model().max_model_len == FLAGS["max_model_len"]
 
 
 def test_its_directory_is_short_enough_for_a_socket(monkeypatch, tmp_path):
@@ -64,7 +79,7 @@ def test_its_directory_is_short_enough_for_a_socket(monkeypatch, tmp_path):
         ("demo", {"max_num_seqs": 0}, "^--max-num-seqs: must be 1 to 4,096; it is 0"),
         ("demo", {"no_such": 1}, "^no such flag or argument: --no-such=1"),
         ("demo", {"port": 1}, "^--port: a service of one's own has a private socket"),
-        ("demo", {"enable_prefix_caching": False, "kv_cache_memory_bytes": "1K"}, "^--kv-cache-memory-bytes"),
+        ("/nowhere", {"enable_prefix_caching": False, "threads": None}, "^/nowhere: no such directory"),
     ],
 )
 def test_what_is_wrong_is_one_line(model, flags, problem):
@@ -88,12 +103,6 @@ def test_it_ends_with_its_parent_however_that_ends():
     parent.send_signal(signal.SIGKILL)
     parent.communicate(timeout=20)
     wait_until(lambda: all(gone(pid) for pid in pids))
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", **FLAGS) as llm:
-        yield llm
 
 
 def test_generate_answers_in_order(llm):
@@ -133,25 +142,23 @@ def test_what_is_wrong_with_a_request_is_raised(llm):
         llm.generate(["a", "b"], max_tokens=10_000)
 
 
-def test_a_closed_model_says_so():
-    llm = LLM("demo", **FLAGS)
-    socket = Path(llm.target.removeprefix("unix:"))
+@contextmanager
+def fake_service(model, **flags):
+    yield "unix:/nowhere"
+    print(f"ended {model} {flags}")
+
+
+def test_a_closed_model_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(llm_module, "local_service", fake_service)
+    llm = LLM("some", threads=1)
     llm.close()
     llm.close()
-    assert not socket.exists()
+    assert capsys.readouterr().out == "ended some {'threads': 1}\n"
     with pytest.raises(PenstockError, match="the model is closed"):
         llm.generate(["a"])
 
 
-def test_a_model_that_nobody_closes_ends_with_the_program():
-    code = (
-        "import psutil\n"
-        "from penstock.service.llm import LLM\n"
-        f"llm = LLM('demo', **{FLAGS})\n"
-        "print(llm.target, *(child.pid for child in psutil.Process().children(recursive=True)))\n"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    target, *pids = done.stdout.split()
-    wait_until(lambda: all(gone(int(pid)) for pid in pids))
-    assert not os.path.exists(target.removeprefix("unix:"))
+def test_a_model_that_nobody_closes_ends_with_the_object(monkeypatch, capsys):
+    monkeypatch.setattr(llm_module, "local_service", fake_service)
+    LLM("some")
+    assert capsys.readouterr().out == "ended some {}\n"

@@ -134,7 +134,8 @@ async def test_accepted_goes_with_the_first_token(make_outbox):
     outbox.delta(1, delta(), TEXT, True)
     await turns()
     [message] = writer.messages
-    assert message.accepted and message.deltas
+    assert message.accepted
+    assert message.deltas
 
 
 async def test_accepted_does_not_wait_for_long(make_outbox):

@@ -93,16 +93,6 @@ def test_the_printed_terminal_chat_works(greeting):
     paste(f"{line} --once hello")
 
 
-def test_the_demo_model_needs_no_name_and_answers():
-    with serving("--port", "0", "--kv-cache-memory-bytes=256M") as (process, greeting):
-        assert "penstock 0.1.0 serves demo on 127.0.0.1:" in greeting
-        with Client(target_of(greeting)) as client:
-            answer = client.complete("hello", max_tokens=5, ignore_eos=True)
-        assert len(answer.choices[0].token_ids) == 5
-        process.terminate()
-        assert process.wait(30) == 0
-
-
 def as_buf(line):
     """The same call, as buf has it: grpcurl takes the address and the method apart, and is told of plain text."""
     program, *arguments = shlex.split(line)

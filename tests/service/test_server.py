@@ -1,0 +1,380 @@
+"""The server as a whole: where it listens, what it says of itself, and how it goes down."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import EngineState
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.service.health import LIVENESS
+from penstock.service.listen import Address, ListenError
+from penstock.service.server import SERVICES
+from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
+
+Status = health_pb2.HealthCheckResponse
+ENDLESS = 4000
+
+
+def endless(seconds_per_step=0.005):
+    return FakeExecutor(
+        vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=seconds_per_step
+    )
+
+
+def start(ref=0, max_tokens=ENDLESS):
+    return pb.Start(ref=ref, text="hi", sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True))
+
+
+def frame(ref=0, max_tokens=ENDLESS):
+    return pb.GenerateRequest(start=start(ref, max_tokens))
+
+
+async def health_of(channel, service=""):
+    return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def to_its_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+class TestListening:
+    """host:port and unix:PATH."""
+
+    @pytest.mark.parametrize(
+        ("text", "parsed"),
+        [
+            ("127.0.0.1:50051", "127.0.0.1:50051"),
+            ("localhost:0", "localhost:0"),
+            ("[::1]:80", "[::1]:80"),
+            ("unix:/tmp/x.sock", "unix:/tmp/x.sock"),
+        ],
+    )
+    def test_addresses(self, text, parsed):
+        assert str(Address.parse(text)) == parsed
+
+    @pytest.mark.parametrize(
+        "text", ["", "50051", ":50051", "host:", "host:x", "host:65536", "host:-1", "unix:", "unix:/" + "x" * 200]
+    )
+    def test_what_is_no_address_is_named(self, text):
+        with pytest.raises(ListenError, match="--listen"):
+            Address.parse(text)
+
+    async def test_a_port_in_use_is_named_before_anything_starts(self, start_service):
+        service = await start_service()
+        executor = endless()
+        executor.start = None  # it must not come to that
+        with pytest.raises(ListenError, match=f"{service.target}.*in use"):
+            await start_service(executor, listen=service.target)
+
+    async def test_an_address_that_is_not_ours_is_named(self, start_service):
+        with pytest.raises(ListenError, match=r"192\.0\.2\.1.*no such address"):
+            await start_service(listen="192.0.2.1:50051")
+        with pytest.raises(ListenError, match="no address for this host"):
+            await start_service(listen="nowhere.invalid:50051")
+
+    async def test_a_unix_socket(self, start_service, tmp_path):
+        path = tmp_path / "s"
+        service = await start_service(listen=f"unix:{path}")
+        assert service.target == f"unix:{path}"
+        assert await health_of(service.channel) == Status.SERVING
+        with pytest.raises(ListenError, match="in use"):
+            await start_service(listen=f"unix:{path}")
+        assert await health_of(service.channel) == Status.SERVING
+        await service.server.stop()
+        assert not path.exists()
+
+    async def test_what_a_dead_service_left_is_removed(self, start_service, tmp_path):
+        path = tmp_path / "s"
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+        service = await start_service(listen=f"unix:{path}")
+        assert await health_of(service.channel) == Status.SERVING
+
+    async def test_a_file_is_not(self, start_service, tmp_path):
+        path = tmp_path / "precious"
+        path.write_text("data")
+        with pytest.raises(ListenError, match="no socket"):
+            await start_service(listen=f"unix:{path}")
+        assert path.read_text() == "data"
+        with pytest.raises(ListenError, match="no directory"):
+            await start_service(listen=f"unix:{tmp_path}/missing/s")
+
+
+class TestItself:
+    """Health, reflection, the model and the tokenizer."""
+
+    async def test_health(self, start_service):
+        service = await start_service()
+        for name in ("", LIVENESS, *SERVICES):
+            assert await health_of(service.channel, name) == Status.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await health_of(service.channel, "nothing")
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+    async def test_a_dead_worker_is_not_ready_but_live(self, start_service):
+        service = await start_service()
+        watchers = [
+            health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest(service=name))
+            for name in ("", SERVICES[0], "")
+        ]
+        assert [(await watcher.read()).status for watcher in watchers] == [Status.SERVING] * 3
+        watchers.pop().cancel()  # one that leaves takes nothing from the others
+        service.executor.die()
+        assert [(await watcher.read()).status for watcher in watchers] == [Status.NOT_SERVING] * 2
+        assert await health_of(service.channel, LIVENESS) == Status.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=start()))
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    async def test_a_change_of_state_is_told_on_streams(self, start_service):
+        service = await start_service()
+        call = service.generation.Generate()
+        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+        await asyncio.sleep(0.05)
+        service.engine.drain()
+        message = await call.read()
+        assert message.heartbeat.state == pb.SERVICE_STATE_DRAINING
+        assert service.engine.state is EngineState.DRAINING
+
+    async def test_an_idle_stream_has_heartbeats(self, start_service):
+        service = await start_service(heartbeat_s=0.05)
+        call = service.generation.Generate()
+        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+        for _ in range(3):
+            assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
+
+    async def test_reflection_knows_every_service(self, start_service):
+        service = await start_service()
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            *[reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in SERVICES],
+        ]
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
+        names = {found.name for found in answers[0].list_services_response.service}
+        assert names >= {*SERVICES, "grpc.health.v1.Health"}
+        assert all(answer.file_descriptor_response.file_descriptor_proto for answer in answers[1:])
+
+    async def test_the_model(self, start_service):
+        scheduler = SchedulerConfig(max_num_seqs=7, max_queued_requests=9)
+        service = await start_service(scheduler=scheduler)
+        model = await service.model.GetModel(model_pb2.GetModelRequest())
+        assert (model.name, model.architecture, model.backend, model.dtype) == ("bytes", "fake", "fake", "float32")
+        assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (258, 4096, [256])
+        assert (model.limits.max_num_seqs, model.limits.max_queued_requests, model.limits.kv_block_size) == (7, 9, 16)
+        assert model.has_chat_template
+        assert {"chat", "prefix_caching"} <= set(model.features)
+        assert model.version
+
+    async def test_the_tokenizer(self, start_service, details_of):
+        stub = (await start_service()).tokenizer
+        text = "hé <|end|>"
+        ids = list((await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))).token_ids)
+        assert ids == list(text.encode())
+        assert (await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[*ids, 256]))).text == text
+        shown = tokenizer_pb2.DetokenizeRequest(token_ids=[256], include_special_tokens=True)
+        assert (await stub.Detokenize(shown)).text == "<|end|>"
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+        rendered = await stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
+        assert rendered.text == "<|turn|>user\nhi<|end|><|turn|>assistant\n"
+        assert list(rendered.token_ids) == [257, *b"user\nhi", 256, 257, *b"assistant\n"]
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[0] * 5000 + [258]))
+        assert details_of(error.value)["BadRequest"].field_violations[0].field == "token_ids[5000]"
+
+    @pytest.mark.parametrize("name", ["Complete", "Tokenize"])
+    async def test_a_message_that_is_too_large_or_no_protobuf(self, start_service, name):
+        service = await start_service()
+        where = "GenerationService" if name == "Complete" else "TokenizerService"
+        call = service.channel.unary_unary(f"/penstock.v1.{where}/{name}")
+        for raw, code in (
+            (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+            (bytes(9 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(raw)
+            assert error.value.code() is code
+
+    async def test_a_method_that_is_not_there(self, start_service):
+        service = await start_service()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.channel.unary_unary("/penstock.v1.GenerationService/Nothing")(b"")
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    @pytest.mark.soak
+    async def test_silent_clients_that_ping_are_not_cut_off(self, start_service):
+        """A default server sends GOAWAY too_many_pings after 40 s of this."""
+        service = await start_service(heartbeat_s=3600)
+        options = [("grpc.keepalive_time_ms", 10_000), ("grpc.http2.max_pings_without_data", 0)]
+        async with grpc.aio.insecure_channel(service.target, options=options) as channel:
+            call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate()
+            await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+            await asyncio.sleep(60)
+            await call.write(frame(1, max_tokens=3))
+            assert (await call.read()).accepted
+
+
+class TestGoingDown:
+    """SIGTERM, and what it is to whom."""
+
+    async def test_running_requests_have_their_grace(self, start_service, new_reading):
+        service = await start_service(endless())
+        call = service.generation.Generate()
+        await call.write(frame(1, max_tokens=30))
+        reading = await new_reading().read_until(call, lambda r: r.outcomes[1].deltas > 0)
+        stopping = asyncio.create_task(service.server.stop(grace_s=10))
+        await asyncio.sleep(0)
+        await call.write(frame(2))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await reading.read(call)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert reading.outcomes[1].finished[0].reason == pb.FINISH_REASON_LENGTH
+        assert len(reading.outcomes[1].text) == 30
+        assert reading.outcomes[2].finished[0].status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        await stopping
+
+    async def test_the_end_of_the_grace(self, start_service, new_reading):
+        service = await start_service(endless())
+        call = service.generation.Generate()
+        await call.write(frame(1))
+        reading = await new_reading().read_until(call, lambda r: r.outcomes[1].deltas > 0)
+        single = service.generation.GenerateOne(pb.GenerateOneRequest(start=start()))
+        await single.read()
+        whole = service.generation.Complete(pb.CompleteRequest(start=start()))
+        started = time.monotonic()
+        stopping = asyncio.create_task(service.server.stop(grace_s=0.2))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await reading.read(call)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        [finished] = reading.outcomes[1].finished
+        assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert finished.usage.output_tokens > 0
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await to_its_end(single)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await whole
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        await stopping
+        assert time.monotonic() - started < 2.2
+
+    async def test_readers_that_stall_hold_nothing_up(self, start_service):
+        service = await start_service(endless(seconds_per_step=0.0005))
+        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with grpc.aio.insecure_channel(service.target, options=options) as channel:
+            call: Any = channel.stream_stream("/penstock.v1.GenerationService/Generate")()
+            request = start()
+            request.output.logprobs = 20
+            await call.write(pb.GenerateRequest(start=request).SerializeToString())
+            await asyncio.sleep(0.5)
+            started = time.monotonic()
+            await service.server.stop(grace_s=0.1)
+            assert time.monotonic() - started < 2.1
+            call.cancel()
+
+    async def test_stop_is_safe_to_call_twice(self, start_service):
+        service = await start_service()
+        await asyncio.gather(service.server.stop(), service.server.stop())
+        await service.server.stop()
+
+    async def test_sigterm_under_100_streams(self, tmp_path, new_reading):
+        """Figure 8, and Shown by 7: against a process of its own."""
+        path = tmp_path / "s"
+        script = tmp_path / "service.py"
+        script.write_text(PROCESS)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(script), str(path), str(tmp_path), stdout=subprocess.PIPE
+        )
+        try:
+            await sigterm(process, f"unix:{path}", new_reading)
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def sigterm(process, target, new_reading):
+    async with grpc.aio.insecure_channel(target) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 20)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        watcher = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watcher.read()).status == Status.SERVING
+        short = [stub.Generate(iter([frame(1, max_tokens=60)])) for _ in range(50)]
+        long = [stub.Generate(iter([frame(1)])) for _ in range(49)]
+        single = stub.GenerateOne(pb.GenerateOneRequest(start=start()))
+        readings = [new_reading() for _ in range(99)]
+        for call, reading in zip([*short, *long], readings, strict=True):
+            await reading.read_until(call, lambda r: r.outcomes[1].deltas > 0)
+        await single.read()
+        sent = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert (await watcher.read()).status == Status.NOT_SERVING
+        assert float(await process.stdout.readline()) - sent < 0.1
+        ends = await asyncio.gather(
+            *[reading.read(call) for call, reading in zip([*short, *long], readings, strict=True)],
+            return_exceptions=True,
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await to_its_end(single)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    for end, reading in zip(ends, readings, strict=True):
+        [finished] = reading.outcomes[1].finished
+        if isinstance(end, grpc.aio.AioRpcError):
+            assert end.code() is grpc.StatusCode.UNAVAILABLE
+        if finished.status.code:
+            assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        else:
+            assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert all(reading.outcomes[1].finished[0].status.code == 0 for reading in readings[:50])
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert time.monotonic() - sent < GRACE_S + 2
+
+
+GRACE_S = 2.0
+PROCESS = f"""
+import asyncio, pathlib, sys, time
+import tokenizers
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer
+
+async def main():
+    path, directory = sys.argv[1], pathlib.Path(sys.argv[2])
+    vocab = {{chr(ord("a") + index): index for index in range(26)}}
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[])).save(str(directory / "tokenizer.json"))
+    executor = FakeExecutor(
+        vocab_size=26, num_blocks=30000, next_token=lambda history, sampling: 0, seconds_per_step=0.01
+    )
+    config = ServerConfig(model_name="fake", listen=f"unix:{{path}}", grace_s={GRACE_S})
+    server = Server(config, Engine(executor), Tokenizer.load(directory))
+    await server.start()
+    set_ready = server._health.set_ready
+
+    def noted(ready):
+        if not ready and server._health.is_ready:
+            print(time.monotonic(), flush=True)
+        set_ready(ready)
+
+    server._health.set_ready = noted
+    await server.serve_until_stopped()
+
+try:
+    import uvloop
+    uvloop.run(main())
+except ImportError:
+    asyncio.run(main())
+"""
