@@ -15,7 +15,7 @@ from penstock.kernels.reference import visible
 from penstock.models.batch import Batch
 
 MAX_GATHERED_TOKENS = 1 << 18
-"""Keys copied at a time: bounds the memory of a step."""
+"""Keys copied at a time for rows with one token: bounds the memory of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,48 +37,40 @@ def attention_groups(
     batch: Batch, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> list[AttentionGroup]:
     """Groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
-    return [_group(batch, spans, window, num_blocks, block_size, device) for spans in _spans(batch, block_size)]
+    return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
 
 
-_Span = tuple[int, int, int]
-"""Row of the batch, first and last + 1 of its tokens that take part."""
-
-
-def _spans(batch: Batch, block_size: int) -> Iterator[list[_Span]]:
-    """Rows of one token together, while the shortest has at least half the blocks of the longest; others alone, in
-    pieces."""
-    decodes: list[_Span] = []
-    for row in range(len(batch.rows)):
-        begin, end = int(batch.token_starts[row]), int(batch.token_starts[row + 1])
-        if end - begin == 1:
-            longest = int(batch.ends[decodes[0][0]]) if decodes else 0
-            wasteful = longest > 2 * int(batch.ends[row]) + 8 * block_size
-            if decodes and (wasteful or longest * (len(decodes) + 1) > MAX_GATHERED_TOKENS):
-                yield decodes
-                decodes = []
-            decodes.append((row, begin, end))
-            continue
-        if decodes:
-            yield decodes
-            decodes = []
-        yield [(row, begin, end)]
-    if decodes:
-        yield decodes
+def _neighbours(batch: Batch, block_size: int) -> Iterator[slice]:
+    """Rows of the batch that form a group: those with one token while the shortest has about half the keys of the
+    longest, so that little is gathered for nothing; each of the others alone."""
+    ends, num_tokens = batch.ends.tolist(), np.diff(batch.token_starts).tolist()
+    begin = 0
+    for row in range(1, len(ends) + 1):
+        longest = ends[begin]
+        if (
+            row == len(ends)
+            or num_tokens[row] > 1
+            or num_tokens[begin] > 1
+            or longest > 2 * ends[row] + 8 * block_size
+            or longest * (row + 1 - begin) > MAX_GATHERED_TOKENS
+        ):
+            yield slice(begin, row)
+            begin = row
 
 
 def _group(
-    batch: Batch, spans: list[_Span], window: int | None, num_blocks: int, block_size: int, device: torch.device
+    batch: Batch, rows: slice, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> AttentionGroup:
-    rows = np.array([row for row, _, _ in spans])
-    token_start, token_end = spans[0][1], spans[-1][2]
-    positions = batch.positions[token_start:token_end].reshape(len(spans), -1)
+    num_rows = rows.stop - rows.start
+    token_start, token_end = int(batch.token_starts[rows.start]), int(batch.token_starts[rows.stop])
+    positions = batch.positions[token_start:token_end].reshape(num_rows, -1)
     ends = positions[:, -1] + 1
     # The first block that any query of the row sees; what lies before it is not read.
     first = np.zeros_like(ends) if window is None else np.maximum(positions[:, 0] - window + 1, 0) // block_size
     counts = -(-ends // block_size) - first
     columns = np.arange(int(counts.max()))
     index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
-    table = np.where(columns < counts[:, None], batch.tables[rows[:, None], index], num_blocks)
+    table = np.where(columns < counts[:, None], np.take_along_axis(batch.tables[rows], index, axis=1), num_blocks)
     lengths = ends - first * block_size
     # Whole pages are read, so that rows stay dense in memory: products with strides in them are copied first.
     num_keys = table.shape[1] * block_size
@@ -89,7 +81,7 @@ def _group(
     return AttentionGroup(
         token_start=token_start,
         token_end=token_end,
-        num_rows=len(spans),
+        num_rows=num_rows,
         table=torch.from_numpy(table).to(device),
         lengths=torch.from_numpy(lengths).to(device),
         mask=mask,

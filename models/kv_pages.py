@@ -38,9 +38,8 @@ class KVPages:
         """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
         must not reach the next."""
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        for layer in range(self.keys.shape[0]):
-            self.keys[layer].index_fill_(1, ids, 0)
-            self.values[layer].index_fill_(1, ids, 0)
+        self.keys.index_fill_(2, ids, 0)
+        self.values.index_fill_(2, ids, 0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""

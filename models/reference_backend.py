@@ -30,8 +30,11 @@ DTYPES = {
 
 ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
 
-SMALL_STEP = 1 << 28
-"""Parameters times tokens. Below it a second thread of a CPU gains less than the service's loop loses by it."""
+SMALL_MODEL = 1 << 27
+"""Parameters. Weights of a larger one come from memory at each step, which several threads read faster."""
+SMALL_STEP = 1 << 31
+"""Parameters times tokens. In a smaller step of a small model, a second thread gains less than the service's loop, with
+which it shares the cores, loses."""
 
 SPARE_POSITIONS = 8
 """A row that has ended may be computed a step or two past the context's end; the result is discarded."""
@@ -45,6 +48,7 @@ class ReferenceBackend:
     ) -> None:
         self.facts = facts
         self._num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
         self._pages = pages
@@ -62,10 +66,9 @@ class ReferenceBackend:
     def forward(self, batch: Batch) -> Tensor:
         """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm."""
         spec, weights = self._spec, self._weights
-        small = len(batch.token_ids) * spec.num_parameters < SMALL_STEP
-        torch.set_num_threads(1 if small else self._num_threads)
+        torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         # Ids were checked at admission; an id out of range must still never be an address.
-        token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp_(0, spec.vocab_size - 1)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -131,7 +134,13 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
     num_blocks = num_kv_blocks(config, spec, dtype, device, max_model_len)
-    pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
+    try:
+        pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
+    except RuntimeError as error:  # of torch's, for want of memory
+        raise ModelError(
+            f"the KV cache of {num_blocks} blocks cannot be allocated on {device}: lower --gpu-memory-utilization, "
+            "--kv-cache-memory-bytes or --max-model-len"
+        ) from error
     facts = WorkerFacts(
         num_blocks=num_blocks,
         block_size=config.block_size,

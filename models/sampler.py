@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.reference_sampling import keep_min_p, keep_top_k, keep_top_p, sample
 from penstock.kernels.wide import widened
 from penstock.models.rows import Row
-from penstock.scheduler.plan import SamplingParams, TokenLogprobs
+from penstock.scheduler.plan import TokenLogprobs
 
 
 class Sampled(NamedTuple):
@@ -67,10 +67,8 @@ def _penalise(logits: Tensor, rows: list[Row]) -> None:
     ids = np.concatenate([counts.ids for _, _, counts in penalised])
     output = np.concatenate([counts.output for _, _, counts in penalised])
     at = np.repeat([i for i, _, _ in penalised], sizes)
-    repetition, presence, frequency = (
-        np.repeat(np.array([pick(sampling) for _, sampling, _ in penalised]), sizes)
-        for pick in (_repetition, _presence, _frequency)
-    )
+    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for _, p, _ in penalised]
+    repetition, presence, frequency = np.repeat(np.array(penalties), sizes, axis=0).T
     # A prompt may hold ids of the model's vocabulary that the tokenizer does not have; they are never chosen.
     known = ids < logits.shape[1]
     where = tuple(torch.from_numpy(part[known]).to(logits.device) for part in (at, ids))
@@ -78,18 +76,6 @@ def _penalise(logits: Tensor, rows: list[Row]) -> None:
     lowered = torch.from_numpy((frequency * output + presence * (output > 0))[known]).to(logits)
     x = logits[where]
     logits[where] = torch.where(x > 0, x / factor, x * factor) - lowered
-
-
-def _repetition(sampling: SamplingParams) -> float:
-    return sampling.repetition_penalty
-
-
-def _presence(sampling: SamplingParams) -> float:
-    return sampling.presence_penalty
-
-
-def _frequency(sampling: SamplingParams) -> float:
-    return sampling.frequency_penalty
 
 
 def _bias(logits: Tensor, rows: list[Row]) -> None:

@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import msgspec
 
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
-from penstock.models.runner import Runner
 from penstock.models.wire import Channel, Kind, WireError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
@@ -39,7 +38,9 @@ def main() -> None:
     """Runs a worker; arguments are the descriptor of the socket and the parent's process id."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the service decides when we end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Terminals and service managers send these to every process at once; the service decides when this one ends.
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
@@ -55,13 +56,17 @@ def serve(channel: Channel) -> int:
     try:
         with _alive(channel):
             backend = load_backend(config)
+            # Not before: wrong files are found, and life is told of, without the seconds that torch takes to import.
+            from penstock.models.runner import Runner
+
             channel.send(Kind.FACTS, backend.facts)
             gc.freeze()
-            _run_plans(channel, Runner(backend), frames)
+            _run_plans(channel, Runner(backend).run, frames)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:
-        channel.send(Kind.FAILED, str(error))
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, str(error))
         return 1
     except Exception as error:
         traceback.print_exc()
@@ -71,7 +76,7 @@ def serve(channel: Channel) -> int:
     return 0
 
 
-def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]]) -> None:
+def _run_plans(channel: Channel, run: Callable[[StepPlan], StepResult], frames: Iterator[tuple[Kind, object]]) -> None:
     """Runs plans until there are no more. The next one is read and decoded while one computes."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
@@ -83,7 +88,7 @@ def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, ob
         if isinstance(plan, Exception):
             raise plan
         waited_us = (time.monotonic_ns() - idle_since) // 1000 if must_wait else 0
-        result = runner.run(plan)
+        result = run(plan)
         result.waited_us = waited_us
         # Whoever waits for an answer to make the next plan has the worker wait from here on.
         idle_since, must_wait = time.monotonic_ns(), plans.empty()

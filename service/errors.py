@@ -4,6 +4,7 @@ A message comes from this file, or from a named error that was written for the c
 never does. Knows neither streams nor the engine's inner life.
 """
 
+import asyncio
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
@@ -159,6 +160,16 @@ def from_exception(error: BaseException) -> ServiceError | None:
     if isinstance(error, Refused):
         return from_refusal(error)
     return None
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The code that a call ends with which raised ``error``."""
+    if isinstance(error, StatusError):
+        return status_code(error.status)
+    if isinstance(error, asyncio.CancelledError):
+        return grpc.StatusCode.CANCELLED
+    known = from_exception(error)
+    return grpc.StatusCode.INTERNAL if known is None else known.code
 
 
 def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
-from opentelemetry.trace import Span
 
 from penstock.service.errors import (
     Reason,
@@ -26,7 +25,7 @@ from penstock.service.errors import (
     trailers,
 )
 from penstock.service.request_id import new_request_id
-from penstock.service.telemetry import Telemetry, end_call
+from penstock.service.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -65,21 +64,24 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
 
+        async def run(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            parsed = _each(parse, argument) if handler.request_streaming else _parsed(parse, argument)
+            outcome = behaviour(parsed, context)
+            if inspect.isasyncgen(outcome):
+                async for message in outcome:
+                    await context.write(message)
+                return None
+            message = await outcome
+            # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
+            return None if handler.response_streaming else serialize(message)
+
         async def answer(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             request_id = current_request_id.get()
-            with self._telemetry.call(details.method, details.invocation_metadata, request_id) as span:
-                try:
-                    parsed = _each(parse, argument) if handler.request_streaming else _parsed(parse, argument)
-                    outcome = behaviour(parsed, context)
-                    if inspect.isasyncgen(outcome):
-                        async for message in outcome:
-                            await context.write(message)
-                        return None
-                    message = await outcome
-                    # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
-                    return None if handler.response_streaming else serialize(message)
-                except BaseException as error:
-                    await _end(context, error, request_id, span)
+            try:
+                with self._telemetry.call(details.method, details.invocation_metadata, request_id):
+                    return await run(argument, context)
+            except BaseException as error:
+                await _end(context, error, request_id)
 
         if handler.response_streaming:
             make = (
@@ -117,25 +119,19 @@ async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes
         yield _parsed(parse, raw)
 
 
-async def _end(
-    context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str, span: Span
-) -> NoReturn:
+async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
     if isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):
         raise error
     if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-        end_call(span, grpc.StatusCode.CANCELLED)
         raise error
     if isinstance(error, grpc.aio.InternalError):
         # The client went away while a message was on its way: nobody is left to be told.
-        end_call(span, grpc.StatusCode.CANCELLED)
         raise asyncio.CancelledError from None
     status = _status_of(error, request_id)
-    code = status_code(status)
-    end_call(span, code)
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await context.abort(code, status.message, trailers(status))
+            await context.abort(status_code(status), status.message, trailers(status))
     except (grpc.aio.InternalError, TimeoutError):
         raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")

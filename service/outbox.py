@@ -100,6 +100,8 @@ class Outbox(Generic[M]):
         self._closed = False
         self._last_word: Exception | None = None
         self._failure: Exception | None = None
+        self._was_cut = False
+        """Whether it was us who cancelled a write."""
         self._waiter: asyncio.Future[None] | None = None
         """What ``run`` waits for, while nothing is due."""
         self._timer: asyncio.TimerHandle | None = None
@@ -192,7 +194,7 @@ class Outbox(Generic[M]):
         try:
             await self._write(message)
         except asyncio.CancelledError:
-            if self._failure is not None and task.uncancel() == 0:
+            if self._was_cut and self._failure is not None and task.uncancel() == 0:
                 raise self._failure from None
             raise
         finally:
@@ -261,6 +263,7 @@ class Outbox(Generic[M]):
 
     def _cut(self) -> None:
         if self._writer is not None:
+            self._was_cut = True
             self._writer.cancel()
 
     def _wake(self) -> None:

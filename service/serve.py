@@ -5,6 +5,7 @@ Whatever is wrong with the model, the files, the port or the memory is one line 
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import os
@@ -149,6 +150,8 @@ class _Life:
             await self._engine.stop()
             return 128 + self._signal
         self._engine.watch(self._on_state)
+        self._on_state(self._engine.state)
+        gc.freeze()  # what is here now stays: the collector need not look at it again
         self._greet(bound)
         await self._server.serve_until_stopped()
         return int(self._worker_died)
@@ -171,7 +174,7 @@ class _Life:
         assert self._start is not None
         if self._start.done():
             self._server.request_stop()
-        else:
+        elif not self._start.cancelling():  # once: a second one would interrupt the worker's end
             self._start.cancel()
 
     def _on_lifeline(self, lifeline: int) -> None:

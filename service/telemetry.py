@@ -13,6 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock.scheduler.request import Finished
+from penstock.service.errors import code_of
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -26,7 +27,7 @@ class Telemetry:
         self._model_name = model_name
 
     @contextmanager
-    def call(self, method: str, metadata: Sequence[tuple[str, str | bytes]], request_id: str) -> Iterator[Span]:
+    def call(self, method: str, metadata: Sequence[tuple[str, str | bytes]], request_id: str) -> Iterator[None]:
         """The server span of one RPC, a child of the caller's; it is the current span inside the block."""
         service, _, name = method.removeprefix("/").rpartition("/")
         carrier = {key: value for key, value in metadata if key == "traceparent" and isinstance(value, str)}
@@ -43,7 +44,12 @@ class Telemetry:
             record_exception=False,  # an exception's text may hold what a span must not
             set_status_on_exception=False,
         ) as span:
-            yield span
+            try:
+                yield
+            except BaseException as error:
+                _end_call(span, code_of(error))
+                raise
+            _end_call(span, grpc.StatusCode.OK)
 
     def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> Span:
         """The span of one request; ``operation`` is ``chat`` or ``text_completion``. ``end_request`` ends it."""
@@ -62,8 +68,7 @@ class Telemetry:
         )
 
 
-def end_call(span: Span, code: grpc.StatusCode) -> None:
-    """Notes how a call ended."""
+def _end_call(span: Span, code: grpc.StatusCode) -> None:
     number: int = code.value[0]
     span.set_attribute("rpc.grpc.status_code", number)
     if code in _OUR_FAULTS:
@@ -83,7 +88,7 @@ def end_request(span: Span, finished: Finished, code: grpc.StatusCode) -> None:
                 "penstock.time_to_first_token_s": finished.timings.first_token_us / 1e6,
             }
         )
-        end_call(span, code)
+        _end_call(span, code)
     span.end()
 
 

@@ -116,6 +116,16 @@ class Tokenizer:
         return self._template.render(guarded, add_generation_prompt)
 
 
+def _without_panic(work: Callable[[], T]) -> T:
+    """A panic of the library's is no Exception; here it becomes one, so that it fails one request as any error does."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"the tokenizer's library panicked: {panic}") from panic
+
+
 def _check_size(texts: Iterable[str], field: str) -> None:
     try:
         num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
@@ -164,7 +174,7 @@ class TokenizerPool:
         if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise ServiceError(Reason.PREPARATION_FULL)
         self._waiting_bytes += num_bytes
-        done = self._threads.submit(work)
+        done = self._threads.submit(_without_panic, work)
         done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), num_bytes))
         return await asyncio.wrap_future(done)
 

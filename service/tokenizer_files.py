@@ -40,13 +40,7 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
     """
     path = directory / "tokenizer.json"
     data = _read(path, "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it")
-    try:
-        library = tokenizers.Tokenizer.from_buffer(data)
-        decoder = msgspec.json.decode(data, type=_TokenizerJson).decoder
-    except Exception as error:
-        # The library raises bare Exceptions for whatever it does not like in a file.
-        reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(f"{path}: is no valid tokenizer ({reason}): fetch it again") from error
+    library, decoder = _load(path, data)
     config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
     named = named_tokens(config)
     return TokenizerFiles(
@@ -59,8 +53,29 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
     )
 
 
+class _Model(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
+
+
 class _TokenizerJson(msgspec.Struct):
+    model: _Model
     decoder: Any = None
+
+
+def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
+    """The library's tokenizer, and the description of its decoder."""
+    try:
+        described = msgspec.json.decode(data, type=_TokenizerJson)
+        if described.model.continuing_subword_prefix:
+            # Its decoder would not be supported, and with a prefix that does not fit the library ends the process.
+            raise ValueError("model.continuing_subword_prefix is not supported")
+        return tokenizers.Tokenizer.from_buffer(data), described.decoder
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # The library raises bare Exceptions for what it does not like in a file, and its panics are not even those.
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{path}: is no valid tokenizer ({reason}): fetch it again") from error
 
 
 def _read_template(
@@ -75,7 +90,8 @@ def _read_template(
         source = config.get("chat_template")
     if isinstance(source, list):
         # Several templates for several purposes; the one for a conversation is called so.
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        named_ones = (entry for entry in source if isinstance(entry, dict))
+        source = next((entry.get("template") for entry in named_ones if entry.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):
@@ -94,7 +110,7 @@ def _eos_token_ids(directory: Path, named: int | None) -> Iterator[int]:
     for name in ("config.json", "generation_config.json"):
         found = _read_json(directory / name).get("eos_token_id")
         for token_id in found if isinstance(found, list) else [found]:
-            if isinstance(token_id, int):
+            if isinstance(token_id, int) and not isinstance(token_id, bool):
                 yield token_id
 
 

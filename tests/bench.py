@@ -4,8 +4,8 @@
     make bench ARGS='scheduler_cost'        one of them
     make bench ARGS='--list'                their names, and what each measures
 
-A figure is only as good as the quiet around it: run nothing else meanwhile. Fails if a benchmark fails, never because of
-a figure.
+A figure is only as good as the quiet around it: run nothing else meanwhile. Fails if a benchmark does, never because
+of a figure.
 """
 
 import argparse

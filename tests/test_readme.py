@@ -22,7 +22,7 @@ PATH = f"{ROOT / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
 @pytest.fixture(scope="module")
 def target() -> Iterator[str]:
     """Where a service listens."""
-    command = [PENSTOCK, "serve", "--port", "0", "--kv-cache-memory-bytes=64M"]
+    command = [str(PENSTOCK), "serve", "--port", "0", "--kv-cache-memory-bytes=64M"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         match = re.search(r" on (127\.0\.0\.1:\d+)$", process.stdout.readline().strip())
@@ -41,10 +41,10 @@ def blocks(language: str, containing: str = "") -> list[str]:
     return [block for block in found if containing in block]
 
 
-def run(command: list[str] | str, **options: bool) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PATH": PATH}, **options
-    )
+def run(line: str) -> str:
+    """What a shell prints for a line that succeeds."""
+    environment = {**os.environ, "PATH": PATH}
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,14 +52,14 @@ def run(command: list[str] | str, **options: bool) -> str:
 def test_the_python_call_streams_text(target: str) -> None:
     (code,) = blocks("python")
     assert PRINTED_TARGET in code
-    assert len(run([sys.executable, "-P", "-c", code.replace(PRINTED_TARGET, target)])) > 20
+    assert len(run(shlex.join([sys.executable, "-P", "-c", code.replace(PRINTED_TARGET, target)]))) > 20
 
 
 @pytest.mark.skipif(shutil.which("buf", path=PATH) is None, reason="buf is not installed; `make check` brings it")
 def test_the_call_with_buf_streams_text(target: str) -> None:
     (line,) = blocks("sh", "buf curl")
     assert PRINTED_TARGET in line
-    answer = run(line.replace(PRINTED_TARGET, target), shell=True)
+    answer = run(line.replace(PRINTED_TARGET, target))
     assert '"accepted"' in answer
     assert '"text"' in answer
     assert '"finished"' in answer
@@ -76,7 +76,7 @@ def test_the_commands_exist() -> None:
     verbs = set(re.findall(r"^    make (\w+)", README, re.MULTILINE))
     assert {"serve", "test", "check", "bench", "soak", "protos"} <= verbs
     assert [verb for verb in verbs if not re.search(rf"^{verb}:", makefile, re.MULTILINE)] == []
-    help_text = run([str(PENSTOCK), "--help"])
+    help_text = run(f"{shlex.quote(str(PENSTOCK))} --help")
     commands = set(re.findall(r"`penstock (\w+)", README))
     assert [command for command in commands if command not in help_text] == []
 

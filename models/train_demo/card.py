@@ -43,10 +43,10 @@ CHAT_PROMPTS = (
 )
 TEXT_PROMPTS = (
     "The Linux kernel is",
-    "To install a package on Debian, ",
-    "NAME\n    grep - ",
+    "To install a package on Debian,",
+    "NAME\n    grep -",
     "import json\n\ndef ",
-    "CREATE TABLE ",
+    "CREATE TABLE",
     "The Python interpreter",
 )
 

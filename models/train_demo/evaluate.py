@@ -28,7 +28,7 @@ from penstock.models.train_demo.network import Decoder, rotary_tables
 from penstock.models.train_demo.prepare import DEFAULT_WORK
 from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, END_OF_TEXT, SPECIAL_TOKENS, special_id
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 2048
 
 
 @dataclass

@@ -12,8 +12,9 @@ Examples:
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer
@@ -29,6 +30,7 @@ END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 VOCAB_SIZE = 4096
+REPEATS = {"chat: help": 3, "chat: small talk": 4}  # how often a domain's documents are in train.bin, where not once
 # Words with the blank before them, single digits, runs of signs, runs of white space: Qwen's pattern.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -48,12 +50,13 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     return found
 
 
-def read_texts(path: Path, keep_every: int = 1) -> Iterator[str]:
-    """Yields the text of every `keep_every`th document of a .jsonl file."""
+def read_texts(path: Path, keep_every: int = 1, repeats: Mapping[str, int] = MappingProxyType({})) -> Iterator[str]:
+    """Yields the text of every `keep_every`th document of a .jsonl file, as often as `repeats` says of its domain."""
     with path.open() as lines:
         for number, line in enumerate(lines):
             if number % keep_every == 0:
-                yield str(json.loads(line)["text"])
+                document = json.loads(line)
+                yield from [str(document["text"])] * repeats.get(document["domain"], 1)
 
 
 def train_tokenizer(corpus: Path) -> Tokenizer:
@@ -100,7 +103,7 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 def encode_corpus(tokenizer: Tokenizer, corpus: Path, out: Path) -> int:
     """Writes the documents' ids to `out` in a shuffled order; returns how many there are."""
-    texts = list(read_texts(corpus))
+    texts = list(read_texts(corpus, repeats=REPEATS))
     random.Random(2).shuffle(texts)
     end = special_id(tokenizer, END_OF_TEXT)
     total = 0
@@ -127,7 +130,7 @@ def main() -> None:
         write_tokenizer(train_tokenizer(args.work / "train.jsonl"), args.out)
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     total = encode_corpus(tokenizer, args.work / "train.jsonl", args.work / "train.bin")
-    size = sum(len(text.encode()) for text in read_texts(args.work / "train.jsonl"))
+    size = sum(len(text.encode()) for text in read_texts(args.work / "train.jsonl", repeats=REPEATS))
     print(f"{total:,} tokens, {size / total:.3f} bytes each")
 
 

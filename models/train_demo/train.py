@@ -163,8 +163,7 @@ class Trainer:
             if length != blocks.length:
                 blocks, now.block = Blocks(tokens, length), 0
             now.length = length
-            batch_tokens = self.args.batch_tokens // (2 if done < self.args.small_until else 1)
-            rows = max(1, batch_tokens // length)
+            rows = max(1, self.args.batch_tokens // length)
             loss = self.step(blocks.draw(now.block, rows), rate_factor(done, now.step))
             now.block += rows
             now.step += 1
@@ -218,8 +217,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: 2)")
-    parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens in an update (default: 16384)")
-    parser.add_argument("--small-until", type=float, default=0.6, help="progress up to which updates are half as large")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in an update (default: 8192)")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="tokens computed at once (default: 1024)")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon (default: 0.02)")
     parser.add_argument("--rate", type=float, default=0.003, help="peak learning rate of AdamW (default: 0.003)")

@@ -77,9 +77,24 @@ class MeasuredOutbox(Outbox[Any]):
 
     waits: list[float] = []  # noqa: RUF012 - of all outboxes of a run
 
+    open: set["MeasuredOutbox"] = set()  # noqa: RUF012
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._oldest: float | None = None
+
+    async def run(self) -> None:
+        """Counts as open."""
+        self.open.add(self)
+        try:
+            await super().run()
+        finally:
+            self.open.discard(self)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its reader holds it up."""
+        return self._writer is not None
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
         """Notes when the oldest token came."""
@@ -117,11 +132,11 @@ async def benchmark(seconds: float) -> None:
     for label, num_streams in (("on one stream", 1), (f"on {NUM_REQUESTS} streams", NUM_REQUESTS)):
         print(f"{label:24}{await stream_cost(num_streams, seconds)}")
     print(f"\ntime between tokens of one stream, beside {NUM_STALLED} others")
-    alone = await time_between_tokens("none", seconds)
+    alone, _ = await time_between_tokens("none", seconds)
     print(f"{'alone':24}{alone * 1e3:8.2f} ms p50")
-    for label, others in (("others are read", "read"), ("others are stalled", "stalled")):
-        p50 = await time_between_tokens(others, seconds)
-        print(f"{label:24}{p50 * 1e3:8.2f} ms p50, {100 * (p50 / alone - 1):+.1f} %")
+    for label, others in (("others are read", "read"), ("others are not read", "stalled")):
+        p50, num_stalled = await time_between_tokens(others, seconds)
+        print(f"{label:24}{p50 * 1e3:8.2f} ms p50, {100 * (p50 / alone - 1):+.1f} %; {num_stalled} writers are held up")
 
 
 async def stream_cost(num_streams: int, seconds: float) -> str:
@@ -151,15 +166,15 @@ async def stream_cost(num_streams: int, seconds: float) -> str:
     )
 
 
-async def time_between_tokens(others: str, seconds: float) -> float:
-    """The median of one stream's, by its own client."""
+async def time_between_tokens(others: str, seconds: float) -> tuple[float, int]:
+    """The median of one stream's, by its own client; and how many other streams were stalled at the end."""
     num_tokens = int((seconds + 30) * STEPS_PER_SECOND)
     tasks: list[dict[str, Any]] = []
     if others != "none":
         tasks.append(
             {"num_streams": NUM_STALLED, "requests_each": 4, "num_tokens": num_tokens, "reads": others == "read"}
         )
-    result = 0.0
+    result = 0.0, 0
 
     async def measure(target: str, engine: Engine, executor: PacedExecutor) -> None:
         nonlocal result
@@ -168,7 +183,7 @@ async def time_between_tokens(others: str, seconds: float) -> float:
         victim = {"num_streams": 1, "requests_each": 1, "num_tokens": int(seconds * STEPS_PER_SECOND)}
         process = start_client(target, victim)
         output = (await asyncio.to_thread(process.communicate))[0]
-        result = float(output)
+        result = float(output), sum(outbox.is_stalled for outbox in MeasuredOutbox.open)
 
     await with_service(measure, tasks)
     return result

@@ -1,6 +1,8 @@
 """The figures of reliability that the worker's side owes, each by its number."""
 
+import asyncio
 import math
+from random import Random
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from penstock.models import reference_backend
 from penstock.models.kv_pages import KVPages
 from penstock.models.launch import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.request import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -117,6 +120,55 @@ async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempte
     assert preempting.stats.preemptions > 0
     other_seed = await outputs(uncached, prompts, msgspec.structs.replace(SAMPLED, seed=12))
     assert other_seed != alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, monkeypatch, seed):
+    """Prompts that share prefixes, parameters of all kinds, cancels at random, blocks for a few at a time: whatever is
+    answered is what the request gets alone (fp64, poisoned blocks)."""
+    random = Random(seed)
+    path = tiny_model(random.choice(["llama", "qwen3", "mistral-window9", "qwen2-some-windows"])).path
+    stems = [[random.randrange(160) for _ in range(random.choice((16, 33, 48)))] for _ in range(3)]
+
+    def make_request():
+        prompt = random.choice(stems) + [random.randrange(160) for _ in range(random.randrange(30))]
+        sampling = SamplingParams(
+            temperature=random.choice((0.0, 0.8, 2.0)),
+            top_k=random.choice((0, 3, 40)),
+            top_p=random.choice((1.0, 0.9)),
+            min_p=random.choice((0.0, 0.05)),
+            repetition_penalty=random.choice((1.0, 1.2)),
+            frequency_penalty=random.choice((0.0, 0.3)),
+            seed=random.getrandbits(64),
+            stop_token_ids=tuple(sorted(random.sample(range(160), 3))),
+            min_tokens=random.choice((0, 6)),
+            bad_words=random.choice(((), ((5,), (7, 8)))),
+            logprobs=random.choice((None, 0, 2)),
+        )
+        return prompt, sampling, random.randrange(1, 40)
+
+    requests = [make_request() for _ in range(40)]
+    quiet = await start_engine(in_process(path, dtype="float64"), enable_prefix_caching=False)
+    expected = [(await quiet.run([prompt], sampling, n))[0] for prompt, sampling, n in requests]
+
+    monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
+    executor = in_process(path, num_blocks=20, max_model_len=200, dtype="float64")
+    busy = await start_engine(executor, max_num_batched_tokens=random.choice((24, 64)), max_num_seqs=8)
+    answers = []
+    for number, request in enumerate(requests):
+        answers.append(busy.submit(*request))
+        for _ in range(random.randrange(6)):
+            await asyncio.sleep(0)
+        if random.random() < 0.25:
+            busy.engine.abort(str(random.randrange(number + 1)), FinishReason.CANCELLED)
+    await busy.engine.wait_idle()
+    whole = [a.finished.reason is not FinishReason.CANCELLED for a in answers]
+    assert 10 < sum(whole) < 40
+    assert busy.stats.preemptions > 0
+    assert busy.stats.cached_tokens > 0
+    for answer, alone, complete in zip(answers, expected, whole, strict=True):
+        assert answer.token_ids == alone.token_ids[: None if complete else len(answer.token_ids)]
+        assert answer.logprobs == pytest.approx(alone.logprobs[: len(answer.logprobs)], abs=1e-6)
 
 
 async def test_sampled_output_over_the_worker_process(tiny_model, worker_config, in_process, start_engine, prompts):

@@ -85,6 +85,12 @@ def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, monkeyp
     assert "\n" not in str(caught.value)
 
 
+def test_a_cache_that_cannot_be_allocated_is_one_line(tiny_model, worker_config, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 60)
+    with pytest.raises(ModelError, match="cannot be allocated on cpu: lower --gpu-memory-utilization"):
+        load_backend(worker_config(tiny_model("llama").path, kv_cache_bytes=1 << 59))
+
+
 def test_kv_takes_its_share_of_what_is_free(tiny_model, worker_config, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
     config = worker_config(tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.25)

@@ -123,6 +123,20 @@ async def test_identical_prompts_sent_together_compute_the_prefix_once(tiny_mode
     check(model, prompt, answers[0], 4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+async def test_on_cuda(any_model, in_process, start_engine, prompts, dtype):
+    engine = await start_engine(in_process(any_model.path, device="cuda", dtype=dtype), max_num_batched_tokens=32)
+    for _ in range(2):  # the second time with a prefix from the cache
+        answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            check(any_model, prompt, answer)
+    sampled = SamplingParams(seed=3, temperature=1.2, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.2)
+    alone = [(await engine.run([prompt], sampled, NUM_TOKENS))[0].token_ids for prompt in prompts]
+    if dtype == "float64":
+        assert [answer.token_ids for answer in await engine.run(prompts, sampled, NUM_TOKENS)] == alone
+
+
 class TestDemoModel:
     """The built-in model, over the worker process, with prompts of real text."""
 

@@ -56,7 +56,9 @@ async def test_plans_are_answered_in_order(worker):
     assert [answer.rows[0].num_computed for answer in answers] == list(range(3, 13))
     assert all(answer.computed_us > 0 and answer.waited_us >= 0 for answer in answers)
 
-    os.kill(worker.pid, signal.SIGINT)  # that a terminal sends to all of us is the service's business
+    # What is sent to all processes of a service is the service's business.
+    os.kill(worker.pid, signal.SIGINT)
+    os.kill(worker.pid, signal.SIGTERM)
     worker.submit(StepPlan(10, [0], [], [], [], []))
     nothing = await anext(results)
     assert (nothing.step, nothing.rows) == (10, [])
@@ -104,7 +106,6 @@ async def test_stop_ends_the_results_and_the_process(worker):
 
 async def test_stop_ends_a_worker_that_does_not_react(worker, monkeypatch):
     monkeypatch.setattr(launch, "CLOSE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(launch, "TERM_TIMEOUT_S", 0.2)
     process = psutil.Process(worker.pid)
     process.suspend()
     await worker.stop()
@@ -139,7 +140,7 @@ async def test_death_while_loading_is_noticed(tiny_model, worker_config):
     starting = asyncio.ensure_future(process.start())
     await started(process)
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ExecutorError, match=r"SIGKILL while it loaded"):
+    with pytest.raises(ExecutorError, match=r"SIGKILL .* while it loaded"):
         await starting
 
 
@@ -152,6 +153,15 @@ async def test_start_that_is_cancelled_leaves_no_process(tiny_model, worker_conf
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not psutil.pid_exists(pid)
+
+
+async def test_stop_while_it_loads(tiny_model, worker_config):
+    process = WorkerProcess(worker_config(tiny_model("llama").path))
+    starting = asyncio.ensure_future(process.start())
+    await started(process)
+    await process.stop()
+    with pytest.raises(ExecutorError, match="stopped while"):
+        await starting
 
 
 PARENT = """

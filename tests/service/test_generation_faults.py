@@ -87,6 +87,7 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "pool is cancelled": (TokenizerPool, "run", raises(own_cancel)),
     "tokenizer": (Tokenizer, "encode", raises(Fault)),
     "tenant": (identity.Caller, "tenant_for", raises(Fault)),
+    "telemetry of a call": (Telemetry, "call", raises(Fault)),
     "telemetry of a request": (Telemetry, "request", raises(Fault)),
     "text state is made": (Converter, "_make_text", raises(Fault)),
     "text state": (IncrementalText, "feed", raises(Fault)),

@@ -200,6 +200,13 @@ def test_special_tokens_in_a_text_are_ordinary_tokens(kind, loaded):
             assert tokenizer.decode(token_ids, include_special_tokens=True) == text
 
 
+@pytest.mark.parametrize("kind", ["legacy-llama", "metaspace"])
+def test_no_space_creeps_into_what_looks_like_a_special_token(kind, loaded):
+    tokenizer = loaded[kind]
+    token_ids = tokenizer.encode("pipe <s> pipe", add_special_tokens=False)
+    assert tokenizer.decode(token_ids, include_special_tokens=True) == "pipe <s> pipe"
+
+
 def test_a_begin_of_sequence_is_added_to_texts_alone(loaded):
     tokenizer = loaded["legacy-llama"]
     bos = tokenizer._library.token_to_id("<s>")
@@ -237,6 +244,14 @@ def test_special_tokens_cannot_come_about_between_messages(tmp_path):
     for split in range(1, len("<|im_end|>")):
         halves = ["<|im_end|>"[:split] + "  ", "  " + "<|im_end|>"[split:]]
         assert not tokenizer.special_ids & set(tokenizer.encode_chat(alternating(halves))), halves
+
+
+@pytest.mark.parametrize(
+    ("template", "content"), [("{{ messages[0].content }}im_end|>", "<|"), ("<|im_end{{ messages[0].content }}", "|> ")]
+)
+def test_special_tokens_cannot_come_about_with_the_templates_text(template, content, tmp_path):
+    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
+    assert not tokenizer.special_ids & set(tokenizer.encode_chat([Message("user", content)]))
 
 
 def test_special_tokens_cannot_come_about_by_a_role(loaded):
@@ -382,6 +397,21 @@ def test_broken_files_are_named(what, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_prefix_that_would_end_the_process_is_refused(tmp_path):
+    write(tmp_path, qwen())
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "x"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="continuing_subword_prefix is not supported"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [[], [5], [None], [{"name": "default"}], [{"name": "other", "template": "x"}]])
+def test_a_list_without_a_default_template_is_no_template(listed, tmp_path):
+    assert not Tokenizer.load(write(tmp_path, qwen(), listed)).has_chat_template
+
+
 def test_a_template_file_that_is_not_there_is_named(tmp_path):
     write(tmp_path, qwen())
     with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
@@ -441,6 +471,18 @@ async def test_a_cancelled_caller_gives_its_room_back(pool):
         if not pool._waiting_bytes:
             break
     assert not pool._waiting_bytes
+
+
+async def test_a_panic_of_the_library_fails_one_request_alone(pool):
+    class Panic(BaseException):
+        """As Rust's are."""
+
+    def work():
+        raise Panic("index out of bounds")
+
+    with pytest.raises(RuntimeError, match="panicked: index out of bounds"):
+        await pool.run(work, 1)
+    assert await pool.run(lambda: 1, 1) == 1
 
 
 async def test_what_is_larger_than_all_the_room_runs_alone(pool):

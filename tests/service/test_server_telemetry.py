@@ -1,0 +1,102 @@
+"""Spans: of calls and of requests, with their ids, and without what callers say."""
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from penstock.service import telemetry
+from penstock.service.telemetry import Exporter
+from penstock.v1 import generation_pb2 as pb
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+PROMPT = "a prompt that nobody else may read"
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """What would be sent to a collector."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(telemetry.trace, "get_tracer", provider.get_tracer)
+    return exporter.get_finished_spans
+
+
+def start(**fields):
+    return pb.Start(text=PROMPT, sampling=pb.Sampling(max_tokens=3), **fields)
+
+
+def parent_of(span):
+    return trace.format_trace_id(span.context.trace_id), trace.format_span_id(span.parent.span_id)
+
+
+async def test_a_call_is_a_child_of_its_caller(start_service, spans):
+    service = await start_service()
+    metadata = (("traceparent", TRACEPARENT),)
+    response = await service.generation.Complete(pb.CompleteRequest(start=start()), metadata=metadata)
+    request, call = spans()
+    assert call.name == "penstock.v1.GenerationService/Complete"
+    assert parent_of(call) == (TRACE_ID, SPAN_ID)
+    assert parent_of(request) == (TRACE_ID, trace.format_span_id(call.context.span_id))
+    for span in (request, call):
+        assert span.attributes["penstock.request_id"] == response.request_id
+        assert span.attributes["rpc.grpc.status_code"] == 0
+    assert request.attributes["gen_ai.operation.name"] == "text_completion"
+    assert request.attributes["gen_ai.request.model"] == "bytes"
+    assert request.attributes["gen_ai.usage.input_tokens"] == len(PROMPT)
+    assert request.attributes["gen_ai.usage.output_tokens"] == 3
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+async def test_a_request_on_a_shared_stream_names_its_own_parent(start_service, spans, new_reading):
+    service = await start_service()
+    frames = [pb.GenerateRequest(start=start(ref=1, traceparent=TRACEPARENT)), pb.GenerateRequest(start=start(ref=2))]
+    reading = await new_reading().read(service.generation.Generate(iter(frames)))
+    *requests, call = spans()
+    by_id = {span.attributes["penstock.request_id"]: span for span in requests}
+    first, second = (by_id[reading.outcomes[ref].finished[0].request_id] for ref in (1, 2))
+    assert parent_of(first) == (TRACE_ID, SPAN_ID)
+    assert second.parent.span_id == call.context.span_id
+
+
+async def test_no_span_holds_what_was_said_or_raised(start_service, spans, monkeypatch):
+    service = await start_service()
+    await service.generation.Complete(pb.CompleteRequest(start=start()))
+
+    def fail(request):
+        raise RuntimeError(PROMPT)
+
+    service.engine.submit = fail
+    with pytest.raises(grpc.aio.AioRpcError):
+        await service.generation.Complete(pb.CompleteRequest(start=start()))
+    found = spans()
+    assert [span.status.status_code for span in found] == [StatusCode.UNSET] * 2 + [StatusCode.ERROR] * 2
+    assert PROMPT not in "".join(span.to_json() for span in found)
+
+
+async def test_logs_have_the_id_and_not_what_was_said(start_service, caplog):
+    caplog.set_level("DEBUG", logger="penstock")
+    service = await start_service()
+    response = await service.generation.Complete(pb.CompleteRequest(start=start(client_request_id="mine")))
+    assert response.request_id in caplog.text
+    assert "mine" in caplog.text
+    assert PROMPT not in caplog.text
+    assert response.choices[0].text not in caplog.text
+
+
+def test_without_an_endpoint_nothing_is_exported(monkeypatch):
+    monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: pytest.fail("a provider was installed"))
+    Exporter({}).close()
+    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}).close()
+
+
+def test_with_an_endpoint_there_is_a_provider(monkeypatch):
+    installed = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}).close()
+    assert isinstance(installed[0], TracerProvider)
