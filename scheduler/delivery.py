@@ -88,12 +88,12 @@ class Delivery:
                 num_more, more, stop = self._text.feed(token_id)
             num_released += num_more
             text += more
-            if stop is not None:
-                self.end = Matched(FinishReason.STOP, stop=stop)
-            elif self.num_tokens == self.max_tokens and self.end is None:
-                num_more, more, _ = self._end(Matched(FinishReason.LENGTH))
+            if self.num_tokens == self.max_tokens and stop is None and self.end is None:
+                num_more, more, stop = self._end(Matched(FinishReason.LENGTH))
                 num_released += num_more
                 text += more
+            if stop is not None:  # also one that was complete only at the end
+                self.end = Matched(FinishReason.STOP, stop=stop)
             if self.end is not None:
                 break
         return self._release(num_released, text)

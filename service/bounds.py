@@ -27,12 +27,8 @@ MAX_IDS_ON_LOOP = 4096
 class Limit(Enum):
     """A bound that the served model sets."""
 
-    CONTEXT = auto()
-    """The most tokens of prompt and output together."""
     PROMPT = auto()
-    """The most tokens of a prompt: one less, for an output."""
-    VOCABULARY = auto()
-    """The tokenizer's vocabulary size: ids lie below it."""
+    """The most tokens of a prompt, or of an output: the context, less one for the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +41,7 @@ class ModelLimits:
 
     def resolve(self, bound: float | Limit) -> float:
         """The number that a bound stands for."""
-        if not isinstance(bound, Limit):
-            return bound
-        if bound is Limit.VOCABULARY:
-            return self.vocab_size
-        return self.max_model_len if bound is Limit.CONTEXT else self.max_model_len - 1
+        return self.max_model_len - 1 if bound is Limit.PROMPT else bound
 
 
 class Problem(NamedTuple):
@@ -113,7 +105,7 @@ class Number:
         if (self.low < value if self.above_low else self.low <= value) and value <= high:
             return None
         floor = "above" if self.above_low else "at least"
-        return Problem(f"must be {floor} {self.low:,} and at most {high:,}; it is {value:,}")
+        return Problem(f"must be {floor} {self.low:,} and at most {high:,}; it is {_shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +344,10 @@ def _foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
 
 def _utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _listed(numbers: Iterable[int]) -> str:

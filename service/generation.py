@@ -43,7 +43,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._heartbeat_s = heartbeat_s
         self._pacer = Pacer()
         self._live: set[LiveRequest] = set()
+        """Those on every kind of call."""
         self._outboxes: set[Outbox[pb.GenerateResponse]] = set()
+        """Those of the multiplexed streams."""
 
     @property
     def num_live(self) -> int:
@@ -91,9 +93,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             else:
                 outbox.close(error)
 
+        start = _required(request)
+        live = self.new_request(start, outbox, current_caller.get(), on_end, context)
         outbox.opened()
-        live = self.new_request(_required(request), outbox, current_caller.get(), on_end, context)
-        live.begin()
+        live.begin(start)
         try:
             await outbox.run()
         finally:
@@ -104,8 +107,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> pb.CompleteResponse:
         """One request, answered whole."""
         answer = _WholeAnswer()
-        live = self.new_request(_required(request), answer, current_caller.get(), lambda live: None, context)
-        live.begin()
+        start = _required(request)
+        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context)
+        live.begin(start)
         try:
             response = await answer.whole
         finally:
@@ -222,7 +226,7 @@ class _Stream:
         live = self._service.new_request(start, self._outbox, self._caller, self._on_end)
         self._live[start.ref] = live
         self._outbox.opened()
-        live.begin(after=self._last)
+        live.begin(start, after=self._last)
         self._last = live.preparation or self._last
 
     def _update(self, update: pb.Update) -> None:

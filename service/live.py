@@ -62,7 +62,7 @@ class LiveRequest:
         on_end: Callable[["LiveRequest"], None],
         time_left_s: float | None = None,
     ) -> None:
-        """``time_left_s``: the deadline where ``start`` has none of its own."""
+        """``start`` is what ``begin`` will be given. ``time_left_s``: the deadline where it has none of its own."""
         self.request_id = request_id
         self.ref = start.ref
         self.status = status_pb2.Status()
@@ -72,7 +72,7 @@ class LiveRequest:
         self.preparation: asyncio.Task[None] | None = None
         """Done when the request is in the queue, or never will be."""
         self._surroundings = surroundings
-        self._start = start
+        self._client_request_id = start.client_request_id
         self._caller = caller
         self._receiver = receiver
         self._on_end = on_end
@@ -85,10 +85,9 @@ class LiveRequest:
         self._done = False
         self._span: Span = INVALID_SPAN
 
-    def begin(self, after: "asyncio.Task[None] | None" = None) -> None:
+    def begin(self, start: pb.Start, after: "asyncio.Task[None] | None" = None) -> None:
         """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
-        that takes long. Never raises."""
-        start = self._start
+        that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
         try:
             self._surroundings.converter.check(start)
             tenant = self._caller.tenant_for(start.tenant)
@@ -96,7 +95,7 @@ class LiveRequest:
             operation = "chat" if start.HasField("chat") else "text_completion"
             self._span = self._surroundings.telemetry.request(self.request_id, tenant, operation, start.traceparent)
             origin = Origin(self.request_id, tenant, self._arrival, self._deadline, {"request_id": self.request_id})
-            self.preparation = asyncio.create_task(self._enter(origin, after))
+            self.preparation = asyncio.create_task(self._enter(start, origin, after))
         except Exception as error:
             self._refuse(error)
 
@@ -108,23 +107,23 @@ class LiveRequest:
         if self.preparation is not None:
             self.preparation.cancel()
 
-    async def _enter(self, origin: Origin, after: "asyncio.Task[None] | None") -> None:
+    async def _enter(self, start: pb.Start, origin: Origin, after: "asyncio.Task[None] | None") -> None:
         try:
-            request = await self._prepared(origin)
+            request = await self._prepared(start, origin)
+            del start
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             self._request = request
             self._surroundings.engine.submit(request)
         except (Exception, asyncio.CancelledError) as error:
-            # A cancel of ours has ended the request before it gets here; any other one must not leave it without an
-            # end.
+            # A cancel of ours has ended the request already; any other one must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, origin: Origin) -> Request:
+    async def _prepared(self, start: pb.Start, origin: Origin) -> Request:
         left = None if origin.deadline is None else origin.deadline - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
-                return await self._surroundings.converter.prepare(self._start, origin, self._on_event)
+                return await self._surroundings.converter.prepare(start, origin, self._on_event)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -161,7 +160,7 @@ class LiveRequest:
                 prompt_tokens=len(self._request.prompt_token_ids),
                 cached_tokens=event.cached_tokens,
                 queue_position=event.queue_position,
-                client_request_id=self._start.client_request_id,
+                client_request_id=self._client_request_id,
             )
         )
 
@@ -206,7 +205,7 @@ class LiveRequest:
             "request %s (tenant %s, client id %r): %s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
             self.request_id,
             self._caller.tenant,
-            self._start.client_request_id[:128],
+            self._client_request_id[:128],
             finished.reason.name,
             code.name,
             finished.timings.total_us // 1000,

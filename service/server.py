@@ -233,6 +233,10 @@ def _options(config: SchedulerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+        # A client whose machine is gone says nothing; its requests must not run on for the hours that TCP would wait.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
         # With fewer, the first call above it hangs in the client, where nobody sees why.
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

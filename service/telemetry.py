@@ -4,6 +4,7 @@ Without a configured exporter the API's null tracer does nothing. A span holds c
 prompt, an output or a key.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,8 @@ from penstock.scheduler.request import Finished
 from penstock.service.errors import code_of
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+CLOSE_S = 0.3
+"""How long the last spans may take."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -103,19 +106,23 @@ class Exporter:
     def __init__(self, environ: Mapping[str, str]) -> None:
         """``environ`` is read by OpenTelemetry's own names. To be made after the worker was started: it opens a
         channel."""
-        self._shutdown = _install_exporter() if any(environ.get(name) for name in _ENDPOINTS) else _nothing
+        wanted = any(environ.get(name) for name in _ENDPOINTS)
+        self._shutdown = _install_exporter(environ.get("OTEL_SERVICE_NAME", "penstock")) if wanted else _nothing
 
     def close(self) -> None:
-        """Sends what is left, and ends."""
-        self._shutdown()
+        """Sends what is left, if the collector takes it at once: it must not hold up the end of the process."""
+        thread = threading.Thread(target=self._shutdown, name="last spans", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
 
 
-def _install_exporter() -> Callable[[], None]:
+def _install_exporter(service_name: str) -> Callable[[], None]:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider()
+    provider = TracerProvider(shutdown_on_exit=False, resource=Resource.create({"service.name": service_name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return provider.shutdown

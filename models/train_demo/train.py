@@ -10,7 +10,7 @@ a GPU the cost was not measured; at 20 TFLOP/s, which so small a model should re
 
 Examples:
     nice -n 19 python train.py --minutes 100
-    python train.py --minutes 5 --device cuda --out /tmp/demo
+    python train.py --minutes 5 --device cuda --micro-tokens 8192 --out /data/demo
     python train.py --minutes 100 --export-only
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -172,6 +173,11 @@ class Trainer:
             yield loss
 
 
+def progress_bar(trainer: Trainer) -> "tqdm[NoReturn]":
+    """A bar that counts minutes of the budget, those of earlier runs too."""
+    return tqdm(total=trainer.args.minutes, initial=round(trainer.progress.seconds / 60, 2), unit="min")
+
+
 def train(trainer: Trainer) -> None:
     """Runs to the end of the budget or to a signal, with a progress bar, a log, held-out figures and checkpoints."""
     args = trainer.args
@@ -187,7 +193,7 @@ def train(trainer: Trainer) -> None:
     signal.signal(signal.SIGINT, stop)
     last_save, average = time.monotonic(), 0.0
     now = trainer.progress
-    with (args.work / f"{args.run}.log").open("a") as log, tqdm(total=args.minutes, unit="min") as bar:
+    with (args.work / f"{args.run}.log").open("a") as log, progress_bar(trainer) as bar:
         for loss in trainer.run(tokens):
             average = loss if average == 0.0 else 0.95 * average + 0.05 * loss
             bar.n = round(now.seconds / 60, 2)

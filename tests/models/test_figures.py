@@ -122,7 +122,7 @@ async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempte
     assert other_seed != alone
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 300))])
 async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, monkeypatch, seed):
     """Prompts that share prefixes, parameters of all kinds, cancels at random, blocks for a few at a time: whatever is
     answered is what the request gets alone (fp64, poisoned blocks)."""
@@ -152,7 +152,7 @@ async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, 
     expected = [(await quiet.run([prompt], sampling, n))[0] for prompt, sampling, n in requests]
 
     monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
-    executor = in_process(path, num_blocks=20, max_model_len=200, dtype="float64")
+    executor = in_process(path, num_blocks=14, max_model_len=200, dtype="float64")
     busy = await start_engine(executor, max_num_batched_tokens=random.choice((24, 64)), max_num_seqs=8)
     answers = []
     for number, request in enumerate(requests):

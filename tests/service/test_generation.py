@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.policy import Policy
+from penstock.service import live
 from penstock.v1 import generation_pb2 as pb
 
 EOS = 256
@@ -149,10 +151,10 @@ class TestGenerate:
         service = await start_service(paced())
         call = service.generation.Generate()
         await call.write(begin(7, max_tokens=ENDLESS))
-        await new_reading().read_until(call, lambda r: r.outcomes[7].deltas > 0)
+        reading = await new_reading().read_until(call, lambda r: r.outcomes[7].deltas > 0)
         await call.write(begin(7))
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await new_reading().read(call)
+            await reading.read(call)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert details_of(error.value)["ErrorInfo"].reason == "DUPLICATE_REF"
         await until(lambda: service.blocks_in_use == 0)
@@ -187,8 +189,9 @@ class TestGenerate:
         reading = await new_reading().read(service.generation.Generate(iter([begin(1, continue_from="x")])))
         assert reading.outcomes[1].finished[0].status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
 
-    async def test_starts_keep_their_order(self, start_service, new_reading):
+    async def test_starts_keep_their_order(self, start_service, new_reading, monkeypatch):
         """Under first come, first served with one row, requests end in the order in which they were sent."""
+        monkeypatch.setattr(live, "ORDER_WAIT_S", 10.0)
         service = await start_service(scheduler=SchedulerConfig(max_num_seqs=1))
         frames = [begin(ref, text="x" * (1 + 300 * (ref % 3))) for ref in range(40)]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
@@ -354,12 +357,28 @@ class TestSingle:
 
     async def test_a_start_is_required(self, start_service):
         service = await start_service()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Complete(pb.CompleteRequest())
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for call in (
+            service.generation.Complete(pb.CompleteRequest()),
+            service.generation.GenerateOne(pb.GenerateOneRequest()).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_streams_that_end_slow_nobody_down(self, start_service):
+        """Whatever becomes of a request, its stream no longer counts for the pace of others."""
+        service = await start_service()
+        pacer = service.server._running.generation._pacer
+        for request in (pb.Start(), begin(max_tokens=9999).start, begin().start):
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in service.generation.GenerateOne(pb.GenerateOneRequest(start=request)):
+                    pass
+            with suppress(grpc.aio.AioRpcError):
+                await service.generation.GenerateOne(pb.GenerateOneRequest()).read()
+            await until(lambda: pacer.interval == 0)
 
     @pytest.mark.parametrize("method", ["GenerateOne", "Complete"])
-    async def test_a_dropped_call_is_aborted(self, start_service, method):
+    async def test_a_dropped_call_is_aborted(self, start_service, method, caplog):
         service = await start_service(paced())
         start = begin(max_tokens=ENDLESS).start
         if method == "Complete":
@@ -369,6 +388,7 @@ class TestSingle:
         await until(lambda: service.blocks_in_use > 0)
         call.cancel()
         await until(lambda: service.blocks_in_use == 0 and service.engine.stats().requests == 0)
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 class TestDeadlines:

@@ -238,4 +238,4 @@ def test_the_bounds_themselves_are_allowed(name):
 
 
 def test_limits_of_the_model_are_what_is_checked():
-    assert [LIMITS.resolve(limit) for limit in Limit] == [4096, 4095, 258]
+    assert [LIMITS.resolve(limit) for limit in Limit] == [4095]

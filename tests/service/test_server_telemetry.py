@@ -1,5 +1,7 @@
 """Spans: of calls and of requests, with their ids, and without what callers say."""
 
+import time
+
 import grpc
 import pytest
 from opentelemetry import trace
@@ -8,7 +10,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from penstock.service import telemetry
 from penstock.service.telemetry import Exporter
 from penstock.v1 import generation_pb2 as pb
 
@@ -23,7 +24,7 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry.trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     return exporter.get_finished_spans
 
 
@@ -95,8 +96,13 @@ def test_without_an_endpoint_nothing_is_exported(monkeypatch):
     Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}).close()
 
 
-def test_with_an_endpoint_there_is_a_provider(monkeypatch):
-    installed = []
+def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch):
+    installed: list[TracerProvider] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
-    Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}).close()
-    assert isinstance(installed[0], TracerProvider)
+    exporter = Exporter({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    [provider] = installed
+    assert provider.resource.attributes["service.name"] == "penstock"
+    provider.get_tracer("test").start_span("lost").end()
+    started = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - started < 1.5

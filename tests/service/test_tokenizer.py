@@ -1,18 +1,14 @@
-"""Tokens are the library's own; a caller's text never becomes a special token; nothing slow holds up the event loop."""
+"""Tokens are the library's own, and a caller's text never becomes a special token."""
 
-import asyncio
 import json
-import threading
-import time
 
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.kv.block_hash import hash_blocks
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import MAX_TEXT_BYTES, Message, Tokenizer, TokenizerError, TokenizerPool
+from penstock.service.tokenizer import MAX_TEXT_BYTES, Message, Tokenizer, TokenizerError
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 
@@ -416,90 +412,3 @@ def test_a_template_file_that_is_not_there_is_named(tmp_path):
     write(tmp_path, qwen())
     with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
         Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")
-
-
-@pytest.fixture
-def pool(loaded):
-    pool = TokenizerPool(loaded["qwen"], block_size=4, max_prompt_tokens=50, max_waiting_bytes=100_000)
-    yield pool
-    pool.close()
-
-
-async def test_prompts_come_with_their_block_hashes(pool):
-    tokenizer = pool.tokenizer
-    messages = [Message("user", "hello")]
-    text = await pool.text_prompt("What is a penstock?", b"salt")
-    chat = await pool.chat_prompt(messages, b"salt")
-    ids = await pool.ids_prompt(text.token_ids, b"pepper")
-    assert text.token_ids == tokenizer.encode("What is a penstock?")
-    assert chat.token_ids == tokenizer.encode_chat(messages)
-    assert text.block_hashes == hash_blocks(text.token_ids, 4, b"salt")
-    assert len(text.block_hashes) == len(text.token_ids) // 4 > 0
-    assert not set(text.block_hashes) & set(ids.block_hashes)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "problem"), [([], "1 to 50 tokens"), ([1] * 51, "it has 51"), ([10**6], "vocabulary size")]
-)
-async def test_prompts_out_of_bounds_are_refused(pool, token_ids, problem):
-    with pytest.raises(ServiceError, match=problem):
-        await pool.ids_prompt(token_ids, b"")
-
-
-async def test_more_than_the_pool_holds_is_refused_and_it_recovers(pool):
-    gate = threading.Event()
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 30_000)) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(ServiceError) as caught:
-        await pool.run(lambda: None, 30_000)
-    assert caught.value.reason is Reason.PREPARATION_FULL
-    gate.set()
-    await asyncio.gather(*blocked)
-    assert await pool.run(lambda: "room again", 90_000) == "room again"
-
-
-async def test_a_cancelled_caller_gives_its_room_back(pool):
-    gate = threading.Event()
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 20_000)) for _ in range(4)]
-    await asyncio.sleep(0)
-    for task in blocked:
-        task.cancel()
-    gate.set()
-    await asyncio.gather(*blocked, return_exceptions=True)
-    for _ in range(1000):
-        await asyncio.sleep(0.001)
-        if not pool._waiting_bytes:
-            break
-    assert not pool._waiting_bytes
-
-
-async def test_a_panic_of_the_library_fails_one_request_alone(pool):
-    class Panic(BaseException):
-        """As Rust's are."""
-
-    def work():
-        raise Panic("index out of bounds")
-
-    with pytest.raises(RuntimeError, match="panicked: index out of bounds"):
-        await pool.run(work, 1)
-    assert await pool.run(lambda: 1, 1) == 1
-
-
-async def test_what_is_larger_than_all_the_room_runs_alone(pool):
-    assert await pool.run(lambda: 1, 10**9) == 1
-
-
-async def test_the_loop_turns_while_a_long_text_is_encoded(loaded):
-    """The library's call for a single text would hold Python's lock throughout: then the loop could not turn at all."""
-    text = "What is a penstock? It is a gated pipe. " * 20_000
-    pool = TokenizerPool(loaded["qwen"], block_size=16, max_prompt_tokens=10**7)
-    began = time.perf_counter()
-    encoding = asyncio.ensure_future(pool.run(lambda: loaded["qwen"].encode(text), len(text)))
-    longest = 0.0
-    while not encoding.done():
-        before = time.perf_counter()
-        await asyncio.sleep(0.001)
-        longest = max(longest, time.perf_counter() - before)
-    took = time.perf_counter() - began
-    pool.close()
-    assert longest < max(took / 2, 0.05)
