@@ -20,6 +20,9 @@ NOISE_RANGE = 26.0
 """In nats; the noise of two tokens differs by less: u lies in [1, 2^32] / (2^32 + 1), so the noise lies between -3.10
 and 22.19. An entry further below the best one cannot win."""
 
+MAX_DRAWS = 1 << 19
+"""Entries whose noise is held at a time."""
+
 NUM_BINS = 4096
 """Of the histogram by which top-p finds its pivot."""
 
@@ -43,14 +46,26 @@ def keyed_uniform(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor
     That is SplitMix64's stream from a state which seed and position choose, so it's the same on every device. All
     int64, broadcast against each other.
     """
-    state = mix64(mix64(seeds) + positions * GOLDEN)
-    upper = _shift(mix64(state + (token_ids + 1) * GOLDEN), 32)
-    return (upper.double() + 1.0) / (2.0**32 + 1.0)
+    return _uniform(_stream(seeds, positions), token_ids)
 
 
 def keyed_gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """g = -ln(-ln(u)) with u from ``keyed_uniform``; fp64."""
-    return -torch.log(-torch.log(keyed_uniform(seeds, positions, token_ids)))
+    return _gumbel(_stream(seeds, positions), token_ids)
+
+
+def _stream(seeds: Tensor, positions: Tensor) -> Tensor:
+    """The state from which a row's noise is drawn at a position."""
+    return mix64(mix64(seeds) + positions * GOLDEN)
+
+
+def _uniform(streams: Tensor, token_ids: Tensor) -> Tensor:
+    upper = _shift(mix64(streams + (token_ids + 1) * GOLDEN), 32)
+    return upper.double().add_(1.0).div_(2.0**32 + 1.0)
+
+
+def _gumbel(streams: Tensor, token_ids: Tensor) -> Tensor:
+    return _uniform(streams, token_ids).log_().neg_().log_().neg_()
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
@@ -84,7 +99,9 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     before = torch.where(crossing > 0, reached.gather(1, (crossing - 1).clamp(min=0)), 0.0)
     inside = bins == crossing
     count = inside.sum(1, keepdim=True)
-    ranked = torch.topk(logits.masked_fill(~inside, -math.inf), int(count.max()), dim=1).values
+    # Where rounding keeps the sum of all from reaching the target, the last bin may be empty: the pivot is then -inf.
+    width = max(1, int(count.max()))
+    ranked = torch.topk(logits.masked_fill(~inside, -math.inf), width, dim=1).values
     reached = before + (ranked - log_total).double().exp().cumsum(1)
     # Entry i is kept if what comes before it has not reached the target.
     last = torch.minimum((reached < target).sum(1, keepdim=True), count - 1).clamp(min=0)
@@ -110,11 +127,19 @@ def _keep_to_pivot(logits: Tensor, pivot: Tensor, num_equal: Tensor) -> None:
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """argmax over ids of logit + keyed Gumbel noise, which draws from softmax(logits); equal sums: the lowest id.
 
-    Noise is drawn only for entries that could win. ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64.
+    Noise is drawn only for entries that could win, and for a few rows at a time, which bounds the memory of it.
+    ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64.
     """
+    streams = _stream(seeds, positions)
+    num_rows = max(1, MAX_DRAWS // logits.shape[1])
+    parts = zip(torch.split(logits, num_rows), torch.split(streams, num_rows), strict=True)
+    return torch.cat([_sample(part, stream) for part, stream in parts])
+
+
+def _sample(logits: Tensor, streams: Tensor) -> Tensor:
     best = logits.amax(1, keepdim=True)
     rows, ids = torch.nonzero(logits >= best - NOISE_RANGE, as_tuple=True)
-    scores = logits[rows, ids].double() + keyed_gumbel(seeds[rows], positions[rows], ids)
+    scores = _gumbel(streams[rows], ids).add_(logits[rows, ids])
     num_rows, vocab_size = logits.shape
     top = torch.full((num_rows,), -math.inf, dtype=torch.float64, device=logits.device)
     top.scatter_reduce_(0, rows, scores, "amax")

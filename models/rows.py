@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.token_counts import TokenCounts
+from penstock.models.token_lists import TokenLists
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 Ids = NDArray[np.int64]
@@ -23,6 +24,7 @@ class Row:
     num_computed: int
     num_blocks: int
     sampling: SamplingParams
+    lists: TokenLists
     counts: TokenCounts | None
     """Kept only where a penalty needs them."""
 
@@ -94,6 +96,7 @@ class RowTable:
             added.num_computed,
             0,
             sampling,
+            TokenLists(sampling),
             TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
         )
         self._rows[added.row] = row

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.reference_sampling import keep_min_p, keep_top_k, keep_top_p, sample
 from penstock.kernels.wide import widened
-from penstock.models.rows import Row
+from penstock.models.rows import Ids, Row
 from penstock.scheduler.plan import TokenLogprobs
 
 
@@ -79,38 +79,50 @@ def _penalise(logits: Tensor, rows: list[Row]) -> None:
 
 
 def _bias(logits: Tensor, rows: list[Row]) -> None:
-    entries = [(i, token_id, bias) for i, row in enumerate(rows) for token_id, bias in row.sampling.logit_bias]
-    if entries:
-        at, ids, biases = (torch.tensor(column, device=logits.device) for column in zip(*entries, strict=True))
-        logits[at, ids] += biases.to(logits.dtype)
+    biased = [(i, row.lists) for i, row in enumerate(rows) if len(row.lists.bias)]
+    if biased:
+        where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
+        biases = np.concatenate([lists.bias for _, lists in biased])
+        logits[where] += torch.from_numpy(biases).to(logits)
 
 
 def _mask(logits: Tensor, rows: list[Row]) -> None:
     """``allowed_token_ids``, then ``min_tokens`` and ``bad_words`` wherever they leave a token."""
     for i, row in enumerate(rows):
-        if row.sampling.allowed_token_ids is not None:
-            allowed = torch.tensor(row.sampling.allowed_token_ids, dtype=torch.int64, device=logits.device)
+        if row.lists.allowed is not None:
+            allowed = torch.from_numpy(row.lists.allowed).to(logits.device)
             kept = logits[i, allowed]
             logits[i] = -math.inf
             logits[i, allowed] = kept
-    forbidden = [(i, token_id) for i, row in enumerate(rows) for token_id in _forbidden(row)]
+    forbidden = [(i, ids) for i, row in enumerate(rows) for ids in _forbidden(row)]
     if not forbidden:
         return
-    at, ids = torch.tensor(forbidden, device=logits.device).unbind(1)
+    at, ids = _where(logits, forbidden)
     before = logits[at, ids]
     logits[at, ids] = -math.inf
     empty = (logits.amax(1) == -math.inf)[at]
     logits[at[empty], ids[empty]] = before[empty]
 
 
-def _forbidden(row: Row) -> Iterator[int]:
+def _forbidden(row: Row) -> Iterator[Ids]:
     """Tokens that must not come next."""
-    sampling = row.sampling
-    if row.num_output_tokens < sampling.min_tokens:
-        yield from sampling.stop_token_ids
-    for word in sampling.bad_words:
-        if len(word) == 1 or tuple(row.history[1 - len(word) :]) == word[:-1]:
-            yield word[-1]
+    if row.num_output_tokens < row.sampling.min_tokens:
+        yield row.lists.stops
+    last = row.history[-1]
+    words = [
+        word[-1]
+        for word in row.sampling.bad_words
+        if len(word) == 1 or (word[-2] == last and tuple(row.history[1 - len(word) :]) == word[:-1])
+    ]
+    if words:
+        yield np.array(words, dtype=np.int64)
+
+
+def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the entries that rows' ids name, as an index."""
+    at = np.repeat([i for i, _ in ids_of_rows], [len(ids) for _, ids in ids_of_rows])
+    columns = np.concatenate([ids for _, ids in ids_of_rows])
+    return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _choose(logits: Tensor, rows: list[Row]) -> Tensor:

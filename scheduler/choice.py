@@ -103,8 +103,8 @@ class Choice:
         "length_bound",
         "length_limit",
         "live",
-        "num_blocks_short_of",
         "num_computed",
+        "num_free_at_last_try",
         "num_planned",
         "num_published",
         "pinned",
@@ -145,7 +145,7 @@ class Choice:
         """Of the history's full blocks, as far as they were needed; empty with the cache off."""
         self.awaited_hash: bytes | None = None
         """The block that somebody else is computing and that this choice waits for."""
-        self.num_blocks_short_of = -1
+        self.num_free_at_last_try = -1
         """How many blocks were free when they were too few for this choice; -1: never tried."""
         self.pinned = pinned
         """Blocks of the prompt that a forked choice keeps until it runs."""
@@ -188,7 +188,7 @@ class Choice:
         self.num_published = num_cached_blocks
         self.prefill_end = len(self.token_ids)
         self.awaited_hash = None
-        self.num_blocks_short_of = -1
+        self.num_free_at_last_try = -1
 
     def leave_row(self) -> None:
         """The row's life is over, and its blocks are given up; what is in flight still counts."""

@@ -8,8 +8,8 @@ planned together.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -72,6 +72,7 @@ class Engine:
         self._idle.set()
         self._pump_is_due = False
         self._task: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
         self._num_finished = 0
 
     @property
@@ -104,16 +105,24 @@ class Engine:
         """Takes a request; its sink has ``Accepted`` when this returns. Raises Refused."""
         if self.state is not EngineState.SERVING or self._scheduler is None:
             raise _refusal(self.state)
-        self._scheduler.add(request)
+        # Before it is added, since its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
             self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
+        try:
+            self._scheduler.add(request)
+        except BaseException:
+            self._forget(request.request_id)
+            raise
         self._pump_soon()
 
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
         """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
-        if self._scheduler is None or not self._scheduler.abort(request_id, reason, message):
+        if self._scheduler is None:
             return False
+        with self._failing_as_a_whole():
+            if not self._scheduler.abort(request_id, reason, message):
+                return False
         self._pump_soon()  # others may have waited for its blocks
         return True
 
@@ -125,7 +134,10 @@ class Engine:
 
     def _on_finished(self, request: Request) -> None:
         self._num_finished += 1
-        timer = self._deadlines.pop(request.request_id, None)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        timer = self._deadlines.pop(request_id, None)
         if timer is not None:
             timer.cancel()
         if self._scheduler is not None and not self._scheduler.num_requests:
@@ -142,11 +154,8 @@ class Engine:
         self._pump_is_due = False
         if self._task is None or self._task.done():
             return
-        try:
+        with suppress(Exception), self._failing_as_a_whole():
             self._pump()
-        except Exception:
-            logger.exception("the scheduler failed")
-            self._fail(FinishReason.INTERNAL, "the scheduler failed")
 
     def _pump(self) -> None:
         """Submits plans until the executor has as many as it may."""
@@ -170,6 +179,16 @@ class Engine:
             logger.exception("the scheduler failed")
             self._fail(FinishReason.INTERNAL, "the scheduler failed")
 
+    @contextmanager
+    def _failing_as_a_whole(self) -> Iterator[None]:
+        """After an error of our own nobody can say what rows and blocks are worth."""
+        try:
+            yield
+        except Exception:
+            logger.exception("the scheduler failed")
+            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+            raise
+
     def _fail(self, reason: FinishReason, message: str) -> None:
         if self.state in (EngineState.FAILED, EngineState.STOPPED):
             return
@@ -190,9 +209,12 @@ class Engine:
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """Ends every request with SHUTDOWN, then the executor. Safe to call twice."""
-        if self.state is EngineState.STOPPED:
-            return
+        """Ends every request with SHUTDOWN, then the executor. Safe to call twice, and at the same time."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._stop(), name="penstock engine's end")
+        await asyncio.shield(self._end)
+
+    async def _stop(self) -> None:
         self._set_state(EngineState.STOPPED)
         if self._scheduler is not None:
             self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")

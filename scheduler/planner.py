@@ -16,6 +16,9 @@ from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowBlocks, SamplingParams, StepPlan, num_row_numbers
 from penstock.scheduler.rows import RowTable
 
+MAX_ADDED_TOKENS = 1 << 18
+"""History of the rows that begin in one plan, unless it is one row's: bounds the loop's time for a plan."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -183,15 +186,18 @@ class Planner:
 
     def _plan_beginnings(self, plan: StepPlan, budget: int, chunked: list[Choice]) -> None:
         waiting = self.waiting.choices
-        index = 0
+        index = num_added = 0
         while budget and index < len(waiting) and len(self.running) < self._max_rows and self.rows.num_free:
             choice = waiting[index]
+            num_added += len(choice.token_ids)
+            if plan.added and num_added > MAX_ADDED_TOKENS:
+                break
             if choice.awaited_hash is not None and self.kv.is_pending(choice.awaited_hash):
                 index += 1  # somebody computes its prefix; whoever is behind need not wait for that
                 continue
             if choice.in_flight:
                 break  # preempted, and its newest plan is not answered
-            if len(self.running) and self.kv.pool.num_free <= choice.num_blocks_short_of:
+            if len(self.running) and self.kv.pool.num_free <= choice.num_free_at_last_try:
                 break  # nothing was freed since the last try, so looking up a long prefix again is no use
             prefix = self._prefix(choice)
             if prefix is None:
@@ -199,7 +205,7 @@ class Planner:
                 continue
             block_ids = self._allocate(choice, prefix)
             if block_ids is None:
-                choice.num_blocks_short_of = self.kv.pool.num_free
+                choice.num_free_at_last_try = self.kv.pool.num_free
                 break  # nobody overtakes it, or it might never find room
             self._begin(plan, choice, block_ids, len(prefix))
             budget -= self._plan_chunk(plan, choice, budget)

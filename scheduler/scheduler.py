@@ -135,10 +135,11 @@ class Scheduler:
             self._planner.pin(self._new_choice(live, index, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
-        del self._requests[live.request.request_id]
+        # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
         for choice in live.choices:
             if choice.state is not ChoiceState.ENDED:
                 self._planner.retire(choice)
+        del self._requests[live.request.request_id]
         self._report_finished(live, reason, message)
 
     def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str) -> None:

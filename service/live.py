@@ -74,6 +74,7 @@ class LiveRequest:
         self._surroundings = surroundings
         self._client_request_id = start.client_request_id
         self._caller = caller
+        self._tenant = caller.tenant
         self._receiver = receiver
         self._on_end = on_end
         self._arrival = time.monotonic()
@@ -90,11 +91,15 @@ class LiveRequest:
         that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
         try:
             self._surroundings.converter.check(start)
-            tenant = self._caller.tenant_for(start.tenant)
+            self._tenant = self._caller.tenant_for(start.tenant)
             self._form = output_form(start)
             operation = "chat" if start.HasField("chat") else "text_completion"
-            self._span = self._surroundings.telemetry.request(self.request_id, tenant, operation, start.traceparent)
-            origin = Origin(self.request_id, tenant, self._arrival, self._deadline, {"request_id": self.request_id})
+            self._span = self._surroundings.telemetry.request(
+                self.request_id, self._tenant, operation, start.traceparent
+            )
+            origin = Origin(
+                self.request_id, self._tenant, self._arrival, self._deadline, {"request_id": self.request_id}
+            )
             self.preparation = asyncio.create_task(self._enter(start, origin, after))
         except Exception as error:
             self._refuse(error)
@@ -204,7 +209,7 @@ class LiveRequest:
         _log.info(
             "request %s (tenant %s, client id %r): %s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
             self.request_id,
-            self._caller.tenant,
+            self._tenant,
             self._client_request_id[:128],
             finished.reason.name,
             code.name,

@@ -112,7 +112,7 @@ class MeasuredOutbox(Outbox[Any]):
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="measured for so long, each time (default: 5)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measured for so long, each time (default: 4)")
     parser.add_argument("--client", metavar="JSON", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.client is not None:

@@ -201,6 +201,62 @@ async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, ex
     assert second.finished.reason is FinishReason.INTERNAL
 
 
+async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_request, received_type):
+    ends = []
+
+    def sink(event):
+        ends.append(event)
+        engine.abort("one", FinishReason.CANCELLED)
+
+    request = new_request("one", [1, 2, 3], block_size=16, make_text=Ids, deadline=time.monotonic() + 3600)
+    request.sink = sink
+    engine.submit(request)
+    await asyncio.wait_for(engine.wait_idle(), 1)
+    assert [getattr(event, "reason", None) for event in ends] == [None, FinishReason.CANCELLED]
+    assert engine._deadlines == {}
+
+
+async def test_a_refused_request_leaves_nothing_behind(submit):
+    engine = Engine(FakeExecutor(num_blocks=10, vocab_size=VOCAB_SIZE))
+    await engine.start()
+    with pytest.raises(Refused):
+        submit(engine, "one", 1000, deadline=time.monotonic() + 3600)
+    await asyncio.wait_for(engine.wait_idle(), 1)
+    assert engine._deadlines == {}
+    await engine.stop()
+
+
+async def test_an_error_of_ours_while_a_request_ends_is_told_to_all(engine, submit, monkeypatch):
+    first, second = submit(engine, "first", max_tokens=1000), submit(engine, "second", max_tokens=1000)
+
+    def retire(planner, choice):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Planner, "retire", retire)
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.abort("first", FinishReason.CANCELLED)
+    assert engine.state is EngineState.FAILED
+    assert first.finished.reason is second.finished.reason is FinishReason.INTERNAL
+
+
+async def test_stopping_twice_at_the_same_time_waits_for_the_executor_both_times(executor):
+    engine = Engine(executor)
+    await engine.start()
+    stopping = asyncio.Event()
+    stop = executor.stop
+
+    async def slow_stop():
+        await stopping.wait()
+        await stop()
+
+    executor.stop = slow_stop
+    stops = [asyncio.create_task(engine.stop()) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in stops)
+    stopping.set()
+    await asyncio.gather(*stops)
+
+
 async def test_draining_refuses_what_is_new_and_finishes_the_rest(engine, submit):
     states: list[EngineState] = []
     engine.watch(states.append)

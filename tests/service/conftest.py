@@ -68,11 +68,6 @@ def next_letter(history: Sequence[int], sampling: SamplingParams) -> int:
     return ord("a") + len(history) % 26
 
 
-def letters(num_prompt_tokens: int, num_tokens: int) -> str:
-    """What ``next_letter`` makes of a prompt of so many tokens."""
-    return "".join(chr(ord("a") + (num_prompt_tokens + index) % 26) for index in range(num_tokens))
-
-
 @dataclass
 class Service:
     """A running service, and how to reach it."""

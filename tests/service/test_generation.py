@@ -1,6 +1,7 @@
 """GenerationService over a real socket: one request, many requests, and how they end."""
 
 import asyncio
+import json
 import time
 from contextlib import suppress
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.request import RefusalKind, Refused
 from penstock.service import live
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 EOS = 256
 ENDLESS = 4000
@@ -342,6 +345,37 @@ class TestSingle:
             await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=9999).start))
         assert details_of(error.value)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
 
+    @pytest.mark.parametrize(("retry_after_ms", "expected"), [(20, 3), (None, 1)])
+    async def test_clients_retry_when_and_only_when_they_are_told_to(self, start_service, retry_after_ms, expected):
+        """gRPC's own retries: they need a refusal without a message, and heed the pushback."""
+        service = await start_service()
+        submitted = []
+        submit = service.engine.submit
+
+        def refuse_twice(request):
+            submitted.append(request)
+            if len(submitted) < 3:
+                raise Refused(RefusalKind.QUEUE_FULL, "full", retry_after_ms)
+            submit(request)
+
+        service.engine.submit = refuse_twice
+        policy = {
+            "maxAttempts": 4,
+            "initialBackoff": "5s",
+            "maxBackoff": "5s",
+            "backoffMultiplier": 1,
+            "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+        }
+        config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+        async with grpc.aio.insecure_channel(service.target, options=[("grpc.service_config", config)]) as channel:
+            call = GenerationServiceStub(channel).GenerateOne(pb.GenerateOneRequest(start=begin().start))
+            if retry_after_ms is None:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call.read()
+            else:
+                assert [message async for message in call][-1].finished.reason == pb.FINISH_REASON_LENGTH
+        assert len(submitted) == expected
+
     async def test_a_full_queue_is_refused_with_a_hint(self, start_service, new_reading):
         scheduler = SchedulerConfig(max_num_seqs=1, max_queued_requests=1)
         service = await start_service(paced(), scheduler)
@@ -389,100 +423,3 @@ class TestSingle:
         call.cancel()
         await until(lambda: service.blocks_in_use == 0 and service.engine.stats().requests == 0)
         assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-class TestDeadlines:
-    """timeout_ms, and the call's own deadline."""
-
-    async def test_a_request_has_a_deadline_of_its_own(self, start_service, new_reading):
-        service = await start_service(paced())
-        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=150), begin(2, max_tokens=100)]
-        reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        [finished] = reading.outcomes[1].finished
-        assert finished.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-        assert finished.reason == pb.FINISH_REASON_DEADLINE
-        assert finished.usage.output_tokens > 0
-        assert reading.outcomes[2].text == letters(5, 100)
-
-    async def test_in_the_queue_too(self, start_service, new_reading):
-        service = await start_service(paced(), SchedulerConfig(max_num_seqs=1))
-        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=300), begin(2, timeout_ms=50)]
-        reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        assert not reading.outcomes[2].deltas
-        assert reading.outcomes[2].finished[0].reason == pb.FINISH_REASON_DEADLINE
-
-    async def test_the_calls_deadline_counts_where_there_is_no_other(self, start_service):
-        service = await start_service(paced())
-        left = []
-        submit = service.engine.submit
-
-        def noted(request):
-            left.append(request.deadline - time.monotonic())
-            submit(request)
-
-        service.engine.submit = noted
-        start = begin(max_tokens=ENDLESS).start
-        for timeout_ms, expected in ((None, 0.3), (100, 0.1)):
-            if timeout_ms is not None:
-                start.timeout_ms = timeout_ms
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await service.generation.Complete(pb.CompleteRequest(start=start), timeout=0.3)
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert expected * 0.3 < left[-1] <= expected
-        await until(lambda: service.blocks_in_use == 0)
-        await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
-        assert left[-1] > 50
-
-    async def test_a_deadline_that_passes_during_preparation(
-        self, start_service, new_reading, byte_tokenizer, monkeypatch
-    ):
-        monkeypatch.setattr(byte_tokenizer, "encode", lambda *arguments: time.sleep(0.8))
-        service = await start_service()
-        started = time.monotonic()
-        reading = await new_reading().read(service.generation.Generate(iter([begin(1, timeout_ms=50)])))
-        assert reading.outcomes[1].finished[0].reason == pb.FINISH_REASON_DEADLINE
-        assert not reading.outcomes[1].accepted
-        assert time.monotonic() - started < 0.7
-
-
-class TestPreparation:
-    """What happens before a request is in the queue."""
-
-    @pytest.fixture
-    def slow_tokenizer(self, byte_tokenizer, monkeypatch):
-        """Takes 0.1 s for a text with an x."""
-        encode = byte_tokenizer.encode
-
-        def slow(text, *arguments):
-            if "x" in text:
-                time.sleep(0.1)
-            return encode(text, *arguments)
-
-        monkeypatch.setattr(byte_tokenizer, "encode", slow)
-
-    async def test_a_cancel_during_preparation(self, start_service, new_reading, slow_tokenizer):
-        service = await start_service()
-        reading = await new_reading().read(service.generation.Generate(iter([begin(1, text="x"), cancel(1), begin(2)])))
-        [finished] = reading.outcomes[1].finished
-        assert finished.reason == pb.FINISH_REASON_CANCELLED
-        assert not reading.outcomes[1].accepted
-        assert reading.outcomes[2].text == letters(5, 5)
-
-    async def test_a_stream_dropped_during_preparation(self, start_service, slow_tokenizer):
-        service = await start_service(paced())
-        submitted: list[Any] = []
-        service.engine.submit = submitted.append
-        call = service.generation.Generate()
-        for ref in range(10):
-            await call.write(begin(ref, text="x"))
-        await asyncio.sleep(0.02)
-        call.cancel()
-        await asyncio.sleep(0.3)
-        assert not submitted
-
-    async def test_a_long_prompt_may_be_overtaken(self, start_service, new_reading, slow_tokenizer):
-        service = await start_service()
-        frames = [begin(1, text="x"), *[begin(ref) for ref in range(2, 6)]]
-        reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        accepted = [accepted.ref for message in reading.messages for accepted in message.accepted]
-        assert accepted == [2, 3, 4, 5, 1]

@@ -171,8 +171,9 @@ def check(found: list[tuple[int, str, str]], allowed: set[grpc.StatusCode]) -> N
 
 
 @pytest.mark.parametrize("seam", SEAMS)
-async def test_a_bug_at_any_seam_is_one_status(seam, start_service, new_reading, details_of, monkeypatch, caplog):
-    """Figure 3."""
+async def test_reliability_figure_3_a_bug_at_any_seam_is_one_status(
+    seam, start_service, new_reading, details_of, monkeypatch, caplog
+):
     service = await start_service()
     where, name, fault = SEAMS[seam]
     with monkeypatch.context() as patch:
@@ -190,8 +191,7 @@ async def test_a_bug_at_any_seam_is_one_status(seam, start_service, new_reading,
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is taken", "after it was taken"])
-async def test_submit_fails(start_service, new_reading, details_of, after):
-    """Figure 3."""
+async def test_reliability_figure_3_submit_fails(start_service, new_reading, details_of, after):
     service = await start_service()
     submit = service.engine.submit
 
@@ -214,8 +214,7 @@ async def test_submit_fails(start_service, new_reading, details_of, after):
         ("bug in submit", grpc.StatusCode.INTERNAL),
     ],
 )
-async def test_the_executor_fails(start_service, new_reading, details_of, way, code):
-    """Figure 3."""
+async def test_reliability_figure_3_the_executor_fails(start_service, new_reading, details_of, way, code):
     service = await start_service(FailingExecutor(way))
     if way == "submit":
         # A worker that refuses plans says so in its results as well; until then its requests wait.

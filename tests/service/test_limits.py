@@ -38,7 +38,7 @@ def request_messages() -> dict[str, Descriptor]:
     return found
 
 
-def test_every_field_of_every_request_has_a_bound():
+def test_reliability_figure_11_every_field_of_every_request_has_a_bound():
     fields = {name: {field.name for field in descriptor.fields} for name, descriptor in request_messages().items()}
     assert fields == {name: set(bounded) for name, bounded in FIELD_BOUNDS.items()}
 
@@ -171,8 +171,8 @@ async def send(service: Any, method: str, request: Any) -> None:
 
 
 @pytest.mark.parametrize(("bad", "path"), list(bad_messages()))
-def test_validator_refuses_at_once(bad, path):
-    """Figure 11, by itself: what it costs the loop, too."""
+def test_reliability_figure_11_validator_refuses_at_once(bad, path):
+    """By itself: what it costs the loop, too."""
     validator = Validator(LIMITS)
     if isinstance(bad, pb.ChatMessage) and not bad.role:
         bad.role = "user"
@@ -191,8 +191,8 @@ def test_validator_refuses_at_once(bad, path):
         assert seconds < REFUSED_WITHIN_S
 
 
-async def test_no_bad_field_reaches_the_engine(start_service, details_of, monkeypatch):
-    """Figure 11, over a socket: each refusal names the field, and the engine hears of none."""
+async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_service, details_of, monkeypatch):
+    """Over a socket: each refusal names the field, and the engine hears of none."""
     service = await start_service()
     monkeypatch.setattr(service.engine, "submit", lambda request: pytest.fail("a bad request reached the engine"))
     for parameters in bad_messages():

@@ -290,62 +290,95 @@ class TestGoingDown:
         await asyncio.gather(service.server.stop(), service.server.stop())
         await service.server.stop()
 
-    async def test_sigterm_under_100_streams(self, tmp_path, new_reading):
-        """Figure 8, and Shown by 7: against a process of its own."""
-        path = tmp_path / "s"
-        script = tmp_path / "service.py"
-        script.write_text(PROCESS)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(script), str(path), str(tmp_path), stdout=subprocess.PIPE
-        )
-        try:
-            await sigterm(process, f"unix:{path}", new_reading)
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
+        """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
+        arguments = ["demo", "--listen={listen}", f"--shutdown-grace={GRACE_S}", "--kv-cache-memory-bytes=128M"]
+        command = f"from penstock.service.serve import main; sys.exit(main({arguments}))"
+        readings = await sigterm(command, f"unix:{tmp_path / 's'}", new_reading, short=4)
+        check_ends(readings)
+
+    async def test_reliability_figure_8_sigterm_lets_those_finish_who_can(self, tmp_path, new_reading):
+        """Figure 8, with a worker that is surely fast enough for half of the requests."""
+        command = f"directory = pathlib.Path({str(tmp_path)!r}); {FAKE_SERVICE}"
+        readings = await sigterm(command, f"unix:{tmp_path / 's'}", new_reading, short=60)
+        check_ends(readings)
+        assert all(reading.outcomes[1].finished[0].status.code == 0 for reading in readings[:50])
 
 
-async def sigterm(process, target, new_reading):
-    async with grpc.aio.insecure_channel(target) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 20)
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        watcher = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert (await watcher.read()).status == Status.SERVING
-        short = [stub.Generate(iter([frame(1, max_tokens=60)])) for _ in range(50)]
-        long = [stub.Generate(iter([frame(1)])) for _ in range(49)]
-        single = stub.GenerateOne(pb.GenerateOneRequest(start=start()))
-        readings = [new_reading() for _ in range(99)]
-        for call, reading in zip([*short, *long], readings, strict=True):
-            await reading.read_until(call, lambda r: r.outcomes[1].deltas > 0)
-        await single.read()
-        sent = time.monotonic()
-        os.kill(process.pid, signal.SIGTERM)
-        assert (await watcher.read()).status == Status.NOT_SERVING
-        assert float(await process.stdout.readline()) - sent < 0.1
-        ends = await asyncio.gather(
-            *[reading.read(call) for call, reading in zip([*short, *long], readings, strict=True)],
-            return_exceptions=True,
-        )
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await to_its_end(single)
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    for end, reading in zip(ends, readings, strict=True):
+def check_ends(readings):
+    """Each request ended once: as it should, or because the service went down."""
+    for reading in readings:
         [finished] = reading.outcomes[1].finished
-        if isinstance(end, grpc.aio.AioRpcError):
-            assert end.code() is grpc.StatusCode.UNAVAILABLE
         if finished.status.code:
             assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
         else:
             assert finished.reason == pb.FINISH_REASON_LENGTH
-    assert all(reading.outcomes[1].finished[0].status.code == 0 for reading in readings[:50])
-    assert await asyncio.wait_for(process.wait(), 10) == 0
-    assert time.monotonic() - sent < GRACE_S + 2
+
+
+async def sigterm(command, listen, new_reading, short):
+    """Runs a service, and ends it under 100 streams, of which half have requests of ``short`` tokens."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", NOTES_TIME + command.replace("{listen}", listen), stdout=subprocess.PIPE
+    )
+    try:
+        async with grpc.aio.insecure_channel(listen) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 60)
+            readings, sent = await under_streams(channel, process, new_reading, short)
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert time.monotonic() - sent < GRACE_S + 2
+        return readings
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def under_streams(channel, process, new_reading, short):
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    watcher = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watcher.read()).status == Status.SERVING
+    calls = [stub.Generate(iter([frame(1, max_tokens=short if number < 50 else ENDLESS)])) for number in range(99)]
+    single = stub.GenerateOne(pb.GenerateOneRequest(start=start()))
+    readings = [new_reading() for _ in calls]
+    for call, reading in zip(calls, readings, strict=True):
+        await reading.read_until(call, lambda r: r.outcomes[1].deltas > 0)
+    await single.read()
+    sent = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    assert (await watcher.read()).status == Status.NOT_SERVING
+    while not (line := await process.stdout.readline()).startswith(b"not ready"):
+        pass
+    assert float(line.split()[2]) - sent < 0.1
+    ends = await asyncio.gather(
+        *[reading.read(call) for call, reading in zip(calls, readings, strict=True)], return_exceptions=True
+    )
+    errors = [end for end in ends if isinstance(end, BaseException)]
+    assert {error.code() for error in errors if isinstance(error, grpc.aio.AioRpcError)} == {
+        grpc.StatusCode.UNAVAILABLE
+    }
+    assert all(isinstance(error, grpc.aio.AioRpcError) for error in errors)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await to_its_end(single)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    return readings, sent
 
 
 GRACE_S = 2.0
-PROCESS = f"""
+# By the clock that both processes share: when the service said that it is not ready, by its own account.
+NOTES_TIME = """
 import asyncio, pathlib, sys, time
+from penstock.service.health import Health
+
+set_ready = Health.set_ready
+
+def noted(self, ready):
+    if self.is_ready and not ready:
+        print("not ready", time.monotonic(), flush=True)
+    set_ready(self, ready)
+
+Health.set_ready = noted
+"""
+FAKE_SERVICE = f"""
 import tokenizers
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.fake_executor import FakeExecutor
@@ -353,28 +386,15 @@ from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 
 async def main():
-    path, directory = sys.argv[1], pathlib.Path(sys.argv[2])
     vocab = {{chr(ord("a") + index): index for index in range(26)}}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[])).save(str(directory / "tokenizer.json"))
     executor = FakeExecutor(
         vocab_size=26, num_blocks=30000, next_token=lambda history, sampling: 0, seconds_per_step=0.01
     )
-    config = ServerConfig(model_name="fake", listen=f"unix:{{path}}", grace_s={GRACE_S})
+    config = ServerConfig(model_name="fake", listen="{{listen}}", grace_s={GRACE_S})
     server = Server(config, Engine(executor), Tokenizer.load(directory))
     await server.start()
-    set_ready = server._health.set_ready
-
-    def noted(ready):
-        if not ready and server._health.is_ready:
-            print(time.monotonic(), flush=True)
-        set_ready(ready)
-
-    server._health.set_ready = noted
     await server.serve_until_stopped()
 
-try:
-    import uvloop
-    uvloop.run(main())
-except ImportError:
-    asyncio.run(main())
+asyncio.run(main())
 """

@@ -1,0 +1,137 @@
+"""Deadlines, and what may happen before a request is in the queue; over a real socket."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.v1 import generation_pb2 as pb
+
+ENDLESS = 4000
+HELLO = "fghij"
+"""What the worker says to a prompt of five tokens."""
+
+
+def begin(ref=0, text="hello", max_tokens=5, **fields):
+    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(max_tokens=max_tokens), **fields))
+
+
+def cancel(*refs):
+    return pb.GenerateRequest(cancel=pb.Cancel(refs=refs))
+
+
+def paced():
+    """A worker that takes its time, so that a request lives long enough to be interfered with."""
+
+    def next_letter(history, sampling):
+        return ord("a") + len(history) % 26
+
+    return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=0.002)
+
+
+async def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.001)
+
+
+class TestDeadlines:
+    """timeout_ms, and the call's own deadline."""
+
+    async def test_a_request_has_a_deadline_of_its_own(self, start_service, new_reading):
+        service = await start_service(paced())
+        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=150), begin(2, max_tokens=100)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        [finished] = reading.outcomes[1].finished
+        assert finished.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert finished.usage.output_tokens > 0
+        assert len(reading.outcomes[2].text) == 100
+
+    async def test_in_the_queue_too(self, start_service, new_reading):
+        service = await start_service(paced(), SchedulerConfig(max_num_seqs=1))
+        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=300), begin(2, timeout_ms=50)]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        assert not reading.outcomes[2].deltas
+        assert reading.outcomes[2].finished[0].reason == pb.FINISH_REASON_DEADLINE
+
+    async def test_the_calls_deadline_counts_where_there_is_no_other(self, start_service):
+        service = await start_service(paced())
+        left = []
+        submit = service.engine.submit
+
+        def noted(request):
+            left.append(request.deadline - time.monotonic())
+            submit(request)
+
+        service.engine.submit = noted
+        start = begin(max_tokens=ENDLESS).start
+        for timeout_ms, expected in ((None, 0.3), (100, 0.1)):
+            if timeout_ms is not None:
+                start.timeout_ms = timeout_ms
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await service.generation.Complete(pb.CompleteRequest(start=start), timeout=0.3)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert expected * 0.3 < left[-1] <= expected
+        await until(lambda: service.blocks_in_use == 0)
+        await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
+        assert left[-1] > 50
+
+    async def test_a_deadline_that_passes_during_preparation(
+        self, start_service, new_reading, byte_tokenizer, monkeypatch
+    ):
+        monkeypatch.setattr(byte_tokenizer, "encode", lambda *arguments: time.sleep(0.8))
+        service = await start_service()
+        started = time.monotonic()
+        reading = await new_reading().read(service.generation.Generate(iter([begin(1, timeout_ms=50)])))
+        assert reading.outcomes[1].finished[0].reason == pb.FINISH_REASON_DEADLINE
+        assert not reading.outcomes[1].accepted
+        assert time.monotonic() - started < 0.7
+
+
+class TestPreparation:
+    """What happens before a request is in the queue."""
+
+    @pytest.fixture
+    def slow_tokenizer(self, byte_tokenizer, monkeypatch):
+        """Takes 0.1 s for a text with an x."""
+        encode = byte_tokenizer.encode
+
+        def slow(text, *arguments):
+            if "x" in text:
+                time.sleep(0.1)
+            return encode(text, *arguments)
+
+        monkeypatch.setattr(byte_tokenizer, "encode", slow)
+
+    async def test_a_cancel_during_preparation(self, start_service, new_reading, slow_tokenizer):
+        service = await start_service()
+        reading = await new_reading().read(service.generation.Generate(iter([begin(1, text="x"), cancel(1), begin(2)])))
+        [finished] = reading.outcomes[1].finished
+        assert finished.reason == pb.FINISH_REASON_CANCELLED
+        assert not reading.outcomes[1].accepted
+        assert reading.outcomes[2].text == HELLO
+
+    async def test_a_stream_dropped_during_preparation(self, start_service, slow_tokenizer):
+        service = await start_service(paced())
+        submitted: list[Any] = []
+        service.engine.submit = submitted.append
+        call = service.generation.Generate()
+        for ref in range(10):
+            await call.write(begin(ref, text="x"))
+        await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.sleep(0.3)
+        assert not submitted
+
+    async def test_a_long_prompt_may_be_overtaken(self, start_service, new_reading, slow_tokenizer):
+        service = await start_service()
+        frames = [begin(1, text="x"), *[begin(ref) for ref in range(2, 6)]]
+        reading = await new_reading().read(service.generation.Generate(iter(frames)))
+        accepted = [accepted.ref for message in reading.messages for accepted in message.accepted]
+        assert accepted == [2, 3, 4, 5, 1]
