@@ -18,7 +18,7 @@ from tqdm import tqdm
 from penstock.clients.batch_files import FileResults, Results, StreamResults
 from penstock.clients.batch_run import Batch
 from penstock.clients.client import AsyncClient
-from penstock.clients.connection import Connection, add_connection_flags, add_setting_flag, connection
+from penstock.clients.connection import Connection, add_connection_flags, add_setting_flag, advised, connection
 from penstock.clients.errors import PenstockError
 
 _LONGEST_LINE = 64 << 20
@@ -100,7 +100,8 @@ async def _run(arguments: argparse.Namespace, service: Connection, source: Binar
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     patience = arguments.retry_for if arguments.retry_for is not None else 300.0 if arguments.target else 2.0
     async with AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client:
-        await client.model()  # nothing is begun with a service that is not there
+        with advised():
+            await client.model()  # nothing is begun with a service that is not there
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
         with bar as progress:
             defaults = dict(arguments.settings)

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from penstock.clients.connection import add_connection_flags, add_setting_flag, connection, default_target, setting
+from penstock.clients.connection import (
+    add_connection_flags,
+    add_setting_flag,
+    advised,
+    connection,
+    default_target,
+    setting,
+)
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
 from penstock.clients.events import Delta, Finished, FinishReason, Usage
@@ -53,6 +60,11 @@ class Answer:
     usage: Usage | None = None
     ended_by: str = FinishReason.CANCELLED.value
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything came: a question that was refused has no answer."""
+        return self.first is not None or self.usage is not None
+
     def __str__(self) -> str:
         if self.first is None:
             return "no token came"
@@ -94,7 +106,8 @@ class Chat:
         finally:
             self._screen.end_answer()
             answer.ended = time.monotonic()
-            self._answers.append(answer)
+            if answer.has_begun:
+                self._answers.append(answer)
             self.conversation.answer(answer.text)
 
     def set(self, name: str, value: object) -> None:
@@ -223,7 +236,8 @@ def _command(chat: Chat, screen: Screen, text: str) -> bool:
 def _describe(client: Client) -> GetModelResponse:
     """What is served. Raises PenstockError that says what to do if one can't chat with it."""
     try:
-        model = client.model()
+        with advised():
+            model = client.model()
     except Unreachable as failure:
         raise PenstockError(
             f"{failure.message}\nstart one in another terminal: penstock serve\n"

@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
 from penstock.clients.channel import DEFAULT_TARGET, Tls
-from penstock.clients.errors import InvalidOption, PenstockError
+from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
 from penstock.clients.requests import start_from_line
 
 TARGET_VARIABLE = "PENSTOCK_TARGET"
@@ -41,10 +45,30 @@ def add_connection_flags(parser: argparse.ArgumentParser, of_target: str) -> Non
 
 
 def connection(arguments: argparse.Namespace, target: str) -> Connection:
-    """What the flags and the environment say. Raises PenstockError if the key's file cannot be read."""
+    """What the flags and the environment say. Raises PenstockError if one of the files cannot be read."""
+    for flag, path in (
+        ("--tls-ca", arguments.tls_ca),
+        ("--tls-cert", arguments.tls_cert),
+        ("--tls-key", arguments.tls_key),
+    ):
+        if path is not None:
+            _read(flag, path)
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
     return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Adds to a failure which of these flags may help. Raises PenstockError."""
+    try:
+        yield
+    except RequestFailed as failure:
+        if failure.code is grpc.StatusCode.UNAUTHENTICATED:
+            raise PenstockError(f"{failure}\ngive the key with --api-key-file FILE or in ${KEY_VARIABLE}") from None
+        if isinstance(failure, Unreachable) and failure.speaks_no_tls:
+            raise PenstockError(f"{failure}; leave --tls and its companions out") from None
+        raise
 
 
 def add_setting_flag(parser: argparse.ArgumentParser, explanation: str) -> None:
@@ -84,6 +108,13 @@ def _api_key(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get(KEY_VARIABLE) or None
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PenstockError(f"--api-key-file: cannot read {path}: {error}") from None
+        return _read("--api-key-file", path).decode().strip()
+    except UnicodeDecodeError:
+        raise PenstockError(f"--api-key-file: {path} is no text; is it the key's file?") from None
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PenstockError(f"{flag}: cannot read {path}: {error.strerror}") from None

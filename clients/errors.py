@@ -13,7 +13,10 @@ from google.rpc.status_pb2 import Status
 if TYPE_CHECKING:
     from penstock.clients.events import Finished
 
-_NO_CONNECTION = re.compile("failed to connect|DNS resolution failed", re.IGNORECASE)
+_NO_CONNECTION = re.compile("failed to connect|errors resolving|DNS resolution failed", re.IGNORECASE)
+_UNKNOWN_HOST = "Domain name not found"
+_NOT_TLS = "WRONG_VERSION_NUMBER"
+_NO_TLS = "what listens there speaks no TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
@@ -63,6 +66,11 @@ class StreamBroken(RequestFailed):
 class Unreachable(RequestFailed):
     """No service answers at the target."""
 
+    @property
+    def speaks_no_tls(self) -> bool:
+        """Whether something is there, but not with transport security."""
+        return self.message.endswith(_NO_TLS)
+
     def __str__(self) -> str:
         return self.message
 
@@ -82,8 +90,7 @@ def failure_from_call(
     code = call_error.code()
     details = call_error.details() or "no details"
     if code is grpc.StatusCode.UNAVAILABLE and _NO_CONNECTION.search(details):
-        last = details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
-        return Unreachable(code, f"no service answers at {target}: {last}")
+        return Unreachable(code, f"no service answers at {target}: {_why(details)}")
     error = kind(code, details)
     metadata = _pairs(call_error.trailing_metadata())
     if isinstance(packed := metadata.get("grpc-status-details-bin"), bytes):
@@ -93,6 +100,15 @@ def failure_from_call(
             pass  # a proxy's; code and text still hold
     _read_pushback(error, metadata.get("grpc-retry-pushback-ms"))
     return error
+
+
+def _why(details: str) -> str:
+    """Why there is no connection, out of all that gRPC tells of its attempts."""
+    if _UNKNOWN_HOST in details:
+        return "the host is unknown"
+    if _NOT_TLS in details:
+        return _NO_TLS
+    return details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
 
 
 def _code(number: int) -> grpc.StatusCode:

@@ -245,11 +245,18 @@ def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, va
     for key, item in value.items():
         try:
             token_id = int(key)
-        except ValueError:
-            raise InvalidOption(name, f"expected token ids as keys, got {_shown(key)}") from None
+        except (TypeError, ValueError):
+            token_id = -1
+        if not _is_token_id(token_id):
+            raise InvalidOption(name, f"expected token ids as keys, got {_shown(key)}")
         target[token_id] = _scalar(of_value, name, item)
 
 
+_RANGES: dict[int, range] = {
+    FieldDescriptor.CPPTYPE_INT32: range(-(2**31), 2**31),
+    FieldDescriptor.CPPTYPE_UINT32: range(2**32),
+    FieldDescriptor.CPPTYPE_UINT64: range(2**64),
+}
 _TYPES: dict[int, tuple[type, str]] = {
     FieldDescriptor.CPPTYPE_BOOL: (bool, "true or false"),
     FieldDescriptor.CPPTYPE_FLOAT: (Real, "a number"),
@@ -265,6 +272,10 @@ def _scalar(field: FieldDescriptor, name: str, value: object) -> object:
     kind, expected = _TYPES[field.cpp_type]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidOption(name, f"expected {expected}, got {_shown(value)}")
+    allowed = _RANGES.get(field.cpp_type)
+    if allowed is not None and isinstance(value, Integral) and int(value) not in allowed:
+        low, high = allowed[0], allowed[-1]
+        raise InvalidOption(name, f"expected {low:,} to {high:,}, got {_shown(value)}")
     return value
 
 

@@ -3,6 +3,7 @@
 T is the tokens of a step, H the query heads, K the key heads (K divides H), D the head size, S the slots of a page.
 """
 
+import itertools
 import math
 
 import torch
@@ -11,8 +12,10 @@ from torch.nn import functional
 
 from penstock.kernels.wide import widened
 
-MAX_SCORES = 1 << 22
-"""Scores of one product in ``attention``: bounds its memory, and keeps it in the CPU's cache."""
+MAX_SCORES = 1 << 19
+"""Scores of one product in ``attention``: what stays in a CPU's cache."""
+MIN_QUERIES = 16
+"""... but not fewer queries at a time than make a product worth calling."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,27 +74,34 @@ def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor
     return gathered.view(num_heads, rows, num_pages * slots, head_dim)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reach: int | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for each query head h with its key head, h * K // H; the softmax in at least fp32.
 
     ``query`` is (B, Q, H, D), ``key`` and ``value`` (K, B, L, D), ``mask`` (B, Q, L) bool: true where the query sees
-    the key; None: everything. Masked values must be finite. Returns (B, Q, H, D).
+    the key; None: everything. Masked values must be finite. ``reach`` promises that query i of every row sees no key
+    from ``reach + i`` on, which need not be computed then. Returns (B, Q, H, D).
     """
     rows, num_queries, num_heads, head_dim = query.shape
     num_kv_heads, _, num_keys, _ = key.shape
     group = num_heads // num_kv_heads
+    hidden = torch.zeros((), dtype=torch.bool, device=query.device) if mask is None else ~mask
     # (K, B, G, Q, D): the queries of all heads of a group are multiplied with their keys at once.
     scaled = (query * head_dim**-0.5).view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
-    out = torch.empty_like(scaled, memory_format=torch.contiguous_format)
-    step = max(1, MAX_SCORES // (rows * num_heads * num_keys))
-    for begin in range(0, num_queries, step):
-        part = scaled[:, :, :, begin : begin + step]
-        scores = widened(torch.matmul(part.reshape(num_kv_heads, rows, -1, head_dim), key.transpose(2, 3)))
-        if mask is not None:
-            seen = mask[:, begin : begin + step].unsqueeze(1)
-            scores.view(num_kv_heads, rows, group, -1, num_keys).masked_fill_(~seen, -math.inf)
+    if num_queries == 1:
+        scores = widened(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))).masked_fill_(hidden, -math.inf)
         mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value)
-        out[:, :, :, begin : begin + step] = mixed.view(part.shape)
+        return mixed.transpose(0, 1).reshape(query.shape)
+    hidden = hidden.expand(rows, num_queries, num_keys).unsqueeze(1)
+    out = torch.empty_like(scaled, memory_format=torch.contiguous_format)
+    step = max(MIN_QUERIES, MAX_SCORES // (rows * group * num_keys))
+    for head, begin in itertools.product(range(num_kv_heads), range(0, num_queries, step)):
+        queries = slice(begin, min(begin + step, num_queries))
+        seen = slice(num_keys if reach is None else min(num_keys, reach + queries.stop - 1))
+        part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
+        scores = widened(torch.matmul(part, key[head, :, seen].transpose(1, 2)))
+        scores.view(rows, group, -1, scores.shape[-1]).masked_fill_(hidden[:, :, queries, seen], -math.inf)
+        mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value[head, :, seen])
+        out[head, :, :, queries] = mixed.view(rows, group, -1, head_dim)
     return out.permute(1, 3, 0, 2, 4).reshape(query.shape)
 
 

@@ -29,6 +29,8 @@ class AttentionGroup:
     """(B, N) block ids."""
     lengths: Tensor
     """(B,): slots of the gathered pages that are the row's."""
+    reach: int
+    """Query i of no row sees a gathered slot from ``reach + i`` on."""
     mask: Tensor | None
     """(B, Q, N * block_size) bool: which gathered slots a query sees; None where it sees all."""
 
@@ -84,5 +86,6 @@ def _group(
         num_rows=num_rows,
         table=torch.from_numpy(table).to(device),
         lengths=torch.from_numpy(lengths).to(device),
+        reach=int((positions[:, 0] - first * block_size).max()) + 1,
         mask=mask,
     )

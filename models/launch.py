@@ -125,6 +125,7 @@ class _Link(asyncio.Protocol):
             ours.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         except BaseException:
+            link._closing = True  # its end is no news to anyone
             ours.close()
             process.kill()
             process.wait()
@@ -141,10 +142,15 @@ class _Link(asyncio.Protocol):
         self._closing = True
         if self._transport is not None:
             self._transport.close()
-        # One that still loads does not look at its socket.
-        if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
-            self.process.kill()
-            await self._ended(None)
+        try:
+            # One that still loads does not look at its socket.
+            if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
+                self.process.kill()
+                await self._ended(None)
+        finally:
+            if self.process.returncode is None:  # cancelled: nobody will come back for it
+                self.process.kill()
+                self.process.wait()
         self.answers.put_nowait(None)
         if not self.facts.done():
             self.facts.set_exception(ExecutorError("the worker was stopped while it loaded the model"))

@@ -59,10 +59,10 @@ def num_kv_blocks(
     blocks = budget // block_bytes - 1
     needed = -(-max_model_len // config.block_size)
     if blocks < needed:
+        shorter = f", or lower --max-model-len to at most {blocks * config.block_size}" if blocks > 0 else ""
         raise ModelError(
             f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {max_model_len} tokens needs "
-            f"{_gib((needed + 1) * block_bytes)}: raise {flag}, or lower --max-model-len to at most "
-            f"{max(0, blocks) * config.block_size}"
+            f"{_gib((needed + 1) * block_bytes)}: raise {flag}{shorter}"
         )
     return blocks
 

@@ -113,7 +113,7 @@ class ReferenceBackend:
         for group in groups:
             keys, values = self._pages.gather(index, group.table, group.lengths)
             part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
-            seen = attention(part, keys, values, group.mask)
+            seen = attention(part, keys, values, group.mask, group.reach)
             mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
         return layer.output(mixed.flatten(1))
 

@@ -10,7 +10,17 @@ from penstock.models.backend import Backend
 from penstock.models.batch import Batch, build_batch
 from penstock.models.rows import Row, RowTable
 from penstock.models.sampler import Sampled, log_softmax, sample_rows, split_logprobs
-from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    PromptLogprobsPart,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 MAX_LOGITS = 1 << 24
 """Entries of the logits of prompt tokens held at a time."""
@@ -22,6 +32,19 @@ class Runner:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size)
+
+    def warm(self) -> None:
+        """Runs a short row, so that no request pays for what a library sets up at its first use. Leaves nothing behind:
+        its block is renewed before anyone has it."""
+        facts = self._backend.facts
+        length = max(1, min(facts.block_size - 1, facts.max_model_len))
+        sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
+        self.run(
+            StepPlan(0, [], [AddedRow(0, 0, [0] * length, length, 0, [0], sampling)], [], [Chunk(0, 0, length)], [])
+        )
+        if length < facts.block_size:
+            self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
+        self.run(StepPlan(0, [0], [], [], [], []))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

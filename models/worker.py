@@ -59,9 +59,11 @@ def serve(channel: Channel) -> int:
             # Not before: wrong files are found, and life is told of, without the seconds that torch takes to import.
             from penstock.models.runner import Runner
 
-            channel.send(Kind.FACTS, backend.facts)
+            runner = Runner(backend)
+            runner.warm()
             gc.freeze()
-            _run_plans(channel, Runner(backend).run, frames)
+            channel.send(Kind.FACTS, backend.facts)
+            _run_plans(channel, runner.run, frames)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:

@@ -105,7 +105,7 @@ class Number:
         if (self.low < value if self.above_low else self.low <= value) and value <= high:
             return None
         floor = "above" if self.above_low else "at least"
-        return Problem(f"must be {floor} {self.low:,} and at most {high:,}; it is {_shown(value)}")
+        return Problem(f"must be {floor} {_shown(self.low)} and at most {high:,}; it is {_shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,8 @@ class Text:
         """The text itself is never repeated in the answer."""
         num_bytes = _utf8_bytes(value)
         if not self.low <= num_bytes <= self.high:
-            return Problem(f"must be {self.low:,} to {self.high:,} bytes long; it has {num_bytes:,}")
+            wanted = f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
+            return Problem(f"must be {wanted} bytes long; it has {num_bytes:,}")
         if self.pattern is not None and not self.pattern.fullmatch(value):
             return Problem(f"must be {self.allowed}")
         return None
@@ -231,6 +232,8 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]+")
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+_HUNDREDTH = 0.009999999776482582
+"""0.01, as a float of the wire has it."""
 _UINT32 = Number(0, UINT32_MAX)
 _FLAG = Free()
 
@@ -262,7 +265,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "top_k": Number(0, 1_000_000),
         "top_p": Number(0, 1, above_low=True),
         "min_p": Number(0, 1),
-        "repetition_penalty": Number(0, 100, above_low=True),
+        "repetition_penalty": Number(_HUNDREDTH, 100),
         "presence_penalty": Number(-2, 2),
         "frequency_penalty": Number(-2, 2),
         "seed": Number(0, UINT64_MAX),

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args
 import yaml
 
 PROGRAM = "penstock serve"
+_FLAGS_LISTED = f"{PROGRAM} --help lists them"
 
 _EPILOG = """\
 examples:
@@ -29,9 +30,16 @@ a configuration file has the flags' names as keys:
   max-num-seqs: 64
   enable-prefix-caching: true
 
+a file of API keys has a line for each key, its hash and its tenant; act-for-others is for a gateway's:
+  echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
+  echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
+
 environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to keep off it;
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces there.
 """
+
+
+_DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 class ConfigError(Exception):
@@ -66,8 +74,9 @@ class ServeConfig:
         None, "the model's name for clients", metavar="NAME", shown="the last part of MODEL"
     )
     api_keys_file: Path | None = _flag(
-        None, "hashed API keys and their tenants", metavar="FILE", shown="everyone is one tenant"
-    )
+        None, "API keys' hashes and tenants, a line each: sha256:HEX TENANT", metavar="FILE",
+        shown="everyone is one tenant",
+    )  # fmt: skip
     chat_template: Path | None = _flag(None, "a Jinja chat template", metavar="FILE", shown="the model's own")
     dtype: str = _flag(
         "auto",
@@ -117,6 +126,8 @@ class ServeConfig:
             raise ConfigError("--listen: already says where; leave --host and --port out")
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError("--kv-cache-memory-bytes: already says how much; leave --gpu-memory-utilization out")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
 
@@ -172,7 +183,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     for key, value in loaded.items():
         field = fields.get(f"--{str(key).replace('_', '-')}")
         if field is None:
-            raise ConfigError(f"--config {path}: {key} is no flag of {PROGRAM}; --help lists them")
+            raise ConfigError(f"--config {path}: {key} is no flag; {_FLAGS_LISTED}")
         try:
             values[field.name] = _from_file(field, value)
         except (ConfigError, ValueError) as error:
@@ -252,9 +263,9 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            message.removeprefix("argument ").replace("unrecognized arguments", "no such flag or argument")
-        )
+        told = message.removeprefix("argument ")
+        unknown = told.removeprefix("unrecognized arguments")
+        raise ConfigError(told if unknown == told else f"no such flag or argument{unknown}; {_FLAGS_LISTED}")
 
 
 def _parser() -> argparse.ArgumentParser:

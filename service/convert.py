@@ -7,6 +7,7 @@ pool.
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import SamplingParams
@@ -19,10 +20,13 @@ from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
 
-MAX_OUTPUT_TOKENS = 1 << 20
-"""Of all choices of a request together."""
+MAX_TOKENS_IN_ALL = 1 << 20
+"""Prompt and output, once for each choice of a request: the bookkeeping of a step grows with it, on the loop."""
 MAX_LOGPROB_ENTRIES = 1 << 22
 """Of a request's output, and of its prompt."""
+MAX_WHOLE_ANSWER = 1 << 19
+"""Log-probabilities of output and prompt, and the output's tokens, where one message holds all: at 8 bytes each, it
+stays below the 4 MiB that gRPC's clients take."""
 
 _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
@@ -41,6 +45,14 @@ class Origin:
     arrival: float
     deadline: float | None = None
     trace: dict[str, str] = field(default_factory=dict)
+
+
+class Answer(Enum):
+    """How the output is carried: it decides how much a request may ask for."""
+
+    STREAMED = auto()
+    WHOLE = auto()
+    """In one message."""
 
 
 def output_form(start: pb.Start) -> OutputForm:
@@ -80,15 +92,19 @@ class Converter:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             _check_cost(start, 1, sampling.max_tokens)
 
-    async def prepare(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None]) -> Request:
+    async def prepare(
+        self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer = Answer.STREAMED
+    ) -> Request:
         """The request, ready for the queue. ``start`` has passed ``check``. Raises ServiceError."""
-        return await self._pool.run(lambda: self._make(start, origin, sink), start.ByteSize())
+        return await self._pool.run(lambda: self._make(start, origin, sink, answer), start.ByteSize())
 
-    def _make(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None]) -> Request:
+    def _make(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer) -> Request:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt)
         max_tokens = self._max_tokens(start, len(prompt.token_ids))
         _check_cost(start, len(prompt.token_ids), max_tokens)
+        if answer is Answer.WHOLE:
+            _check_whole(start, len(prompt.token_ids), max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -181,23 +197,39 @@ def chat_messages(chat: pb.Chat) -> tuple[list[Message], bool]:
 
 def _check_cost(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> None:
     """What a request may cost in all, before anything is allocated for it."""
-    num_output = (start.sampling.n or 1) * max_tokens
-    if num_output > MAX_OUTPUT_TOKENS:
-        raise _too_expensive("sampling.n", "n x max_tokens", num_output, MAX_OUTPUT_TOKENS)
+    n = start.sampling.n or 1
+    num_tokens = n * (num_prompt_tokens + max_tokens)
+    # One choice is bounded by the model's context alone.
+    if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
+        raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
     output = start.output
-    if output.HasField("logprobs") and num_output * (output.logprobs + 1) > MAX_LOGPROB_ENTRIES:
-        entries = num_output * (output.logprobs + 1)
+    if output.HasField("logprobs") and (entries := n * max_tokens * (output.logprobs + 1)) > MAX_LOGPROB_ENTRIES:
         raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
-    if output.HasField("prompt_logprobs") and num_prompt_tokens * (output.prompt_logprobs + 1) > MAX_LOGPROB_ENTRIES:
+    if output.HasField("prompt_logprobs"):
         entries = num_prompt_tokens * (output.prompt_logprobs + 1)
-        raise _too_expensive(
-            "output.prompt_logprobs", "prompt tokens x (prompt_logprobs + 1)", entries, MAX_LOGPROB_ENTRIES
-        )
+        if entries > MAX_LOGPROB_ENTRIES:
+            formula = "prompt tokens x (prompt_logprobs + 1)"
+            raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
 
 
-def _too_expensive(field: str, formula: str, value: int, limit: int) -> ServiceError:
+def _check_whole(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> None:
+    """What log-probabilities may cost where one message carries the answer."""
+    output = start.output
+    parts: list[tuple[int, str, str]] = []
+    if output.HasField("logprobs"):
+        size = (start.sampling.n or 1) * max_tokens * (output.logprobs + 2)
+        parts.append((size, "output.logprobs", "n x max_tokens x (logprobs + 2)"))
+    if output.HasField("prompt_logprobs"):
+        size = num_prompt_tokens * (output.prompt_logprobs + 1)
+        parts.append((size, "output.prompt_logprobs", "prompt tokens x (prompt_logprobs + 1)"))
+    total = sum(size for size, _, _ in parts)
+    if total > MAX_WHOLE_ANSWER:
+        formula = " + ".join(formula for _, _, formula in parts)
+        remedy = "lower one of them, or call GenerateOne, which sends them in parts"
+        raise _too_expensive(max(parts)[1], formula, total, MAX_WHOLE_ANSWER, remedy)
+
+
+def _too_expensive(field: str, formula: str, value: int, limit: int, remedy: str = "lower one of them") -> ServiceError:
     return ServiceError(
-        Reason.TOO_EXPENSIVE,
-        f"{field}: {formula} is at most {limit:,}; it is {value:,}: lower one of them",
-        field=field,
+        Reason.TOO_EXPENSIVE, f"{field}: {formula} is at most {limit:,}; it is {value:,}: {remedy}", field=field
     )

@@ -94,7 +94,7 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),
     Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
     Reason.NOT_AVAILABLE_YET: Entry(_Code.UNIMPLEMENTED, "not available yet"),
-    Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report the request id to its operator"),
+    Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
 }
 
 _REFUSALS: Mapping[RefusalKind, Reason] = {
@@ -147,10 +147,14 @@ def invalid(field: str, problem: str) -> ServiceError:
 
 def from_refusal(refused: Refused) -> ServiceError:
     """The engine's refusal in the catalogue's terms."""
-    retry_after_ms = refused.retry_after_ms
-    if retry_after_ms is None and refused.kind is RefusalKind.QUEUE_FULL:
+    reason, message, retry_after_ms = _REFUSALS[refused.kind], refused.message, refused.retry_after_ms
+    if reason in (Reason.DRAINING, Reason.WORKER_DOWN):
+        message = ""  # the catalogue's, which has the remedy
+    elif reason is Reason.QUEUE_FULL and retry_after_ms is None:
         retry_after_ms = DONT_RETRY
-    return ServiceError(_REFUSALS[refused.kind], refused.message, retry_after_ms=retry_after_ms)
+    elif reason is Reason.QUEUE_FULL:
+        message += "; try again"
+    return ServiceError(reason, message, retry_after_ms=retry_after_ms)
 
 
 def from_exception(error: BaseException) -> ServiceError | None:
@@ -175,6 +179,8 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     """The error as the wire has it, in at most MAX_STATUS_BYTES."""
     message = _cut(error.message, _MAX_MESSAGE_BYTES)
+    if error.reason is Reason.INTERNAL:
+        message += f" {request_id}"  # many tools show the details as base64
     details = [
         _pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
         _pack(error_details_pb2.RequestInfo(request_id=request_id)),
@@ -202,6 +208,15 @@ def ending_status(reason: FinishReason, message: str, request_id: str) -> status
     # What is said of a crash or a bug is for the log; the caller gets the request id to find it there.
     is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED)
     return to_status(ServiceError(named, "" if is_ours else message), request_id)
+
+
+def with_finished(status: status_pb2.Status, finished: Message) -> status_pb2.Status:
+    """``status`` with the request's end among its details, for a call that can say it nowhere else. ``finished``: a
+    penstock.v1.Finished."""
+    end = type(finished)()
+    end.CopyFrom(finished)
+    end.ClearField("status")  # it is what carries this
+    return status_pb2.Status(code=status.code, message=status.message, details=[*status.details, _pack(end)])
 
 
 def status_code(status: status_pb2.Status) -> grpc.StatusCode:

@@ -6,6 +6,7 @@ ends, everything that is still alive on its stream ends with it.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from io import StringIO
 from typing import Any
 
 import grpc
@@ -14,7 +15,8 @@ from penstock.scheduler.engine import EngineState
 from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
-from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status
+from penstock.service.convert import Answer
+from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
 from penstock.service.guard import current_request_id
 from penstock.service.identity import Caller, current_caller
 from penstock.service.live import LiveRequest, Surroundings
@@ -61,6 +63,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         outbox = self._new_outbox(context.write, stream_message)
         stream = _Stream(self, outbox, self._validator, current_caller.get())
         self._outboxes.add(outbox)
+        outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
         reader.add_done_callback(stream.on_read)
         try:
@@ -81,6 +84,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             if not has_begun:
                 # By itself: in one operation with a message that is held up, no status could overtake it.
                 has_begun = True
+                outbox.begin_beats()  # not before: a beat would keep proxies from trying again elsewhere
                 await context.send_initial_metadata(())
             await context.write(message)
 
@@ -108,15 +112,16 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """One request, answered whole."""
         answer = _WholeAnswer()
         start = _required(request)
-        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context)
+        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, Answer.WHOLE)
         live.begin(start)
         try:
             response = await answer.whole
         finally:
             live.cancel()
-        if live.status.code:
-            raise StatusError(live.status)
-        return response
+        if not live.status.code:
+            return response
+        # What it used is billed, and there is no message to say it in.
+        raise StatusError(with_finished(live.status, response.finished) if live.was_accepted else live.status)
 
     def new_request(
         self,
@@ -125,6 +130,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         caller: Caller,
         on_end: Callable[[LiveRequest], None],
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
+        answer: Answer = Answer.STREAMED,
     ) -> LiveRequest:
         """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and
         deadline are the request's."""
@@ -140,6 +146,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             caller=caller,
             receiver=receiver,
             on_end=unregister,
+            answer=answer,
             time_left_s=None if call is None else call.time_remaining(),
         )
         self._live.add(live)
@@ -254,30 +261,39 @@ class _WholeAnswer:
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[pb.CompleteResponse] = asyncio.get_running_loop().create_future()
-        self._choices: dict[int, tuple[OutputForm, list[Delta]]] = {}
-        self._prompt: pb.PromptLogprobs | None = None
+        self._response = pb.CompleteResponse()
+        """Filled as output comes: all of it at the end would hold up the loop."""
+        self._texts: list[StringIO] = []
+        """Of the choices; a message's own string would be copied whole with each delta."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """Says nothing that the end does not."""
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
         """Parts come in order and without gaps."""
-        if self._prompt is None:
-            self._prompt = pb.PromptLogprobs(ref=ref, start=part.start)
-        fill_logprobs(self._prompt.logprobs, part.logprobs)
+        whole = self._response.prompt_logprobs
+        if not self._response.HasField("prompt_logprobs"):
+            whole.ref = ref
+            whole.start = part.start
+        fill_logprobs(whole.logprobs, part.logprobs)
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
         """Appended to its choice."""
-        self._choices.setdefault(delta.choice, (form, []))[1].append(delta)
+        while len(self._texts) <= delta.choice:
+            self._response.choices.add(index=len(self._texts))
+            self._texts.append(StringIO())
+        if form.text:
+            self._texts[delta.choice].write(delta.text)
+        fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
     def finished(self, finished: pb.Finished) -> None:
         """The answer is whole."""
-        response = pb.CompleteResponse(request_id=finished.request_id, finished=finished, prompt_logprobs=self._prompt)
-        for index in sorted(self._choices):
-            form, deltas = self._choices[index]
-            fill_delta(response.choices.add(index=index), form, deltas)
+        self._response.request_id = finished.request_id
+        self._response.finished.CopyFrom(finished)
+        for choice, text in zip(self._response.choices, self._texts, strict=True):
+            choice.text = text.getvalue()
         if not self.whole.done():
-            self.whole.set_result(response)
+            self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
         """There will be no answer."""

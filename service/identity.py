@@ -24,6 +24,8 @@ _ACT_FOR_OTHERS = "act-for-others"
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 1024
+_FLAG = "--api-keys-file"
+_REMEDY = """echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" makes a line"""
 
 Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -81,21 +83,21 @@ class ApiKeys:
         """Reads a key file. Raises KeyFileError."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise KeyFileError(f"{path}: cannot be read as text: {type(error).__name__}; check the path") from error
+        except OSError as error:
+            raise KeyFileError(f"{_FLAG} {path}: cannot be read ({error.strerror}); check the path") from error
+        except UnicodeDecodeError as error:
+            raise KeyFileError(f"{_FLAG} {path}: is no text; {_REMEDY}") from error
         callers: dict[bytes, Caller] = {}
         for number, line in enumerate(lines, start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            digest, caller = _parse_line(words, f"{path}:{number}")
+            digest, caller = _parse_line(words, f"{_FLAG} {path}:{number}")
             if digest in callers:
-                raise KeyFileError(f"{path}:{number}: the key is in the file already; remove one of the lines")
+                raise KeyFileError(f"{_FLAG} {path}:{number}: the key is in the file already; remove one of the lines")
             callers[digest] = caller
         if not callers:
-            raise KeyFileError(
-                f"{path}: holds no key; add a line 'sha256:<hex> <tenant>', or leave --api-keys-file out"
-            )
+            raise KeyFileError(f"{_FLAG} {path}: holds no key; leave the flag out, or add a line: {_REMEDY}")
         return cls(callers)
 
     def authenticate(self, metadata: Metadata) -> Caller:
@@ -186,9 +188,7 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
     hashed, *rest = words
     match = _HASHED.fullmatch(hashed)
     if match is None:
-        raise KeyFileError(
-            f"{where}: the first word must be 'sha256:' and 64 hex digits, as hash_key makes it of a key"
-        )
+        raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
     if not rest or not _TENANT.fullmatch(rest[0]):
         raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
     if rest[1:] not in ([], [_ACT_FOR_OTHERS]):

@@ -25,7 +25,7 @@ from penstock.scheduler.request import (
     Timings,
     Usage,
 )
-from penstock.service.convert import Converter, Origin, output_form
+from penstock.service.convert import Answer, Converter, Origin, output_form
 from penstock.service.errors import Reason, ServiceError, ending_status, from_exception, status_code, to_status
 from penstock.service.identity import Caller
 from penstock.service.messages import finished_message
@@ -60,6 +60,7 @@ class LiveRequest:
         caller: Caller,
         receiver: Receiver,
         on_end: Callable[["LiveRequest"], None],
+        answer: Answer = Answer.STREAMED,
         time_left_s: float | None = None,
     ) -> None:
         """``start`` is what ``begin`` will be given. ``time_left_s``: the deadline where it has none of its own."""
@@ -77,11 +78,14 @@ class LiveRequest:
         self._tenant = caller.tenant
         self._receiver = receiver
         self._on_end = on_end
+        self._answer = answer
         self._arrival = time.monotonic()
         if start.HasField("timeout_ms"):
             time_left_s = start.timeout_ms / 1000
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
         self._request: Request | None = None
+        self._refusal: ServiceError | None = None
+        """Why it ended, where it was not the engine that ended it."""
         self._had_output = False
         self._done = False
         self._span: Span = INVALID_SPAN
@@ -128,7 +132,7 @@ class LiveRequest:
         left = None if origin.deadline is None else origin.deadline - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
-                return await self._surroundings.converter.prepare(start, origin, self._on_event)
+                return await self._surroundings.converter.prepare(start, origin, self._on_event, self._answer)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -177,6 +181,7 @@ class LiveRequest:
         if known is None:
             _log.error("request %s: an error of our own", self.request_id, exc_info=error)
             known = ServiceError(Reason.INTERNAL)
+        self._refusal = known
         reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
         # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
@@ -203,15 +208,21 @@ class LiveRequest:
 
     def _report(self, finished: Finished) -> None:
         code = status_code(self.status)
-        end_request(self._span, finished, code)
+        ended, where = finished.reason.name, ""
+        if self._refusal is not None:
+            # Never its message, which may repeat a value.
+            ended = self._refusal.reason.name
+            where = f" at {self._refusal.field}" if self._refusal.field else ""
+        end_request(self._span, finished, ended, code)
         if not _log.isEnabledFor(logging.INFO):
             return
         _log.info(
-            "request %s (tenant %s, client id %r): %s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
+            "request %s (tenant %s, client id %r): %s%s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
             self.request_id,
             self._tenant,
             self._client_request_id[:128],
-            finished.reason.name,
+            ended,
+            where,
             code.name,
             finished.timings.total_us // 1000,
             finished.usage.prompt_tokens,

@@ -1,12 +1,13 @@
 """A service of this process's own: ``penstock serve`` as a child on a private Unix socket, for as long as it is needed.
 
 For use as a library and for batch jobs. The child has a session of its own, so that Ctrl-C reaches its parent alone,
-and a pipe from its parent, whose end is its own end: it cannot be left behind.
+and a pipe from its parent, whose end is its own end: it cannot be left behind, nor can its directory.
 """
 
 import itertools
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from penstock.clients.errors import PenstockError
 from penstock.service.config import PROGRAM, ConfigError, parse_config
 
-_CHILD = "import sys; from penstock.service.local import main; sys.exit(main(sys.argv[1:]))"
+_CHILD = "import sys; from penstock.service.local import main; main(*sys.argv[1:])"
 _MAX_SOCKET_PATH = 107
 _END_TIMEOUT_S = 15.0
 _TICK_S = 0.1
@@ -41,7 +43,7 @@ def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
         log = directory / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, *arguments, f"--listen={target}"],
+                [sys.executable, "-P", "-c", _CHILD, directory, *arguments, f"--listen={target}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -56,11 +58,16 @@ def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
             _end(process)
 
 
-def main(arguments: list[str]) -> int:
-    """What the child runs: a service that ends when its standard input does."""
-    from penstock.service.serve import serve
+def main(directory: str, *arguments: str) -> NoReturn:
+    """What the child runs: a service that ends when its standard input does. Then its parent may be gone, and nobody
+    else be left to remove ``directory``."""
+    from penstock.service.serve import end_process, serve
 
-    return serve(arguments, lifeline=sys.stdin.fileno())
+    lifeline = sys.stdin.fileno()
+    status = serve(list(arguments), lifeline)
+    if select.select([lifeline], [], [], 0)[0]:
+        shutil.rmtree(directory, ignore_errors=True)
+    end_process(status)
 
 
 def _arguments(model: str, flags: dict[str, object]) -> list[str]:

@@ -13,6 +13,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from penstock.clients.machine import has_gpu, torch_has_cuda
 from penstock.models.checkpoint import check_checkpoint, resolve_model
@@ -46,16 +47,17 @@ class Prepared:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command until it is told to stop; returns the exit status."""
-    return serve(argv)
+    """Runs the command until it is told to stop, and ends the process with its status."""
+    end_process(serve(argv))
 
 
 def serve(argv: list[str], lifeline: int | None = None) -> int:
-    """As ``main``. The service also ends, at once, when the descriptor ``lifeline`` reaches its end."""
+    """Serves until it is told to stop, or, at once, until the descriptor ``lifeline`` reaches its end; returns the exit
+    status."""
     try:
         config = parse_config(argv)
     except ConfigError as error:
-        return _fail(f"{error}; --help lists the flags", USAGE_ERROR)
+        return _fail(str(error), USAGE_ERROR)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -66,6 +68,16 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
             return runner.run(_Life(prepared).run(lifeline))
     except (ModelError, TokenizerError, KeyFileError, ListenError, ExecutorError) as error:
         return _fail(str(error))
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process now. Python would wait for the tokenizer's threads, which may be amid a text that nobody wants
+    any more, and can't be told."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it
+            stream.flush()
+    os._exit(status)
 
 
 def prepare(config: ServeConfig) -> Prepared:

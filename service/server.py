@@ -240,8 +240,9 @@ def _options(config: SchedulerConfig) -> list[tuple[str, int]]:
         # With fewer, the first call above it hangs in the client, where nobody sees why.
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # Between the two, gRPC would refuse at random.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", 10_000),
         # Two services on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),

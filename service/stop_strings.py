@@ -3,57 +3,130 @@
 from array import array
 from collections.abc import Iterable
 
+_NONE = -1
+_NO_CHAR = "\udfff"
+"""Half of a surrogate pair: no text has it."""
+
 
 class StopStrings:
-    """A request's stop strings, made ready once and shared by its choices: each with its failure function, as Knuth,
-    Morris and Pratt have it. Whatever the strings are, a search costs their number times the text's length."""
+    """A request's stop strings as an automaton, made once and shared by its choices, as Aho and Corasick have it:
+    whatever the strings are and however many, a search costs the text's length alone.
+
+    A state is the longest end of the text that begins a stop string. States are numbered as the strings are read, so
+    that nearly every step to a longer one is a step to the next number; where strings part, ``branches`` has the rest.
+    """
 
     def __init__(self, stops: Iterable[str]) -> None:
         """``stops`` are not empty strings."""
-        # Longest first, so that of two which are complete at once the first found is the one to report.
-        self._stops = [(stop, _failure(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
-        self.starts = frozenset(stop[0] for stop, _ in self._stops)
+        self._stops = sorted(set(stops))
+        self.starts = frozenset(stop[0] for stop in self._stops)
         """A text without these characters begins no stop string."""
+        self.next_char = _NO_CHAR
+        """For each state, the character that leads to the state after it."""
+        self.branches: dict[int, dict[str, int]] = {}
+        """For the states where stop strings part: the other characters, and where each leads."""
+        self.depth = array("i", [0])
+        """For each state, how many characters of a stop string it is."""
+        self.complete = array("i", [_NONE])
+        """For each state, the longest stop string that the text ends with, or _NONE."""
+        for index, stop in enumerate(self._stops):
+            self._add(index, stop)
+        self.shorter = self._link()
+        """For each state, the next longest end of the text that begins a stop string."""
 
     def watch(self) -> "StopWatch":
         """A new search."""
-        return StopWatch(self._stops)
+        return StopWatch(self)
+
+    def stop_of(self, state: int) -> str:
+        """The stop string that is complete in ``state``."""
+        return self._stops[self.complete[state]]
+
+    def _add(self, index: int, stop: str) -> None:
+        state = 0
+        for position, char in enumerate(stop):
+            child = self._child(state, char)
+            if child == _NONE:
+                self._add_rest(state, stop[position:])
+                state = len(self.depth) - 1
+                break
+            state = child
+        self.complete[state] = index
+
+    def _add_rest(self, state: int, rest: str) -> None:
+        """New states for the end of a stop string, after ``state``."""
+        first = len(self.depth)
+        if first == state + 1:
+            self.next_char = self.next_char[:state] + rest + _NO_CHAR
+        else:
+            self.branches.setdefault(state, {})[rest[0]] = first
+            self.next_char += rest[1:] + _NO_CHAR
+        depth = self.depth[state]
+        self.depth.extend(range(depth + 1, depth + 1 + len(rest)))
+        self.complete.extend([_NONE] * len(rest))
+
+    def _child(self, state: int, char: str) -> int:
+        if self.next_char[state] == char:
+            return state + 1
+        others = self.branches.get(state)
+        return _NONE if others is None else others.get(char, _NONE)
+
+    def _link(self) -> "array[int]":
+        """The shorter states of all, the shallow first, whose own are needed for the deep."""
+        shorter = array("i", bytes(4 * len(self.depth)))
+        complete, level = self.complete, [0]
+        while level:
+            deeper = []
+            for state in level:
+                for char, child in self._children(state):
+                    deeper.append(child)
+                    if not state:
+                        continue
+                    end, found = shorter[state], _NONE
+                    while (found := self._child(end, char)) == _NONE and end:
+                        end = shorter[end]
+                    shorter[child] = max(found, 0)
+                    if complete[child] == _NONE:
+                        complete[child] = complete[shorter[child]]
+            level = deeper
+        return shorter
+
+    def _children(self, state: int) -> list[tuple[str, int]]:
+        char = self.next_char[state]
+        children = [] if char == _NO_CHAR else [(char, state + 1)]
+        if state in self.branches:
+            children += self.branches[state].items()
+        return children
 
 
 class StopWatch:
     """A search for the first stop string: the one that is complete first, and the longest of those complete at once."""
 
-    def __init__(self, stops: list[tuple[str, "array[int]"]]) -> None:
+    def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._matched = [0] * len(stops)
-        self.depth = 0
+        self._state = 0
+
+    @property
+    def depth(self) -> int:
         """How many characters at the end of the text so far may be the beginning of a stop string."""
+        return self._stops.depth[self._state]
 
     def find(self, text: str) -> tuple[int, str] | None:
         """Goes on with the next part of the text: where in it a stop string ends, and which. That is the last call."""
-        matched = self._matched
+        stops, state = self._stops, self._state
+        next_char, branches, shorter, complete = stops.next_char, stops.branches, stops.shorter, stops.complete
         for end, char in enumerate(text, start=1):
-            for index, (stop, failure) in enumerate(self._stops):
-                length = matched[index]
-                while length and stop[length] != char:
-                    length = failure[length]
-                if stop[length] == char:
-                    length += 1
-                    if length == len(stop):
-                        return end, stop
-                matched[index] = length
-        self.depth = max(matched, default=0)
+            while next_char[state] != char:
+                others = branches.get(state)
+                if others is not None and char in others:
+                    state = others[char]
+                    break
+                if not state:
+                    break
+                state = shorter[state]
+            else:
+                state += 1
+            if complete[state] >= 0:
+                return end, stops.stop_of(state)
+        self._state = state
         return None
-
-
-def _failure(stop: str) -> "array[int]":
-    """Entry k: the length of the longest text that both begins and ends ``stop[:k]`` and is shorter than it."""
-    failure = array("i", [0, 0])
-    length = 0
-    for char in stop[1:]:
-        while length and stop[length] != char:
-            length = failure[length]
-        if stop[length] == char:
-            length += 1
-        failure.append(length)
-    return failure

@@ -78,14 +78,14 @@ def _end_call(span: Span, code: grpc.StatusCode) -> None:
         span.set_status(Status(StatusCode.ERROR, code.name))
 
 
-def end_request(span: Span, finished: Finished, code: grpc.StatusCode) -> None:
-    """Notes how a request ended and what it used, and ends its span."""
+def end_request(span: Span, finished: Finished, ended: str, code: grpc.StatusCode) -> None:
+    """Notes how a request ended and what it used, and ends its span. ``ended``: the name of why."""
     if span.is_recording():
         span.set_attributes(
             {
                 "gen_ai.usage.input_tokens": finished.usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": finished.usage.output_tokens,
-                "gen_ai.response.finish_reasons": [finished.reason.name.lower()],
+                "gen_ai.response.finish_reasons": [ended.lower()],
                 "penstock.cached_tokens": finished.usage.cached_tokens,
                 "penstock.preemptions": finished.timings.preemptions,
                 "penstock.time_to_first_token_s": finished.timings.first_token_us / 1e6,

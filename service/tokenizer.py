@@ -4,16 +4,14 @@ Whatever a caller writes becomes ordinary tokens: special ones come from the cha
 puts around a prompt, alone. Knows neither requests nor streams.
 """
 
-import asyncio
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.service.chat_template import Message
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.lane import Lane
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials, without_marks
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
@@ -23,8 +21,8 @@ __all__ = ["MAX_TEXT_BYTES", "Message", "Prompt", "Tokenizer", "TokenizerError",
 MAX_TEXT_BYTES = 4 << 20
 """Of a prompt, and of all messages of a conversation together."""
 
-_BYTES_PER_JOB = 1024
-"""What waiting costs besides the input."""
+_LONG_BYTES = 64 << 10
+"""What has more takes so long, up to seconds, that nothing short should wait for it."""
 _USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 T = TypeVar("T")
@@ -106,24 +104,15 @@ class Tokenizer:
         if self._template is None:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE)
         _check_size([text for message in messages for text in message], "chat")
-        # A role that a template asks for must reach it as it is; any other has no business in a special token.
-        known = _USUAL_ROLES | self._template.words
-        specials = self._specials
-        guarded = [
-            Message(role if role in known else specials.guarded_name(role), specials.guarded(content))
-            for role, content in messages
-        ]
+        guarded = [Message(self._guarded_role(role), self._specials.guarded(content)) for role, content in messages]
         return self._template.render(guarded, add_generation_prompt)
 
-
-def _without_panic(work: Callable[[], T]) -> T:
-    """A panic of the library's is no Exception; here it becomes one, so that it fails one request as any error does."""
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as panic:
-        raise RuntimeError(f"the tokenizer's library panicked: {panic}") from panic
+    def _guarded_role(self, role: str) -> str:
+        """A role that the template asks for must reach it as it is, unless it holds a special token or an end of one;
+        any other has no business in a special token."""
+        assert self._template is not None
+        is_known = role in _USUAL_ROLES or role in self._template.words
+        return role if is_known and self._specials.guarded(role) == role else self._specials.guarded_name(role)
 
 
 def _check_size(texts: Iterable[str], field: str) -> None:
@@ -145,7 +134,8 @@ class Prompt(NamedTuple):
 class TokenizerPool:
     """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold.
 
-    The threads run side by side: the library lets go of Python's lock while it encodes.
+    Long texts have a thread of their own, so that a short one never waits for them. The threads run side by side: the
+    library lets go of Python's lock while it encodes.
     """
 
     def __init__(
@@ -157,12 +147,13 @@ class TokenizerPool:
         num_threads: int = 2,
         max_waiting_bytes: int = 64 << 20,
     ) -> None:
+        """``num_threads``: one for what is long, the others for the rest, for which there is at least one.
+        ``max_waiting_bytes`` may wait on either side."""
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes)
+        self._long = Lane("tokenizer-long", 1, max_waiting_bytes)
 
     async def run(self, work: Callable[[], T], num_bytes: int) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
@@ -170,13 +161,8 @@ class TokenizerPool:
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
         cancelled.
         """
-        num_bytes += _BYTES_PER_JOB
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
-            raise ServiceError(Reason.PREPARATION_FULL)
-        self._waiting_bytes += num_bytes
-        done = self._threads.submit(_without_panic, work)
-        done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), num_bytes))
-        return await asyncio.wrap_future(done)
+        lane = self._long if num_bytes > _LONG_BYTES else self._short
+        return await lane.run(work, num_bytes)
 
     async def text_prompt(self, text: str, salt: bytes) -> Prompt:
         """A caller's text as a prompt. ``salt`` is the tenant's, for the block hashes. Raises ServiceError."""
@@ -203,12 +189,5 @@ class TokenizerPool:
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _release(self, loop: asyncio.AbstractEventLoop, num_bytes: int, done: object) -> None:
-        # Called by the thread that did the work; the count belongs to the loop.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._give_back, num_bytes)
-
-    def _give_back(self, num_bytes: int) -> None:
-        self._waiting_bytes -= num_bytes
+        self._short.close()
+        self._long.close()

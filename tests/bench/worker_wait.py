@@ -1,8 +1,8 @@
-"""How long the worker waits between steps, by its own clock: 64 rows that decode, with two plans in flight and with
-one.
+"""How long the worker waits between steps, by its own clock, with two plans in flight and with one.
 
-All of it real but the streams: engine, scheduler, the socket and the worker process with the demo model. With two plans
-the next one lies ready when a step ends; with one the worker waits for a turn of the service's loop.
+64 rows that decode; all of it real but the streams: engine, scheduler, socket and the worker process with the demo
+model. With two plans the next one lies ready when a step ends; with one the worker waits for a turn of the service's
+loop.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def run(loop_factory: "type[asyncio.AbstractEventLoop] | None", **kwargs: int) -
 
 def main() -> None:
     """Prints both figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="rows that decode together (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="steps of each measurement (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads of the worker (default %(default)s)")

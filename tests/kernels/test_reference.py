@@ -7,6 +7,7 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from penstock.kernels import reference
 from penstock.kernels.reference import (
     attention,
     gated_activation,
@@ -144,3 +145,16 @@ def test_attention_in_every_dtype(dtype, num_queries):
     wide = attention(query.double(), key.double(), value.double(), mask)
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     torch.testing.assert_close(got.double(), wide, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("max_scores", [1, 1 << 19])
+@pytest.mark.parametrize("reach", [None, 15])
+def test_attention_cut_into_pieces_is_the_same(max_scores, reach, monkeypatch):
+    query, key, value = torch.randn(2, 40, 6, 8), torch.randn(3, 2, 64, 8), torch.randn(3, 2, 64, 8)
+    mask = visible(torch.arange(14, 54).unsqueeze(1), torch.arange(64), 30).expand(2, 40, 64)
+    expected = attention(query, key, value, mask)
+    if reach is not None:
+        # What is promised not to be seen may hold anything.
+        key[:, :, 54:] = value[:, :, 54:] = math.nan
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    torch.testing.assert_close(attention(query, key, value, mask, reach), expected)

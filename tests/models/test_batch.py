@@ -125,7 +125,7 @@ def test_groups_compute_what_the_plain_reference_computes(window, limit, monkeyp
     for group in groups:
         part = query[group.token_start : group.token_end].view(group.num_rows, -1, 4, 8)
         gathered = [pages[:, group.table].flatten(2, 3) for pages in (keys, values)]
-        got = attention(part, gathered[0], gathered[1], group.mask).flatten(0, 1)
+        got = attention(part, gathered[0], gathered[1], group.mask, group.reach).flatten(0, 1)
         torch.testing.assert_close(got, expected[group.token_start : group.token_end], atol=1e-12, rtol=1e-12)
     decodes = sum(group.num_rows for group in groups if group.token_end - group.token_start == group.num_rows)
     assert decodes == 7

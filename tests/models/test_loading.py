@@ -6,6 +6,7 @@ import torch
 from penstock.models import memory
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
+from penstock.models.runner import Runner
 from penstock.scheduler.plan import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
@@ -23,6 +24,13 @@ async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, pro
             chosen = expected.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
             got = torch.tensor([value for part in answer.prompt_logprobs for value in part.logprobs.chosen])
             assert (got - chosen).abs().mean() < tolerance
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_model_len": 1}, {"block_size": 1}, {"tokenizer_vocab_size": 1}])
+def test_warming_leaves_no_row(tiny_model, worker_config, changes):
+    runner = Runner(load_backend(worker_config(tiny_model("mistral-window9").path, **changes)))
+    runner.warm()
+    assert len(runner._rows) == 0
 
 
 async def test_dtype_auto_is_the_checkpoints(tiny_model, in_process):

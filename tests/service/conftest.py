@@ -187,7 +187,8 @@ def details_of() -> Callable[[Any], Details]:
             source = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
         found: Details = {}
         for detail in source.details:
-            message = getattr(error_details_pb2, detail.TypeName().rpartition(".")[2])()
+            name = detail.TypeName().rpartition(".")[2]
+            message = getattr(pb if detail.TypeName().startswith("penstock") else error_details_pb2, name)()
             detail.Unpack(message)
             found[message.DESCRIPTOR.name] = message
         return found

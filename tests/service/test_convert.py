@@ -8,7 +8,14 @@ import pytest
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.service.bounds import ModelLimits, Validator
-from penstock.service.convert import MAX_LOGPROB_ENTRIES, MAX_OUTPUT_TOKENS, Converter, Origin
+from penstock.service.convert import (
+    MAX_LOGPROB_ENTRIES,
+    MAX_TOKENS_IN_ALL,
+    MAX_WHOLE_ANSWER,
+    Answer,
+    Converter,
+    Origin,
+)
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text import IdsOnly
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
@@ -35,11 +42,11 @@ def make_converter(byte_tokenizer):
 
 @pytest.fixture
 def convert(make_converter):
-    async def convert(start, converter=None, tenant="default", **origin):
+    async def convert(start, converter=None, tenant="default", answer=Answer.STREAMED, **origin):
         converter = converter or make_converter()
         converter.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await converter.prepare(start, whose, lambda event: None)
+        return await converter.prepare(start, whose, lambda event: None, answer)
 
     return convert
 
@@ -156,7 +163,8 @@ async def test_min_tokens_is_at_most_max_tokens(convert):
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (start(n=64, max_tokens=MAX_OUTPUT_TOKENS // 64 + 1), "sampling.n"),
+        (start("x", n=64, max_tokens=MAX_TOKENS_IN_ALL // 64), "sampling.n"),
+        (start("x" * 100_000, n=64, max_tokens=1), "sampling.n"),
         (start(n=64), "sampling.n"),
         (
             start(output=pb.Output(logprobs=20), n=4, max_tokens=MAX_LOGPROB_ENTRIES // 84 + 1),
@@ -171,8 +179,56 @@ async def test_cost_is_bounded_as_a_whole(convert, make_converter, request_, fie
 
 
 async def test_cost_at_its_bound_is_allowed(convert, make_converter):
-    request = await convert(start(n=64, max_tokens=MAX_OUTPUT_TOKENS // 64), make_converter(max_model_len=1 << 20))
-    assert request.n * request.max_tokens == MAX_OUTPUT_TOKENS
+    converter = make_converter(max_model_len=1 << 20)
+    request = await convert(start("x" * 100, n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 100), converter)
+    assert request.n * (len(request.prompt_token_ids) + request.max_tokens) == MAX_TOKENS_IN_ALL
+    # What the demo model's context leaves, and one choice of any length, need no thought.
+    assert (await convert(start(n=64), make_converter(max_model_len=16_384))).n == 64
+    assert (await convert(start(), make_converter(max_model_len=1 << 21))).max_tokens == (1 << 21) - 5
+
+
+@pytest.mark.parametrize(
+    ("output", "n", "max_tokens", "field"),
+    [
+        (pb.Output(logprobs=20), 4, MAX_WHOLE_ANSWER // 88, "output.logprobs"),
+        (pb.Output(logprobs=0), 1, MAX_WHOLE_ANSWER // 2, "output.logprobs"),
+        (pb.Output(prompt_logprobs=15), 1, 1, "output.prompt_logprobs"),
+    ],
+)
+async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_converter, output, n, max_tokens, field):
+    converter = make_converter(max_model_len=1 << 20)
+    prompt = "x" * (MAX_WHOLE_ANSWER // 16)
+    fits = pb.Start(text=prompt, output=output, sampling=pb.Sampling(n=n, max_tokens=max_tokens))
+    assert await convert(fits, converter, answer=Answer.WHOLE)
+    more = pb.Start()
+    more.CopyFrom(fits)
+    if field == "output.logprobs":
+        more.sampling.max_tokens += 1
+    else:
+        more.text += "x"
+    error = await refusal(convert(more, converter, answer=Answer.WHOLE))
+    assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, field)
+    assert "GenerateOne" in error.message
+    assert await convert(more, converter)
+
+
+async def test_logprobs_of_output_and_prompt_count_together(convert, make_converter):
+    half = MAX_WHOLE_ANSWER // 2
+    request = start("x" * (half // 2), pb.Output(logprobs=0, prompt_logprobs=1), max_tokens=half // 2 + 1)
+    error = await refusal(convert(request, make_converter(max_model_len=1 << 20), answer=Answer.WHOLE))
+    assert error.field == "output.logprobs"
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_the_largest_answer_is_one_that_clients_take(num_top):
+    """With large ids, and 8 bytes of text a token."""
+    num_tokens = MAX_WHOLE_ANSWER // (num_top + 2)
+    tops = num_tokens * num_top
+    logprobs = pb.Logprobs(num_top=num_top, chosen=[-1.5] * num_tokens, top=[-2.5] * tops)
+    logprobs.top_token_ids.extend([2_000_000] * tops)
+    choice = pb.Choice(text="x" * 8 * num_tokens, token_ids=[2_000_000] * num_tokens, logprobs=logprobs)
+    assert pb.CompleteResponse(choices=[choice]).ByteSize() < (4 << 20) - 1024
 
 
 @pytest.mark.parametrize(

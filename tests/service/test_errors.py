@@ -71,12 +71,19 @@ def test_pushback_says_when_to_try_again(error, pushback, details_of):
 def test_every_refusal_of_the_engine_is_known(kind):
     known = from_exception(Refused(kind, "why", retry_after_ms=5))
     assert known is not None
-    assert (known.message, known.retry_after_ms) == ("why", 5)
+    assert known.retry_after_ms == 5
+    remedies = {RefusalKind.DRAINING: "try another", RefusalKind.WORKER_DOWN: "try again"}
+    if kind in remedies:
+        assert known.message == CATALOGUE[known.reason].message
+        assert known.message.endswith(remedies[kind])
+    else:
+        assert known.message == ("why; try again" if kind is RefusalKind.QUEUE_FULL else "why")
 
 
 def test_a_full_queue_that_never_empties_enough_is_not_tried_again():
     known = from_exception(Refused(RefusalKind.QUEUE_FULL, "too many tokens for any queue"))
     assert known is not None
+    assert known.message == "too many tokens for any queue"
     assert dict(trailers(to_status(known, REQUEST_ID)))["grpc-retry-pushback-ms"] == "-1"
 
 
@@ -87,6 +94,12 @@ def test_every_end_has_a_status(reason):
     assert (status.code == 0) == is_fine
     if reason in (FinishReason.INTERNAL, FinishReason.WORKER_DIED):
         assert "secret" not in status.message
+
+
+def test_what_is_reported_to_the_operator_has_its_id_in_the_message():
+    """Tools such as buf show the details as base64."""
+    assert to_status(ServiceError(Reason.INTERNAL), REQUEST_ID).message.endswith(f"the request id {REQUEST_ID}")
+    assert ending_status(FinishReason.INTERNAL, "", REQUEST_ID).message.endswith(REQUEST_ID)
 
 
 def test_a_bug_of_ours_is_not_in_the_catalogue():

@@ -11,9 +11,11 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import RefusalKind, Refused
-from penstock.service import live
+from penstock.scheduler.request import Delta, RefusalKind, Refused
+from penstock.service import generation, live
+from penstock.service.batch import OutputForm
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -398,6 +400,34 @@ class TestSingle:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_a_whole_answer_has_no_more_logprobs_than_clients_take(self, start_service, details_of):
+        service = await start_service()
+        start = begin(max_tokens=3, output=pb.Output(logprobs=20)).start
+        response = await service.generation.Complete(pb.CompleteRequest(start=start))
+        assert len(response.choices[0].logprobs.top) == 60
+        start.sampling.max_tokens, start.sampling.n = 4000, 6
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=start))
+        assert details_of(error.value)["BadRequest"].field_violations[0].field == "output.logprobs"
+        assert "GenerateOne" in error.value.details()
+        start.sampling.ignore_eos = True
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
+        assert (await call.read()).HasField("accepted")
+        call.cancel()
+
+    async def test_a_whole_answer_is_filled_as_it_comes(self, monkeypatch):
+        """All at once at its end, a long one would hold up every other request."""
+        answer = generation._WholeAnswer()
+        form = OutputForm(text=True, token_ids=True)
+        for choice in (1, 0, 1):
+            answer.delta(0, Delta(choice, [97], "a\r\n", TokenLogprobs(1, [-1.0], [98], [-2.0])), form, False)
+        monkeypatch.delattr(generation, "fill_delta")
+        answer.finished(pb.Finished(request_id="id"))
+        response = await answer.whole
+        assert [(choice.index, choice.text) for choice in response.choices] == [(0, "a\r\n"), (1, "a\r\n" * 2)]
+        assert list(response.choices[1].token_ids) == [97, 97]
+        assert list(response.choices[1].logprobs.top) == [-2, -2]
 
     async def test_streams_that_end_slow_nobody_down(self, start_service):
         """Whatever becomes of a request, its stream no longer counts for the pace of others."""

@@ -24,13 +24,13 @@ def cancel(*refs):
     return pb.GenerateRequest(cancel=pb.Cancel(refs=refs))
 
 
-def paced():
+def paced(**options):
     """A worker that takes its time, so that a request lives long enough to be interfered with."""
 
     def next_letter(history, sampling):
         return ord("a") + len(history) % 26
 
-    return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=0.002)
+    return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=0.002, **options)
 
 
 async def until(condition, seconds=5.0):
@@ -82,6 +82,23 @@ class TestDeadlines:
         await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
         assert left[-1] > 50
 
+    async def test_a_complete_that_fails_says_what_it_used(self, start_service, details_of):
+        """It is billed, and there is no message to say it in."""
+        service = await start_service(paced())
+        start = begin(max_tokens=ENDLESS, timeout_ms=150).start
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=start))
+        details = details_of(error.value)
+        finished = details["Finished"]
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert (finished.usage.prompt_tokens, finished.usage.output_tokens > 0) == (5, True)
+        assert finished.request_id == details["RequestInfo"].request_id
+        assert not finished.HasField("status")
+        assert len(dict(error.value.trailing_metadata())["grpc-status-details-bin"]) < 1024
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=4095).start))
+        assert "Finished" not in details_of(error.value)
+
     async def test_a_deadline_that_passes_during_preparation(
         self, start_service, new_reading, byte_tokenizer, monkeypatch
     ):
@@ -129,9 +146,22 @@ class TestPreparation:
         await asyncio.sleep(0.3)
         assert not submitted
 
+    async def test_no_heartbeat_comes_before_accepted(self, start_service, slow_tokenizer):
+        """It would commit the call, which then could not be tried again."""
+        executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.1)
+        service = await start_service(executor, heartbeat_s=0.02)
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(text="xx", max_tokens=4095).start))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(text="xx").start))
+        messages = [message async for message in call]
+        assert messages[0].HasField("accepted")
+        assert any(message.HasField("heartbeat") for message in messages[1:])
+
     async def test_a_long_prompt_may_be_overtaken(self, start_service, new_reading, slow_tokenizer):
-        service = await start_service()
-        frames = [begin(1, text="x"), *[begin(ref) for ref in range(2, 6)]]
+        service = await start_service(paced(max_model_len=1 << 17, num_blocks=1 << 13))
+        frames = [begin(1, text="x" * 100_000), *[begin(ref) for ref in range(2, 6)]]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
         accepted = [accepted.ref for message in reading.messages for accepted in message.accepted]
         assert accepted == [2, 3, 4, 5, 1]

@@ -148,7 +148,7 @@ def test_a_call_fits_where_the_service_listens():
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     port = target_of(greeting).rpartition(":")[2]
-    assert serve.main(["--port", port]) == 1
+    assert serve.serve(["--port", port]) == 1
     said = capsys.readouterr().err
     assert (
         said == f"penstock serve: --listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
@@ -265,7 +265,7 @@ def test_what_is_wrong_is_one_line_that_names_it(what, small_model, tmp_path, ca
     damage, flags, named = BAD_MODELS[what]
     model = shutil.copytree(small_model, tmp_path / "model")
     damage(model)
-    assert serve.main([str(model), "--port", "0", *flags]) != 0
+    assert serve.serve([str(model), "--port", "0", *flags]) != 0
     said = capsys.readouterr()
     assert said.out == ""
     assert named in one_line(said.err)

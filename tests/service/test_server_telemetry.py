@@ -92,6 +92,40 @@ async def test_logs_have_the_id_and_not_what_was_said(start_service, caplog):
     assert response.choices[0].text not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("sampling", "reason", "where"),
+    [
+        ({"top_p": 3.25}, "INVALID_FIELD", "sampling.top_p"),  # found at once
+        ({"max_tokens": 4090}, "INVALID_FIELD", "sampling.max_tokens"),  # found when the prompt's length is known
+    ],
+)
+async def test_a_refusal_is_logged_and_traced_by_its_reason(start_service, spans, caplog, sampling, reason, where):
+    """Whoever is paged for INTERNAL must not find the callers' typing errors."""
+    caplog.set_level("DEBUG", logger="penstock")
+    service = await start_service()
+    request = pb.Start(text=PROMPT, sampling=pb.Sampling(**sampling))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await service.generation.Complete(pb.CompleteRequest(start=request))
+    [line] = [record.getMessage() for record in caplog.records if ": " + reason in record.getMessage()]
+    assert f"{reason} at {where}, INVALID_ARGUMENT after" in line
+    assert "INTERNAL" not in caplog.text
+    assert error.value.details() not in caplog.text
+    assert "3.25" not in caplog.text
+    requests = spans()[:-1]
+    assert len(requests) == (where == "sampling.max_tokens")
+    for span in requests:
+        assert span.attributes["gen_ai.response.finish_reasons"] == (reason.lower(),)
+
+
+async def test_an_error_of_ours_is_logged_as_internal(start_service, caplog):
+    caplog.set_level("DEBUG", logger="penstock")
+    service = await start_service()
+    service.engine.submit = lambda request: 1 // 0
+    with pytest.raises(grpc.aio.AioRpcError):
+        await service.generation.Complete(pb.CompleteRequest(start=start()))
+    assert any(": INTERNAL, INTERNAL after" in record.getMessage() for record in caplog.records)
+
+
 def test_without_an_endpoint_nothing_is_exported(monkeypatch):
     monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: pytest.fail("a provider was installed"))
     Exporter({}).close()
