@@ -84,6 +84,8 @@ class Converter:
         prompt = start.WhichOneof("prompt")
         if prompt is None:
             raise invalid("prompt", "is required; set text, token_ids or chat")
+        if prompt == "text":
+            self._pool.check_text(start.text)
         if prompt == "chat" and not self._tokenizer.has_chat_template:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
         sampling = start.sampling

@@ -12,6 +12,7 @@ from penstock.kv.block_hash import hash_blocks
 from penstock.service.chat_template import Message
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.lane import Lane
+from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials, without_marks
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
@@ -53,6 +54,8 @@ class Tokenizer:
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
+        self.longest_token_bytes = longest_token_bytes(library, specials)
+        """The most bytes of a caller's text that one token stands for, where that is known."""
         self._specials = Specials(library, specials)
         self._library = library
         self._template = files.template
@@ -161,8 +164,16 @@ class TokenizerPool:
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
         cancelled.
         """
-        lane = self._long if num_bytes > _LONG_BYTES else self._short
+        lane = self._short
         return await lane.run(work, num_bytes)
+
+    def check_text(self, text: str) -> None:
+        """Refuses at once a prompt that has too many tokens whatever they are. Raises ServiceError."""
+        longest = self.tokenizer.longest_token_bytes
+        # No character is less than a byte, so their number, which is there already, will do.
+        if longest is not None and len(text) > longest * self._max_prompt_tokens:
+            least = -(-len(text) // longest)
+            raise invalid("text", f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {least:,} at least")
 
     async def text_prompt(self, text: str, salt: bytes) -> Prompt:
         """A caller's text as a prompt. ``salt`` is the tenant's, for the block hashes. Raises ServiceError."""

@@ -94,3 +94,11 @@ def test_the_wheel_holds_the_contract_and_the_demo_model(wheel_names: list[str])
     assert "penstock/v1/descriptor.binpb" in wheel_names
     assert "penstock/v1/generation.proto" in wheel_names
     assert [name for name in wheel_names if name.startswith("penstock/models/demo/") and name.endswith(".safetensors")]
+
+
+def test_no_file_needs_a_table_of_contents() -> None:
+    sources = [file for file in source_files() if file.suffix in {".py", ".proto", ".cpp", ".h"}]
+    sources += [file.relative_to(ROOT) for folder in ("tests", "models") for file in (ROOT / folder).rglob("*.py")]
+    written = {file for file in sources if "_pb2" not in file.name}
+    assert len(written) > 100
+    assert [str(file) for file in sorted(written) if len((ROOT / file).read_text().splitlines()) > 500] == []

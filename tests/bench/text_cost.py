@@ -18,6 +18,7 @@ STOPS = {
     "one": ("\n\n",),
     "four": ("</s>", "\n\nUser:", "<|im_end|>", "pipes"),
     "64, all alike": tuple("a" * length + "!" for length in range(1, 65)),
+    "64 of 1,000": tuple("A penstock holds" * 62 + chr(ord("A") + number) for number in range(64)),
 }
 RUNS = 5
 

@@ -54,6 +54,7 @@ class FakeService(
         self.streams_ended = 0
         self.metadata: dict[str, str] = {}
         self.health = SERVING
+        self.key = ""
         self.delay = 0.0
         self.context_length = 2000
         self.break_next = 0
@@ -160,6 +161,8 @@ class FakeService(
         raise NotImplementedError
 
     async def GetModel(self, request, context):
+        if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
         return model_pb2.GetModelResponse(name="fake", max_model_len=self.context_length, has_chat_template=True)
 
     async def Tokenize(self, request, context):

@@ -128,6 +128,49 @@ def test_nobody_listening_says_how_to_start_one(tool):
     assert "Traceback" not in done.stderr
 
 
+def test_a_host_that_does_not_exist_is_told(tool):
+    done = tool.run("chat", "--target", "nosuchhost.invalid:1", "--once", "hi")
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock chat: no service answers at nosuchhost.invalid:1: ")
+    assert "penstock serve" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("chat", "--once", "hi"), ("generate", "--input", "-", "--output", "-")])
+def test_tls_where_there_is_none_says_which_flag_to_drop(tool, threaded_service, command):
+    done = tool.run(*command, "--target", threaded_service.target, "--tls", text="")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"penstock {command[0]}: no service answers at {threaded_service.target}: what listens there speaks no TLS; "
+        "leave --tls and its companions out\n"
+    )
+
+
+@pytest.mark.parametrize("command", [("chat", "--once", "hi"), ("generate", "--input", "-", "--output", "-")])
+def test_without_a_key_where_one_is_needed_the_flag_is_named(tool, threaded_service, command):
+    threaded_service.key = "secret"
+    done = tool.run(*command, "--target", threaded_service.target, text="")
+    assert done.returncode == 1
+    assert "UNAUTHENTICATED: no valid API key" in done.stderr
+    assert done.stderr.endswith("give the key with --api-key-file FILE or in $PENSTOCK_API_KEY\n")
+    tool.environment["PENSTOCK_API_KEY"] = "secret"
+    assert tool.run(*command, "--target", threaded_service.target, text="").returncode == 0
+
+
+@pytest.mark.parametrize("flag", ["--tls-ca", "--tls-cert", "--tls-key", "--api-key-file"])
+def test_a_file_that_is_not_there_is_named_with_its_flag(tool, flag):
+    done = tool.run("chat", flag, "/nowhere/x", "--once", "hi")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"penstock chat: {flag}: cannot read /nowhere/x: No such file or directory\n",
+    )
+
+
+def test_a_question_that_was_refused_is_no_answer(chat):
+    done = chat("fail INTERNAL\n/stats\nhello\nfail INTERNAL\n/stats\n")
+    assert "there was no answer yet" in done.stderr
+    assert "all: 1 answers, 5 tokens" in done.stderr
+
+
 def test_target_and_key_come_from_the_environment(tool, threaded_service, tmp_path):
     tool.environment |= {"PENSTOCK_TARGET": threaded_service.target, "PENSTOCK_API_KEY": "secret"}
     assert tool.run("chat", "--once", "hi").stdout == "hi\n"

@@ -83,6 +83,14 @@ def test_garbage_in_the_details_hides_nothing():
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
             "no service answers at t: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
         ),
+        (
+            "errors resolving no:1: [field:hostname lookup error:address lookup failed: Domain name not found]",
+            "no service answers at t: the host is unknown",
+        ),
+        (
+            "failed to connect to all addresses; last error: Tls handshake failed: OPENSSL_internal:WRONG_VERSION_NUMBER",
+            "no service answers at t: what listens there speaks no TLS",
+        ),
         ("DNS resolution failed for nowhere:1", "no service answers at t: DNS resolution failed for nowhere:1"),
     ],
 )

@@ -144,6 +144,7 @@ async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, 
             min_tokens=random.choice((0, 6)),
             bad_words=random.choice(((), ((5,), (7, 8)))),
             logprobs=random.choice((None, 0, 2)),
+            prompt_logprobs=random.choice((None, None, 0)),
         )
         return prompt, sampling, random.randrange(1, 40)
 
@@ -169,6 +170,12 @@ async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, 
     for answer, alone, complete in zip(answers, expected, whole, strict=True):
         assert answer.token_ids == alone.token_ids[: None if complete else len(answer.token_ids)]
         assert answer.logprobs == pytest.approx(alone.logprobs[: len(answer.logprobs)], abs=1e-6)
+        # Told once, in order, without a gap, however often the row began again.
+        told = [(part.start + i, p) for part in answer.prompt_logprobs for i, p in enumerate(part.logprobs.chosen)]
+        told_alone = [(part.start + i, p) for part in alone.prompt_logprobs for i, p in enumerate(part.logprobs.chosen)]
+        positions = [position for position, _ in told]
+        assert positions == list(range(1, len(told_alone) + 1))[: None if complete else len(told)]
+        assert [p for _, p in told] == pytest.approx([p for _, p in told_alone[: len(told)]], abs=1e-6)
 
 
 async def test_sampled_output_over_the_worker_process(tiny_model, worker_config, in_process, start_engine, prompts):

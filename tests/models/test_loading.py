@@ -74,7 +74,8 @@ async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model,
 @pytest.mark.parametrize(
     ("changes", "free", "says"),
     [
-        ({"kv_cache_bytes": 4096, "max_model_len": 512}, 1 << 30, r"--kv-cache-memory-bytes .* --max-model-len"),
+        ({"kv_cache_bytes": 1 << 18, "max_model_len": 512}, 1 << 30, r"--kv-cache-memory-bytes .* --max-model-len"),
+        ({"kv_cache_bytes": 1024, "max_model_len": 512}, 1 << 30, "raise --kv-cache-memory-bytes$"),
         ({"kv_cache_bytes": 1 << 31}, 1 << 30, "--kv-cache-memory-bytes"),
         ({"kv_cache_bytes": None}, 1 << 20, r"--gpu-memory-utilization .* --max-model-len to at most \d+"),
         ({}, 1 << 10, r"weights need .* --dtype"),

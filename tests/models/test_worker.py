@@ -1,6 +1,7 @@
 """The worker as a process: it answers in order, its end is noticed at once, and it never outlives the service."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -153,6 +154,32 @@ async def test_start_that_is_cancelled_leaves_no_process(tiny_model, worker_conf
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not psutil.pid_exists(pid)
+
+
+async def children_after_cancel(config, num_turns, num_turns_more=None):
+    """Starts a worker and cancels that after so many turns of the loop, and perhaps again after some more."""
+    starting = asyncio.ensure_future(WorkerProcess(config).start())
+    for turns in (num_turns, num_turns_more):
+        for _ in range(turns or 0):
+            await asyncio.sleep(0)
+        if turns is not None:
+            starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    return psutil.Process().children()
+
+
+async def test_no_cancellation_of_a_start_leaves_a_process(tmp_path, worker_config):
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    config = worker_config(tmp_path)
+    for num_turns in (*range(8), 12):
+        assert await children_after_cancel(config, num_turns) == []
+    for num_turns_more in range(4):
+        assert await children_after_cancel(config, 12, num_turns_more) == []
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 async def test_stop_while_it_loads(tiny_model, worker_config):

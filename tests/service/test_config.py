@@ -48,6 +48,8 @@ def test_the_help_has_every_flag_its_default_and_examples(capsys):
         described = text[next(re.finditer(rf"{flag}[ ,]", text[start:])).start() + start :]
         assert "(default:" in described[:300], flag
     assert "penstock serve Qwen/Qwen3-0.6B" in text
+    assert "a line each: sha256:HEX TENANT" in text
+    assert 'echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys' in text
     for flag in AS_IN_VLLM:
         assert flag in text
 
@@ -68,7 +70,9 @@ BAD = {
     "--listen unix:/x --port 1": "--listen: already says where",
     "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1G": "--kv-cache-memory-bytes: already says how much",
     "--model a b": "--model: MODEL is there already",
-    "--max-num-seq 5": "no such flag or argument: --max-num-seq",
+    "--max-num-seq 5": "no such flag or argument: --max-num-seq; penstock serve --help lists them",
+    "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",
+    "--device cuda:": "--device: must be auto, cpu, cuda or cuda:N; it is 'cuda:'",
     "--config /nowhere/x.yaml": "--config /nowhere/x.yaml: cannot be read (No such file or directory)",
 }
 
@@ -118,7 +122,7 @@ def test_a_file_has_the_flags_as_keys_and_the_command_line_wins(file):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("max-num-sequences: 5", "max-num-sequences is no flag of penstock serve; --help lists them"),
+        ("max-num-sequences: 5", "max-num-sequences is no flag; penstock serve --help lists them"),
         ("port: many", "port: must be a whole number; it is 'many'"),
         ("port: 1.5", "port: must be a whole number; it is '1.5'"),
         ("port: true", "port: must be a whole number; it is True"),

@@ -252,3 +252,10 @@ async def test_continue_from_is_not_there_yet(convert):
     with pytest.raises(ServiceError) as error:
         await convert(pb.Start(continue_from="x"))
     assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_text_far_too_long_is_refused_before_it_waits_for_a_thread(make_converter):
+    converter = make_converter(max_model_len=100)
+    converter.check(start("x" * 99))
+    with pytest.raises(ServiceError, match="text: must be 1 to 99 tokens; it has 100 at least"):
+        converter.check(start("x" * 100))

@@ -410,7 +410,7 @@ class TestSingle:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await service.generation.Complete(pb.CompleteRequest(start=start))
         assert details_of(error.value)["BadRequest"].field_violations[0].field == "output.logprobs"
-        assert "GenerateOne" in error.value.details()
+        assert "GenerateOne" in (error.value.details() or "")
         start.sampling.ignore_eos = True
         call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
         assert (await call.read()).HasField("accepted")

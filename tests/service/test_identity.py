@@ -1,5 +1,6 @@
 """Keys, tenants, and who may call what."""
 
+import subprocess
 from typing import Any
 
 import grpc
@@ -64,7 +65,7 @@ def test_anything_else_is_nobody(keys, metadata):
     [
         ("", "holds no key"),
         ("# nothing\n", "holds no key"),
-        (f"{KEY} acme", ":1: the first word"),
+        (f"{KEY} acme", r":1: the first word .*; echo \"sha256:\$\(printf %s \"\$KEY\" \| sha256sum"),
         (f"sha256:{KEY} acme", ":1: the first word"),
         (f"{hash_key(KEY)}", ":1: the second word"),
         (f"\n{hash_key(KEY)} a/b", ":2: the second word"),
@@ -79,13 +80,28 @@ def test_a_bad_key_file_is_named_by_line_and_shows_no_key(tmp_path, text, named)
     path.write_text(text)
     with pytest.raises(KeyFileError, match=named) as error:
         ApiKeys.load(path)
-    assert str(path) in str(error.value)
+    assert str(error.value).startswith(f"--api-keys-file {path}:")
     assert KEY not in str(error.value)
 
 
 def test_a_missing_key_file_is_named(tmp_path):
-    with pytest.raises(KeyFileError, match="missing-file"):
+    with pytest.raises(
+        KeyFileError, match=r"^--api-keys-file .*missing-file: cannot be read \(No such file or directory\)"
+    ):
         ApiKeys.load(tmp_path / "missing-file")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(KeyFileError, match=r"^--api-keys-file .*bytes: is no text; echo"):
+        ApiKeys.load(tmp_path / "bytes")
+
+
+def test_the_line_that_an_error_shows_makes_a_key(tmp_path):
+    (tmp_path / "keys").write_text("nonsense")
+    with pytest.raises(KeyFileError) as error:
+        ApiKeys.load(tmp_path / "keys")
+    command = str(error.value).partition("; ")[2].removesuffix(" makes a line")
+    made = subprocess.run(["bash", "-c", command], env={"KEY": KEY}, capture_output=True, text=True, check=True)
+    (tmp_path / "keys").write_text(made.stdout)
+    assert ApiKeys.load(tmp_path / "keys").authenticate(bearer(KEY)) == Caller("some-tenant")
 
 
 async def test_without_a_key_nobody_gets_in(start_service, keys):

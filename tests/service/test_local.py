@@ -93,16 +93,20 @@ def test_it_ends_with_its_parent_however_that_ends():
         "import psutil, sys, time\n"
         "from penstock.service.local import local_service\n"
         f"with local_service('demo', **{FLAGS}) as target:\n"
-        "    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)\n"
+        "    print(target, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)\n"
         "    time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    target, *words = parent.stdout.readline().split()
+    pids = [int(word) for word in words]
+    directory = socket_of(target).parent
+    assert directory.exists()
     assert len(pids) >= 2
     parent.send_signal(signal.SIGKILL)
     parent.communicate(timeout=20)
     wait_until(lambda: all(gone(pid) for pid in pids))
+    assert not directory.exists()
 
 
 def test_generate_answers_in_order(llm):

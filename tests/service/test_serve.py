@@ -36,10 +36,10 @@ GREETING_ENDS = "Ctrl-C ends it."
 
 
 @contextmanager
-def serving(*arguments, **options):
+def serving(*arguments, command=(PENSTOCK, "serve"), **options):
     """A process that serves, and what it printed; killed at the end if it still runs."""
     process = subprocess.Popen(
-        [PENSTOCK, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
     try:
         lines = []
@@ -332,6 +332,35 @@ def test_a_second_interrupt_ends_it_at_once(small_model):
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
     assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
+
+
+SLOW_TOKENIZER = """
+import sys, time
+from penstock.service import serve, tokenizer
+
+def encode(self, text, add_special_tokens=True):
+    print("a thread is busy", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+tokenizer.Tokenizer.encode = encode
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
+    """Two seconds after the grace; the rest is for a slow machine."""
+    arguments = (small_model, "--port", "0", "--kv-cache-memory-bytes=64M", "--shutdown-grace=0")
+    with (
+        serving(*arguments, command=(sys.executable, "-P", "-c", SLOW_TOKENIZER)) as (process, greeting),
+        grpc.insecure_channel(target_of(greeting)) as channel,
+    ):
+        start = pb.Start(text="long")
+        call = GenerationServiceStub(channel).Complete.future(pb.CompleteRequest(start=start))
+        while "a thread is busy" not in process.stderr.readline():
+            pass
+        process.terminate()
+        assert process.wait(15) == 0
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_when_the_worker_dies_requests_are_told_and_the_status_is_not_0(small_model):

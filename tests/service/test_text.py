@@ -1,6 +1,7 @@
 """Incremental text equals the text decoded at once, and no stop string ever shows."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,58 @@ def test_the_watch_keeps_the_longest_possible_beginning_and_no_more(parts, stops
         assert first_stop(text, stops)[1] is None
         beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
         assert watch.depth == max((len(b) for b in beginnings if text.endswith(b)), default=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=6), max_size=12))
+def test_any_number_of_stop_strings_are_found_as_one_by_one(text, stops):
+    expected, stop = first_stop(text, stops)
+    found = StopStrings(stops).watch().find(text)
+    if found is None:
+        assert (expected, stop) == (text, None)
+    else:
+        assert (text[: found[0] - len(found[1])], found[1]) == (expected, stop)
+
+
+def lines_run(work):
+    """How many lines of Python it takes: a measure of work that no other load changes."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_search_costs_the_texts_length_whatever_the_stop_strings_are():
+    text = ("e" * 999 + "x") * 5
+
+    def cost(*stops):
+        watch = StopStrings(stops).watch()
+        return lines_run(lambda: watch.find(text))
+
+    one = cost("zz")
+    assert one >= len(text)
+    assert cost(*("e" * 1000 + chr(0x4E00 + i) for i in range(64))) < 5 * one
+    assert cost(*("e" * i + "y" for i in range(1, 65))) < 5 * one
+
+
+def test_the_longest_allowed_stop_strings_are_kept_small():
+    """A queued request holds its automaton: 64 KiB of stop strings must not become megabytes."""
+    stops = [chr(0x4E00 + i) + "".join(chr(0x5000 + (i * j) % 997) for j in range(1023)) for i in range(64)]
+    made = StopStrings(stops)
+    kept = [made.next_char, made.depth, made.complete, made.shorter, made.branches]
+    assert sum(map(sys.getsizeof, kept)) < 1 << 20
+    assert len(made.branches) < 64
+    assert made.watch().find("x" + stops[63]) == (1025, stops[63])
 
 
 def spelled(tokenizer, *tokens):

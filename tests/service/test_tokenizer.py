@@ -177,6 +177,39 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(kind, text, loaded, re
     )
 
 
+@settings(max_examples=200, deadline=None)
+@given(text=st.text() | st.text(alphabet="peni k你 \n<|_>"))
+def test_no_token_stands_for_more_of_a_text_than_the_longest(text, loaded):
+    tokenizer = loaded["qwen"]
+    assert len(text.encode()) <= tokenizer.longest_token_bytes * len(tokenizer.encode(text))
+
+
+def test_a_token_that_is_added_counts_for_the_longest(tmp_path):
+    library = qwen()
+    library.add_tokens([AddedToken("你" * 50, special=False)])
+    tokenizer = Tokenizer.load(write(tmp_path, library))
+    assert tokenizer.longest_token_bytes == 150
+    assert len(tokenizer.encode("你" * 500)) == 10
+
+
+def strips_spaces():
+    library = qwen()
+    library.add_tokens([AddedToken("<think>", special=False, rstrip=True)])
+    return library
+
+
+def drops_a_part():
+    library = qwen()
+    drop = pre_tokenizers.Split(tokenizers.Regex("x+"), "removed")
+    library.pre_tokenizer = pre_tokenizers.Sequence([drop, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return library
+
+
+@pytest.mark.parametrize("library", [legacy_llama, metaspace, unigram, strips_spaces, drops_a_part])
+def test_where_text_may_vanish_no_length_is_too_long(library, tmp_path):
+    assert Tokenizer.load(write(tmp_path, library())).longest_token_bytes is None
+
+
 def hostile_texts(tokenizer):
     specials = sorted(tokenizer._specials._id_of)
     for special in specials:
@@ -257,6 +290,22 @@ def test_special_tokens_cannot_come_about_by_a_role(loaded):
     hostile = tokenizer.encode_chat([Message("endoftext", "hi")])
     assert special("<|endoftext|>") not in hostile
     assert tokenizer.decode(hostile, include_special_tokens=True).startswith("<|endoftext|>")
+
+
+@pytest.mark.parametrize("kind", ["qwen", "phi"])
+def test_a_role_that_is_a_constant_of_the_template_cannot_be_a_special_token(kind, loaded):
+    tokenizer = loaded[kind]
+
+    def specials(role):
+        token_ids = tokenizer.encode_chat([Message(role, "hi")])
+        return [token_id for token_id in token_ids if token_id in tokenizer.special_ids]
+
+    names = sorted(tokenizer._specials._id_of)
+    roles = {role for name in names for role in (name, f"{name}\n", f"{name}assistant\n")} | tokenizer._template.words
+    for role in roles:
+        assert specials(role) == specials("nobody"), role
+        assert role in tokenizer.render_chat([Message(role, "hi")])
+    assert roles & tokenizer._template.words & {"<|im_end|>\n", "<|end|>\n"}, "the template compares, or it writes"
 
 
 def test_a_role_that_the_template_knows_reaches_it_as_it_is(tmp_path):

@@ -38,6 +38,13 @@ async def test_prompts_out_of_bounds_are_refused(pool, token_ids, problem):
         await pool.ids_prompt(token_ids, b"")
 
 
+async def test_a_text_far_too_long_is_refused_before_it_is_tokenized(pool):
+    assert pool.tokenizer.longest_token_bytes == 1
+    pool.check_text("x" * 50)
+    with pytest.raises(ServiceError, match="text: must be 1 to 50 tokens; it has 51 at least"):
+        pool.check_text("x" * 51)
+
+
 async def test_more_than_the_pool_holds_is_refused_and_it_recovers(pool):
     gate = threading.Event()
     blocked = [asyncio.ensure_future(pool.run(gate.wait, 30_000)) for _ in range(3)]
@@ -47,7 +54,25 @@ async def test_more_than_the_pool_holds_is_refused_and_it_recovers(pool):
     assert caught.value.reason is Reason.PREPARATION_FULL
     gate.set()
     await asyncio.gather(*blocked)
-    assert await pool.run(lambda: "room again", 90_000) == "room again"
+    blocked = [asyncio.ensure_future(pool.run(lambda: "room again", 30_000)) for _ in range(3)]
+    assert await asyncio.gather(*blocked) == ["room again"] * 3
+
+
+async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
+    pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50, max_waiting_bytes=400_000)
+    gate = threading.Event()
+    long = [asyncio.ensure_future(pool.run(gate.wait, 100_000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceError) as caught:
+        await pool.run(lambda: None, 100_000)
+    assert caught.value.reason is Reason.PREPARATION_FULL
+    async with asyncio.timeout(10):
+        assert await pool.run(lambda: "at once", 50_000) == "at once"
+        assert (await pool.text_prompt("hi", b"")).token_ids == [ord("h"), ord("i")]
+    assert not any(task.done() for task in long)
+    gate.set()
+    await asyncio.gather(*long)
+    pool.close()
 
 
 async def test_a_cancelled_caller_gives_its_room_back(pool):
@@ -60,9 +85,9 @@ async def test_a_cancelled_caller_gives_its_room_back(pool):
     await asyncio.gather(*blocked, return_exceptions=True)
     for _ in range(1000):
         await asyncio.sleep(0.001)
-        if not pool._waiting_bytes:
+        if pool._short.is_idle:
             break
-    assert not pool._waiting_bytes
+    assert pool._short.is_idle
 
 
 async def test_a_panic_of_the_library_fails_one_request_alone(pool):

@@ -161,13 +161,13 @@ class GenerateOneResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Sent once, last; the call then ends with `finished.status`. A request that never was `accepted` gets no message at all,
-        only the call's status, so that clients and proxies may retry it.
+        """Sent once, last; the call then ends with `finished.status`. A request that never was `accepted` gets no message at
+        all, only the call's status, so that clients and proxies may retry it; it has used nothing.
         """
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Sent after 10 s without another message."""
+        """Sent after 10 s without another message, from `accepted` on."""
 
     def __init__(
         self,
@@ -267,7 +267,9 @@ class Choice(_message.Message):
     """The text, whole; empty where `output.format` is OUTPUT_FORMAT_TOKEN_IDS."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens of `text`; empty where `output.format` is OUTPUT_FORMAT_TEXT."""
+        """The tokens of `text`; empty where `output.format` is OUTPUT_FORMAT_TEXT. A stop string that begins inside a token's
+        text cuts that text: the token is here whole all the same, as the last one.
+        """
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
@@ -296,7 +298,12 @@ Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """A frame from the client on a Generate stream."""
+    """A frame from the client on a Generate stream: at most 8 MiB; a larger one ends the stream with RESOURCE_EXHAUSTED.
+
+    What ends the stream with INVALID_ARGUMENT, and with it every request that it carries: a frame with nothing set, bytes
+    that are no valid message, a `start` whose ref is live already, a `cancel` of more than 65,536 refs. Whatever else is
+    wrong with a `start` or an `update` is answered in band, and touches no other request.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,7 +383,7 @@ class Start(_message.Message):
     """The caller's own id: echoed in `accepted` and in logs, never used as a key. At most 128 bytes of printable ASCII."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids; at most the model's context, each below the tokenizer's vocabulary size."""
+        """Token ids; at most the model's context less one, each below the tokenizer's vocabulary size."""
 
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -434,7 +441,9 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order; 1 to the model's context, each below the tokenizer's vocabulary size."""
+        """In order; 1 to the model's context less one, which a token of output needs; each below the tokenizer's vocabulary
+        size.
+        """
 
     def __init__(
         self,
@@ -557,7 +566,7 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """Only tokens at least this likely, as a share of the most likely one: 0 to 1. Default: 0 (off)."""
     repetition_penalty: _builtins.float
-    """Divides (above 1) or multiplies the logits of tokens in prompt or output: above 0, to 100. Default: 1.0 (off)."""
+    """Divides (above 1) or multiplies the logits of tokens in prompt or output: 0.01 to 100. Default: 1.0 (off)."""
     presence_penalty: _builtins.float
     """Subtracted from the logit of each token in the output: -2 to 2. Default: 0."""
     frequency_penalty: _builtins.float
@@ -571,7 +580,9 @@ class Sampling(_message.Message):
     ignore_eos: _builtins.bool
     """Goes on past the model's own end-of-sequence tokens. Default: false."""
     n: _builtins.int
-    """Independent choices from one prompt: 1 to 64; choice i draws with a seed derived from (seed, i). Default: 1."""
+    """Independent choices from one prompt: 1 to 64; choice i draws with a seed derived from (seed, i). Default: 1.
+    With more than one, n x (prompt tokens + max_tokens) is at most 1,048,576.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Output ends before any of these strings; at most 64, each 1 to 1,024 bytes."""
@@ -678,10 +689,13 @@ class Output(_message.Message):
     """Text, token ids or both. Default: OUTPUT_FORMAT_TEXT."""
     logprobs: _builtins.int
     """Log-probabilities of each output token and of this many alternatives: 0 (the token's alone) to 20. Default: none.
-    They are the model's own: before penalties, biases and temperature.
+    They are the model's own: before penalties, biases and temperature. n x max_tokens x (logprobs + 1) is at most
+    4,194,304; Complete takes fewer.
     """
     prompt_logprobs: _builtins.int
-    """The same for the prompt's tokens, 0 to 20. Default: none. Such a request reads nothing from the prefix cache."""
+    """The same for the prompt's tokens, 0 to 20. Default: none. Such a request reads nothing from the prefix cache.
+    Prompt tokens x (prompt_logprobs + 1) is at most 4,194,304; Complete takes fewer.
+    """
     include_special_tokens: _builtins.bool
     """Keeps special tokens in the text. Default: false."""
     def __init__(
@@ -716,7 +730,7 @@ class Cancel(_message.Message):
     REFS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Refs of live requests; unknown ones are ignored. At most 65,536."""
+        """Refs of live requests; unknown ones are ignored. At most 65,536; more ends the stream with INVALID_ARGUMENT."""
 
     def __init__(
         self,
@@ -900,7 +914,9 @@ class Delta(_message.Message):
     """Whole characters, never a possible beginning of a stop string, where text was asked for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens of `text`, exactly, where token ids were asked for."""
+        """The tokens of `text`, exactly, where token ids were asked for. A stop string that begins inside a token's text cuts
+        that text: the token is here whole all the same, as the last one.
+        """
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
@@ -1036,7 +1052,9 @@ Global___ChoiceEnd: _TypeAlias = ChoiceEnd  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
-    """The end of a request: exactly one for each `start`."""
+    """The end of a request: exactly one for each `start`. But GenerateOne has none for a request that was refused, and
+    Complete has that of a failed one among the details of the call's status.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -72,7 +72,12 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """Answers one request whole. The call's status is the request's status.
+        """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
+        queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
+
+        With log-probabilities the answer stays below 4 MiB, which is what gRPC's clients take by default: the sum of
+        n x max_tokens x (logprobs + 2), where `output.logprobs` is set, and prompt tokens x (prompt_logprobs + 1), where
+        `output.prompt_logprobs` is, is at most 524,288; more is refused with INVALID_ARGUMENT. GenerateOne takes more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,7 +85,8 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request_iterator, context):
         """Carries many requests at once. A request's failure is in band, in its `finished`; the call's status speaks of the
-        stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it.
+        stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it. What breaks
+        the rules of the stream itself ends it, and all that it carries: see GenerateRequest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

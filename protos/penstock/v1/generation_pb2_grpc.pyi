@@ -41,10 +41,17 @@ class GenerationServiceStub:
     GenerateOne: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateOneRequest, _generation_pb2.GenerateOneResponse]
     """Streams one request's output. The call's status is the request's status."""
     Complete: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CompleteRequest, _generation_pb2.CompleteResponse]
-    """Answers one request whole. The call's status is the request's status."""
+    """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
+    queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
+
+    With log-probabilities the answer stays below 4 MiB, which is what gRPC's clients take by default: the sum of
+    n x max_tokens x (logprobs + 2), where `output.logprobs` is set, and prompt tokens x (prompt_logprobs + 1), where
+    `output.prompt_logprobs` is, is at most 524,288; more is refused with INVALID_ARGUMENT. GenerateOne takes more.
+    """
     Generate: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Carries many requests at once. A request's failure is in band, in its `finished`; the call's status speaks of the
-    stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it.
+    stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it. What breaks
+    the rules of the stream itself ends it, and all that it carries: see GenerateRequest.
     """
 
 @_typing.type_check_only
@@ -60,10 +67,17 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     GenerateOne: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateOneRequest, _generation_pb2.GenerateOneResponse]  # type: ignore[assignment]
     """Streams one request's output. The call's status is the request's status."""
     Complete: _aio.UnaryUnaryMultiCallable[_generation_pb2.CompleteRequest, _generation_pb2.CompleteResponse]  # type: ignore[assignment]
-    """Answers one request whole. The call's status is the request's status."""
+    """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
+    queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
+
+    With log-probabilities the answer stays below 4 MiB, which is what gRPC's clients take by default: the sum of
+    n x max_tokens x (logprobs + 2), where `output.logprobs` is set, and prompt tokens x (prompt_logprobs + 1), where
+    `output.prompt_logprobs` is, is at most 524,288; more is refused with INVALID_ARGUMENT. GenerateOne takes more.
+    """
     Generate: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Carries many requests at once. A request's failure is in band, in its `finished`; the call's status speaks of the
-    stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it.
+    stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it. What breaks
+    the rules of the stream itself ends it, and all that it carries: see GenerateRequest.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -88,7 +102,13 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.CompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.CompleteResponse, _abc.Awaitable[_generation_pb2.CompleteResponse]]:
-        """Answers one request whole. The call's status is the request's status."""
+        """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
+        queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
+
+        With log-probabilities the answer stays below 4 MiB, which is what gRPC's clients take by default: the sum of
+        n x max_tokens x (logprobs + 2), where `output.logprobs` is set, and prompt tokens x (prompt_logprobs + 1), where
+        `output.prompt_logprobs` is, is at most 524,288; more is refused with INVALID_ARGUMENT. GenerateOne takes more.
+        """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -97,7 +117,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
         """Carries many requests at once. A request's failure is in band, in its `finished`; the call's status speaks of the
-        stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it.
+        stream alone. Half-close means "no more input, finish the rest"; a dropped stream aborts what is on it. What breaks
+        the rules of the stream itself ends it, and all that it carries: see GenerateRequest.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
