@@ -164,7 +164,7 @@ class TokenizerPool:
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
         cancelled.
         """
-        lane = self._short
+        lane = self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes)
 
     def check_text(self, text: str) -> None:

@@ -88,7 +88,7 @@ def test_garbage_in_the_details_hides_nothing():
             "no service answers at t: the host is unknown",
         ),
         (
-            "failed to connect to all addresses; last error: Tls handshake failed: OPENSSL_internal:WRONG_VERSION_NUMBER",
+            "failed to connect to all addresses; last error: Tls handshake failed: SSL routines:WRONG_VERSION_NUMBER",
             "no service answers at t: what listens there speaks no TLS",
         ),
         ("DNS resolution failed for nowhere:1", "no service answers at t: DNS resolution failed for nowhere:1"),

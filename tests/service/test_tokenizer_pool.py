@@ -62,17 +62,19 @@ async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
     pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50, max_waiting_bytes=400_000)
     gate = threading.Event()
     long = [asyncio.ensure_future(pool.run(gate.wait, 100_000)) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(ServiceError) as caught:
-        await pool.run(lambda: None, 100_000)
-    assert caught.value.reason is Reason.PREPARATION_FULL
-    async with asyncio.timeout(10):
-        assert await pool.run(lambda: "at once", 50_000) == "at once"
-        assert (await pool.text_prompt("hi", b"")).token_ids == [ord("h"), ord("i")]
-    assert not any(task.done() for task in long)
-    gate.set()
-    await asyncio.gather(*long)
-    pool.close()
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError) as caught:
+            await pool.run(lambda: None, 100_000)
+        assert caught.value.reason is Reason.PREPARATION_FULL
+        async with asyncio.timeout(10):
+            assert await pool.run(lambda: "at once", 50_000) == "at once"
+            assert (await pool.text_prompt("hi", b"")).token_ids == [ord("h"), ord("i")]
+        assert not any(task.done() for task in long)
+    finally:
+        gate.set()
+        await asyncio.gather(*long)
+        pool.close()
 
 
 async def test_a_cancelled_caller_gives_its_room_back(pool):
