@@ -175,21 +175,6 @@ class TokenizerPool:
             least = -(-len(text) // longest)
             raise invalid("text", f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {least:,} at least")
 
-    async def text_prompt(self, text: str, salt: bytes) -> Prompt:
-        """A caller's text as a prompt. ``salt`` is the tenant's, for the block hashes. Raises ServiceError."""
-        return await self.run(lambda: self.prompt(self.tokenizer.encode(text), salt, "text"), 4 * len(text))
-
-    async def chat_prompt(self, messages: Sequence[Message], salt: bytes, add_generation_prompt: bool = True) -> Prompt:
-        """A conversation as a prompt. Raises ServiceError."""
-        num_bytes = 4 * sum(len(message.content) for message in messages)
-        return await self.run(
-            lambda: self.prompt(self.tokenizer.encode_chat(messages, add_generation_prompt), salt, "chat"), num_bytes
-        )
-
-    async def ids_prompt(self, token_ids: list[int], salt: bytes) -> Prompt:
-        """A caller's own token ids as a prompt. Raises ServiceError."""
-        return await self.run(lambda: self.prompt(token_ids, salt, "token_ids"), 8 * len(token_ids))
-
     def prompt(self, token_ids: list[int], salt: bytes, field: str) -> Prompt:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
         if not 1 <= len(token_ids) <= self._max_prompt_tokens:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import Message, TokenizerPool
+from penstock.service.tokenizer import TokenizerPool
 
 
 @pytest.fixture
@@ -17,25 +17,21 @@ def pool(byte_tokenizer):
     pool.close()
 
 
-async def test_prompts_come_with_their_block_hashes(pool):
-    tokenizer = pool.tokenizer
-    messages = [Message("user", "hello")]
-    text = await pool.text_prompt("What is a penstock?", b"salt")
-    chat = await pool.chat_prompt(messages, b"salt")
-    ids = await pool.ids_prompt(text.token_ids, b"pepper")
-    assert text.token_ids == tokenizer.encode("What is a penstock?")
-    assert chat.token_ids == tokenizer.encode_chat(messages)
-    assert text.block_hashes == hash_blocks(text.token_ids, 4, b"salt")
-    assert len(text.block_hashes) == len(text.token_ids) // 4 > 0
-    assert not set(text.block_hashes) & set(ids.block_hashes)
+def test_prompts_come_with_their_block_hashes(pool):
+    token_ids = pool.tokenizer.encode("What is a penstock?")
+    prompt = pool.prompt(token_ids, b"salt", "text")
+    assert prompt.token_ids == token_ids
+    assert prompt.block_hashes == hash_blocks(token_ids, 4, b"salt")
+    assert len(prompt.block_hashes) == len(token_ids) // 4 > 0
+    assert not set(prompt.block_hashes) & set(pool.prompt(token_ids, b"pepper", "text").block_hashes)
 
 
 @pytest.mark.parametrize(
     ("token_ids", "problem"), [([], "1 to 50 tokens"), ([1] * 51, "it has 51"), ([10**6], "vocabulary size")]
 )
-async def test_prompts_out_of_bounds_are_refused(pool, token_ids, problem):
+def test_prompts_out_of_bounds_are_refused(pool, token_ids, problem):
     with pytest.raises(ServiceError, match=problem):
-        await pool.ids_prompt(token_ids, b"")
+        pool.prompt(token_ids, b"", "token_ids")
 
 
 async def test_a_text_far_too_long_is_refused_before_it_is_tokenized(pool):
@@ -69,7 +65,6 @@ async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
         assert caught.value.reason is Reason.PREPARATION_FULL
         async with asyncio.timeout(10):
             assert await pool.run(lambda: "at once", 50_000) == "at once"
-            assert (await pool.text_prompt("hi", b"")).token_ids == [ord("h"), ord("i")]
         assert not any(task.done() for task in long)
     finally:
         gate.set()
