@@ -108,7 +108,7 @@ class Batch:
                 give_up = give_up or now + self.retry_seconds
                 if failure.retry_after is not None:
                     pause = failure.retry_after * random.uniform(1.0, 1.25)
-                if not _may_pass(failure) or now + pause > give_up:
+                if not failure.retryable or now + pause > give_up:
                     raise
             await asyncio.sleep(pause)
         raise AssertionError("pauses do not end")
@@ -135,12 +135,6 @@ class Batch:
     def _skip(self) -> None:
         self.num_skipped += 1
         self.progress.update()
-
-
-def _may_pass(failure: RequestFailed) -> bool:
-    """Whether the same request may succeed later. What was too large at rest gets no hint of when to come again."""
-    exhausted = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    return failure.retryable and not (exhausted and failure.retry_after is None)
 
 
 def _pauses() -> Iterator[float]:

@@ -74,14 +74,8 @@ def choose(machine: Machine) -> Choice:
     """Which backend will run, and why."""
     if any(package.name not in _DISPENSABLE for package in machine.missing()):
         return Choice(None, None, "the packages that a server needs are not installed")
-    if not machine.gpus:
-        reason = machine.gpu_problem or "there is no NVIDIA GPU"
-        return Choice("reference", "cpu", f"plain torch on the CPU: {reason}")
-    if not machine.torch_has_cuda:
-        return Choice(
-            "reference", "cpu", "plain torch on the CPU: there is a GPU, but this torch was built without CUDA"
-        )
-    return Choice("reference", "cuda", f"plain torch on the GPU: {machine.gpus[0].name}")
+    device, why = machine.default_device()
+    return Choice("reference", device, f"plain torch on the {'CPU' if device == 'cpu' else 'GPU'}: {why}")
 
 
 def examine(machine: Machine) -> Iterator[Finding]:

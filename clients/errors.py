@@ -18,7 +18,6 @@ _UNKNOWN_HOST = "Domain name not found"
 _NOT_TLS = "WRONG_VERSION_NUMBER"
 _NO_TLS = "what listens there speaks no TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-_RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class PenstockError(Exception):
@@ -47,12 +46,19 @@ class RequestFailed(PenstockError):
         """What is wrong with which field, as (field, description)."""
         self.retry_after: float | None = None
         """Seconds to wait before trying again, as the service asked. See ``retryable``."""
-        self.retryable = code in _RETRYABLE
-        """Whether the same request may succeed later."""
         self.request_id = ""
         """The service's id of the request, for logs and support; empty if it never got one."""
         self.finished: Finished | None = None
         """The request's end with its usage and timings, where the service got so far."""
+        self.is_final = False
+        """Whether the service said not to try again. See ``retryable``."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later. What is too large for this service gets no hint of when."""
+        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return self.retry_after is not None and not self.is_final
+        return self.code is grpc.StatusCode.UNAVAILABLE and not self.is_final
 
     def __str__(self) -> str:
         named = f" (request {self.request_id})" if self.request_id else ""
@@ -148,6 +154,6 @@ def _read_pushback(error: RequestFailed, pushback: str | bytes | None) -> None:
     except ValueError:
         return
     if milliseconds < 0:
-        error.retryable = False
+        error.is_final = True
     else:
         error.retry_after = milliseconds / 1000

@@ -66,6 +66,25 @@ class Machine:
     """Why the driver's tool failed; empty if it did not, or if there is none."""
     packages: list[Package]
     torch_has_cuda: bool
+    visible_gpus: str | None
+    """The environment's CUDA_VISIBLE_DEVICES, by which torch goes; None: all."""
+
+    def default_device(self) -> tuple[str, str]:
+        """What ``penstock serve`` computes on if nobody says, ``cuda`` or ``cpu``, and why."""
+        if not self.gpus:
+            return "cpu", self.gpu_problem or "there is no NVIDIA GPU"
+        if not self.torch_has_cuda:
+            return "cpu", "there is a GPU, but this torch was built without CUDA"
+        if self.visible_gpus is not None:
+            # The first that is none ends the list. Other names than numbers are UUIDs, which the driver knows.
+            first = self.visible_gpus.partition(",")[0].strip()
+            if not first or first.startswith("-") or (first.isdigit() and int(first) >= len(self.gpus)):
+                return "cpu", f"CUDA_VISIBLE_DEVICES={self.visible_gpus!r} hides the GPU"
+        return "cuda", self.gpus[0].name
+
+    def num_threads(self) -> int:
+        """How many threads can compute without one being held up: the usable cores that are whole, at least one."""
+        return max(1, int(self.num_usable_cores))
 
     def missing(self) -> list[Package]:
         """Packages that are not installed."""
@@ -92,6 +111,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         gpu_problem=gpu_problem,
         packages=list(_packages()),
         torch_has_cuda=torch_has_cuda(),
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

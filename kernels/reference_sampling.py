@@ -128,7 +128,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """argmax over ids of logit + keyed Gumbel noise, which draws from softmax(logits); equal sums: the lowest id.
 
     Noise is drawn only for entries that could win, and for a few rows at a time, which bounds the memory of it.
-    ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64.
+    ``seeds`` and ``positions`` are (R,) int64; returns (R,) int64, of a row without a finite logit any id.
     """
     streams = _stream(seeds, positions)
     num_rows = max(1, MAX_DRAWS // logits.shape[1])

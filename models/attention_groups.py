@@ -27,8 +27,6 @@ class AttentionGroup:
     num_rows: int
     table: Tensor
     """(B, N) block ids."""
-    lengths: Tensor
-    """(B,): slots of the gathered pages that are the row's."""
     reach: int
     """Query i of no row sees a gathered slot from ``reach + i`` on."""
     mask: Tensor | None
@@ -85,7 +83,6 @@ def _group(
         token_end=token_end,
         num_rows=num_rows,
         table=torch.from_numpy(table).to(device),
-        lengths=torch.from_numpy(lengths).to(device),
         reach=int((positions[:, 0] - first * block_size).max()) + 1,
         mask=mask,
     )

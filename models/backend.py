@@ -49,7 +49,9 @@ def load_backend(config: WorkerConfig) -> Backend:
     """Checks the model's files and loads them with the backend that the config names. Raises ModelError."""
     name = DEFAULT_BACKEND if config.backend == "auto" else config.backend
     if name not in BACKENDS:
-        raise ModelError(f"--backend {name}: must be auto or one of {', '.join(sorted(BACKENDS))}")
+        raise ModelError(
+            f"backend {name}: there is none of that name: choose auto or one of {', '.join(sorted(BACKENDS))}"
+        )
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     module, _, attribute = BACKENDS[name].partition(":")
     factory: BackendFactory = getattr(import_module(module), attribute)

@@ -54,11 +54,6 @@ class CheckpointInfo:
         named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         return named if named in FLOAT_DTYPES.values() else "float32"
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of all tensors, as they lie in the files."""
-        return sum(entry.num_bytes for entry in self.tensors.values())
-
 
 def resolve_model(name: str) -> Path:
     """The directory of a model: a path, ``demo``, or the id of a repository on the Hugging Face hub.

@@ -46,11 +46,11 @@ class KVPages:
         write_kv(self.keys[layer], slots, keys)
         write_kv(self.values[layer], slots, values)
 
-    def gather(self, layer: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids.
         They are good until the next call.
 
-        Slots from ``lengths`` (B,) on are not the row's: what is returned there is finite and must be masked.
+        Slots past a row's end come too, as finite as they lie there, and must be masked.
         """
         size = table.numel() * self.keys[0, :, 0].numel()
         if self._gathered_keys.numel() < size:

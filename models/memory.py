@@ -1,7 +1,5 @@
 """How much memory there is for weights and KV, and what to say when it is too little. Knows no model family."""
 
-from pathlib import Path
-
 import psutil
 import torch
 
@@ -9,32 +7,21 @@ from penstock.models.errors import ModelError
 from penstock.models.spec import ModelSpec
 from penstock.scheduler.plan import WorkerConfig
 
-CGROUP = Path("/sys/fs/cgroup")
 
-
-def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on the device; on a CPU, what the machine and the container's limit leave."""
+def free_bytes(device: torch.device, max_memory_bytes: int | None) -> int:
+    """What can still be allocated on the device; on a CPU, what is left of ``max_memory_bytes`` too."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    return min(psutil.virtual_memory().available, _container_bytes(CGROUP))
+    available = psutil.virtual_memory().available
+    if max_memory_bytes is None:
+        return available
+    return min(available, max(0, max_memory_bytes - psutil.Process().memory_info().rss))
 
 
-def _container_bytes(root: Path) -> int:
-    """What the control group (version 2) leaves, file cache that can be dropped included; without a limit: very
-    much."""
-    try:
-        limit = int((root / "memory.max").read_text())
-        used = int((root / "memory.current").read_text())
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(stat["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        return 1 << 62  # no file or "max": no limit
-
-
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ModelError unless the weights fit in what is free now."""
-    need, free = spec.num_parameters * dtype.itemsize, free_bytes(device)
+    need, free = spec.num_parameters * dtype.itemsize, free_bytes(device, config.max_memory_bytes)
     if need > free:
         raise ModelError(
             f"{spec.architecture}: its weights need {_gib(need)} as {_name(dtype)}, and {device} has {_gib(free)} free"
@@ -48,7 +35,7 @@ def num_kv_blocks(
     """How many KV blocks to make, weights already loaded. Raises ModelError if one request of full length does not
     fit."""
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
-    free = free_bytes(device)
+    free = free_bytes(device, config.max_memory_bytes)
     if config.kv_cache_bytes is None:
         budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
     else:

@@ -1,8 +1,6 @@
 """The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
 with it; it is as fast as torch's own operations allow without compiling anything."""
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -36,27 +34,20 @@ SMALL_STEP = 1 << 31
 """Parameters times tokens. In a smaller step of a small model, a second thread gains less than the service's loop, with
 which it shares the cores, loses."""
 
-SPARE_POSITIONS = 8
-"""A row that has ended may be computed a step or two past the context's end; the result is discarded."""
-
 
 class ReferenceBackend:
     """A ``Backend`` over torch operations on gathered pages."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts, num_threads: int) -> None:
         self.facts = facts
-        self._num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._num_threads = num_threads
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
         self._pages = pages
         self._device = pages.device
         self._activation = ACTIVATION_NAMES[spec.activation]
-        self._cos, self._sin = rope_tables(
-            spec.rope, spec.head_dim, facts.max_model_len + SPARE_POSITIONS, pages.device
-        )
+        self._cos, self._sin = rope_tables(spec.rope, spec.head_dim, facts.max_model_len, pages.device)
 
     def renew(self, block_ids: list[int]) -> None:
         """The blocks have a new owner, who will write them."""
@@ -111,7 +102,7 @@ class ReferenceBackend:
         self._pages.write(index, slots, key, value)
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in groups:
-            keys, values = self._pages.gather(index, group.table, group.lengths)
+            keys, values = self._pages.gather(index, group.table)
             part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
             seen = attention(part, keys, values, group.mask, group.reach)
             mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
@@ -130,7 +121,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         raise ModelError(
             f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
         )
-    check_weights_fit(spec, dtype, device)
+    check_weights_fit(config, spec, dtype, device)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
     num_blocks = num_kv_blocks(config, spec, dtype, device, max_model_len)

@@ -37,12 +37,14 @@ class Runner:
         """Runs a short row, so that no request pays for what a library sets up at its first use. Leaves nothing behind:
         its block is renewed before anyone has it."""
         facts = self._backend.facts
-        length = max(1, min(facts.block_size - 1, facts.max_model_len))
+        # No position is computed that no request could have: tables end with the context.
+        end = min(facts.block_size, facts.max_model_len)
+        length = max(1, end - 1)
         sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
         self.run(
             StepPlan(0, [], [AddedRow(0, 0, [0] * length, length, 0, [0], sampling)], [], [Chunk(0, 0, length)], [])
         )
-        if length < facts.block_size:
+        if length < end:
             self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
         self.run(StepPlan(0, [0], [], [], [], []))
 
@@ -102,9 +104,9 @@ class Runner:
             piece = hidden[first : first + num_rows]
             at = start + first + 1
             logprobs = log_softmax(self._backend.logits(piece))
-            targets = torch.tensor(row.history[at : at + len(piece)], device=hidden.device)
-            # An id above the tokenizer's vocabulary has no logit.
-            targets = targets.clamp_(max=logprobs.shape[1] - 1)
+            told = row.history[at : at + len(piece)]
+            assert max(told) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
+            targets = torch.tensor(told, device=hidden.device)
             parts.append(PromptLogprobsPart(row.number, row.epoch, at, _joined(logprobs, targets, num_top)))
         return parts
 

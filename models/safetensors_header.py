@@ -27,7 +27,6 @@ class TensorEntry:
     dtype: str
     """As safetensors writes it: F32, BF16, ..."""
     shape: tuple[int, ...]
-    num_bytes: int
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -75,7 +74,7 @@ def _entry(file: Path, name: str, value: Any) -> tuple[int, int, TensorEntry]:
         raise _damaged(
             file, f"tensor {name} ({dtype} {shape}) needs {num_bytes} bytes and its data_offsets {offsets} differ"
         )
-    return begin, end, TensorEntry(file, dtype, tuple(shape), num_bytes)
+    return begin, end, TensorEntry(file, dtype, tuple(shape))
 
 
 def _is_size(value: object) -> bool:

@@ -26,7 +26,8 @@ def sample_rows(logits: Tensor, rows: list[Row]) -> list[Sampled]:
     """The next token of each row. ``logits`` is (R, V) in at least fp32, and is changed.
 
     A row's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
-    ``min_tokens`` and ``bad_words`` are dropped.
+    ``min_tokens`` and ``bad_words`` are dropped. A row whose best logit is no finite number, as a broken
+    model computes, gets the lowest of its ``allowed_token_ids``, or 0.
     """
     wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     raw = log_softmax(logits[wanted]) if wanted else None
@@ -128,9 +129,14 @@ def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, 
 def _choose(logits: Tensor, rows: list[Row]) -> Tensor:
     """The argmax of greedy rows, a draw for the others; (R,) int64."""
     chosen = torch.argmax(logits, dim=1)
+    # A NaN counts as the largest, so the largest tells of every row that is broken.
+    whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0.0]
     if drawn:
         chosen[drawn] = _draw(logits if len(drawn) == len(rows) else logits[drawn], [rows[i] for i in drawn])
+    for i, row in enumerate(rows):
+        if not whole[i]:
+            chosen[i] = 0 if row.lists.allowed is None else int(row.lists.allowed.min())
     return chosen
 
 

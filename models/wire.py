@@ -15,7 +15,8 @@ import msgspec
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
 
 MAX_FRAME_BYTES = 1 << 28
-"""Of a body. A plan that adds 256 rows of 128k tokens takes 160 MiB; more is no plan but a broken stream."""
+"""Of a body. The largest plans add 256 rows with the longest lists that a request may have, of allowed tokens and bad
+words (160 MiB), or one row of 2^24 tokens (85 MiB); more is no plan but a broken stream."""
 
 HEADER = struct.Struct("<IB")
 """Length of the body, kind."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
+from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.policy import Policy
 
 
@@ -39,3 +40,11 @@ class SchedulerConfig:
             raise ValueError(f"max_plans_in_flight is {self.max_plans_in_flight}; must be 1 to {MAX_PLANS_IN_FLIGHT}")
         if self.max_decode_tokens > self.max_num_batched_tokens:
             raise ValueError("max_decode_tokens is above max_num_batched_tokens; a step could not hold one row")
+
+    def token_budget(self, facts: WorkerFacts) -> int:
+        """Tokens in a step at most, on this worker."""
+        return min(self.max_num_batched_tokens, facts.max_num_batched_tokens)
+
+    def max_rows(self, facts: WorkerFacts) -> int:
+        """Rows that run at once at most, on this worker: each gets its tokens in every step."""
+        return min(self.max_num_seqs, facts.max_num_seqs, self.token_budget(facts) // self.max_decode_tokens)

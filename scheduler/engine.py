@@ -53,6 +53,7 @@ class EngineStats:
     prefill_tokens: int
     cached_tokens: int
     decode_rows: int
+    output_tokens: int
     preemptions: int
     finished: int
 
@@ -234,7 +235,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough for every second."""
         if self._scheduler is None:
-            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0)
+            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
         scheduler, counters = self._scheduler, self._scheduler.counters
         return EngineStats(
             state=self.state,
@@ -247,6 +248,7 @@ class Engine:
             prefill_tokens=counters.prefill_tokens,
             cached_tokens=counters.cached_tokens,
             decode_rows=counters.decode_rows,
+            output_tokens=counters.output_tokens,
             preemptions=counters.preemptions,
             finished=self._num_finished,
         )
@@ -255,4 +257,4 @@ class Engine:
 def _refusal(state: EngineState) -> Refused:
     if state in (EngineState.DRAINING, EngineState.STOPPED):
         return Refused(RefusalKind.DRAINING, "the service is shutting down")
-    return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_after_ms=1000)
+    return Refused(RefusalKind.WORKER_DOWN, "the worker is not running")

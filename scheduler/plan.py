@@ -154,8 +154,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     kv_cache_bytes: int | None = None
     """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
     memory_utilization: float = 0.5
-    num_threads: int | None = None
-    """None: the cores that the process may use."""
+    num_threads: int = 1
+    """That compute, on a CPU."""
+    max_memory_bytes: int | None = None
+    """Of the host: what the worker may take, all together, whatever else seems free; None: all that is free."""
     tokenizer_vocab_size: int | None = None
     """Rows of the vocabulary from here on are masked; None: the model's."""
     load_format: str = "auto"

@@ -32,6 +32,8 @@ class Counters:
     decode_rows: int = 0
     """Rows continued, over all steps."""
     preemptions: int = 0
+    output_tokens: int = 0
+    """Tokens chosen, those that are never shown included."""
 
 
 class Planner:

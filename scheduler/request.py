@@ -2,7 +2,7 @@
 before a request gets here; nothing here knows gRPC or tokenizers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -161,5 +161,3 @@ class Request:
     """By ``time.monotonic()``."""
     hash_salt: bytes = b""
     """What the block hashes were salted with: output blocks are hashed on with it."""
-    trace: dict[str, str] = field(default_factory=dict)
-    """Identifiers for log lines and spans, never prompts or outputs."""

@@ -38,13 +38,12 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        budget = min(config.max_num_batched_tokens, facts.max_num_batched_tokens)
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing)
         self._planner = Planner(
             self.kv,
-            budget,
-            max_rows=min(config.max_num_seqs, facts.max_num_seqs, budget // config.max_decode_tokens),
+            config.token_budget(facts),
+            max_rows=config.max_rows(facts),
             max_decode_tokens=config.max_decode_tokens,
             clock=clock,
         )
@@ -196,6 +195,7 @@ class Scheduler:
             choice.num_computed = row.num_computed
             self._planner.publish_confirmed(choice)
         if num_tokens:
+            self.counters.output_tokens += num_tokens
             self._deliver(choice, token_ids, row.logprobs)
 
     def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:

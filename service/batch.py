@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.service.text_size import utf8_bytes
 from penstock.v1 import generation_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 << 10
@@ -12,7 +13,10 @@ PART_BYTES = 48
 _ID_BYTES = 3
 """Ids below 2**21 take no more."""
 _FLOAT_BYTES = 4
-_FULL = MAX_MESSAGE_BYTES - 1024
+_CHAR_BYTES = 4
+"""No character takes more in UTF-8."""
+MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
+"""What an empty message takes."""
 
 
 class OutputForm(NamedTuple):
@@ -40,20 +44,20 @@ class Batch:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a part of so many bytes may still go in."""
-        return self.num_bytes + num_bytes <= _FULL
+        return self.num_bytes + num_bytes <= MAX_PART_BYTES
 
 
 def delta_bytes(delta: Delta, form: OutputForm) -> int:
     """What a delta takes at most; 0 if there is nothing in it that its request wants."""
     num_bytes = 0
     if form.text and delta.text:
-        num_bytes = _utf8_bytes(delta.text)
+        num_bytes = utf8_bytes(delta.text)
     if form.token_ids:
         num_bytes += _ID_BYTES * len(delta.token_ids)
     if delta.logprobs is not None:
         num_bytes += logprobs_bytes(delta.logprobs)
     if delta.end is not None:
-        num_bytes += PART_BYTES + _utf8_bytes(delta.end.stop or "")
+        num_bytes += PART_BYTES + utf8_bytes(delta.end.stop or "")
     return num_bytes and num_bytes + PART_BYTES
 
 
@@ -65,23 +69,49 @@ def logprobs_bytes(logprobs: TokenLogprobs) -> int:
 def split(part: PromptLogprobs) -> list[PromptLogprobs]:
     """The same in parts, of which two go into a message."""
     num_top = part.logprobs.num_top
-    most = (_FULL // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
+    most = (MAX_PART_BYTES // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
     num_tokens = len(part.logprobs.chosen)
     if num_tokens <= most:
         return [part]
     return [
         PromptLogprobs(
             start=part.start + first,
-            logprobs=TokenLogprobs(
-                num_top=num_top,
-                chosen=part.logprobs.chosen[first : first + most],
-                top_token_ids=part.logprobs.top_token_ids[first * num_top : (first + most) * num_top],
-                top=part.logprobs.top[first * num_top : (first + most) * num_top],
-            ),
+            logprobs=_entries(part.logprobs, first, first + most),
         )
         for first in range(0, num_tokens, most)
     ]
 
 
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
+    """The same in parts, none above ``MAX_PART_BYTES``: its tokens, in order, and with the last of them the text. A
+    long text goes on in parts of its own; the last part has the end."""
+    most_bytes = MAX_PART_BYTES // 3
+    token_bytes = _ID_BYTES if form.token_ids else 0
+    if delta.logprobs is not None:
+        token_bytes += _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
+    most = most_bytes // token_bytes if token_bytes else max(len(delta.token_ids), 1)
+    parts = [
+        Delta(
+            delta.choice,
+            delta.token_ids[first : first + most],
+            "",
+            None if delta.logprobs is None else _entries(delta.logprobs, first, first + most),
+        )
+        for first in range(0, max(len(delta.token_ids), 1), most)
+    ]
+    if form.text:
+        num_chars = most_bytes // _CHAR_BYTES
+        parts[-1].text = delta.text[:num_chars]
+        parts += [
+            Delta(delta.choice, [], delta.text[first : first + num_chars])
+            for first in range(num_chars, len(delta.text), num_chars)
+        ]
+    parts[-1].end = delta.end
+    return parts
+
+
+def _entries(logprobs: TokenLogprobs, first: int, end: int) -> TokenLogprobs:
+    """Those of the tokens from ``first`` to before ``end``."""
+    num_top = logprobs.num_top
+    top = slice(first * num_top, end * num_top)
+    return TokenLogprobs(num_top, logprobs.chosen[first:end], logprobs.top_token_ids[top], logprobs.top[top])

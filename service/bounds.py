@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 from google.protobuf.message import Message
 
 from penstock.service.errors import invalid
+from penstock.service.identity import TENANT_NAME
+from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
-MAX_TEXT_BYTES = 4 << 20
 MAX_TIMEOUT_MS = 86_400_000
 MAX_DETOKENIZED_IDS = 1 << 20
 MAX_IDS_ON_LOOP = 4096
@@ -121,7 +122,7 @@ class Text:
 
     def problem(self, value: str, limits: ModelLimits) -> Problem | None:
         """The text itself is never repeated in the answer."""
-        num_bytes = _utf8_bytes(value)
+        num_bytes = utf8_bytes(value)
         if not self.low <= num_bytes <= self.high:
             wanted = f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
             return Problem(f"must be {wanted} bytes long; it has {num_bytes:,}")
@@ -222,13 +223,12 @@ class Messages:
         found = Items(self.high, Nested()).problem(value, limits)
         if found is not None:
             return found
-        total = sum(_utf8_bytes(message.content) for message in value)
+        total = sum(utf8_bytes(message.content) for message in value)
         if total > self.max_bytes:
             return Problem(f"the contents together at most {self.max_bytes:,} bytes; they have {total:,}")
         return None
 
 
-_TENANT = re.compile(r"[A-Za-z0-9_.-]+")
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -251,7 +251,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "output": Nested(),
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
-        "tenant": Text(1, 64, _TENANT, "letters, digits, '_', '.' and '-' alone"),
+        "tenant": Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone"),
         "traceparent": Text(
             55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex"
         ),
@@ -343,10 +343,6 @@ def _foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
         return None
     index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
     return Problem(f"must be below the vocabulary size, {vocab_size:,}; it is {ids[index]:,}", f"[{index}]")
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def _shown(value: float) -> str:

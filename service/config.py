@@ -39,6 +39,11 @@ OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces there.
 """
 
 
+_RIVALS = (
+    ("kv_cache_memory_bytes", "gpu_memory_utilization"),
+    ("gpu_memory_utilization", "kv_cache_memory_bytes"),
+)
+"""Where the command line has the first, the file's second does not count."""
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -71,7 +76,7 @@ class ServeConfig:
         None, "host and port in one, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="by --host and --port"
     )
     served_model_name: str | None = _flag(
-        None, "the model's name for clients", metavar="NAME", shown="the last part of MODEL"
+        None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
     )
     api_keys_file: Path | None = _flag(
         None, "API keys' hashes and tenants, a line each: sha256:HEX TENANT", metavar="FILE",
@@ -100,8 +105,9 @@ class ServeConfig:
     block_size: int = _flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16])
     enable_prefix_caching: bool = _flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = _flag(
-        None, "the KV cache's share of the memory that is free when the weights are loaded", metavar="SHARE",
-        low=0.01, high=1.0, shown="0.9 of a GPU's, 0.5 of the machine's",
+        None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "
+        "memory and includes the weights", metavar="SHARE", low=0.01, high=1.0,
+        shown="0.9 of a GPU's, 0.5 of the machine's",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = _flag(
         None, "the KV cache's size; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
@@ -161,6 +167,9 @@ def parse_config(arguments: Sequence[str]) -> ServeConfig:
     values = {} if file is None else _read_file(Path(file))
     if given.keys() & {"host", "port"}:
         values.pop("listen", None)
+    for one, other in _RIVALS:
+        if one in given and other not in given:
+            values.pop(other, None)
     if "listen" in given:
         values.pop("host", None)
         values.pop("port", None)

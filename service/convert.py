@@ -6,7 +6,7 @@ pool.
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from penstock.kv.block_hash import tenant_salt
@@ -24,9 +24,11 @@ MAX_TOKENS_IN_ALL = 1 << 20
 """Prompt and output, once for each choice of a request: the bookkeeping of a step grows with it, on the loop."""
 MAX_LOGPROB_ENTRIES = 1 << 22
 """Of a request's output, and of its prompt."""
-MAX_WHOLE_ANSWER = 1 << 19
-"""Log-probabilities of output and prompt, and the output's tokens, where one message holds all: at 8 bytes each, it
-stays below the 4 MiB that gRPC's clients take."""
+MAX_WHOLE_ANSWER = 512_000
+"""Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
+what else there is of 64 choices. A log-probability takes one at most."""
+_ID_BYTES = 3
+"""Ids below 2**21 take no more."""
 
 _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
@@ -44,7 +46,6 @@ class Origin:
     tenant: str
     arrival: float
     deadline: float | None = None
-    trace: dict[str, str] = field(default_factory=dict)
 
 
 class Answer(Enum):
@@ -104,9 +105,9 @@ class Converter:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt)
         max_tokens = self._max_tokens(start, len(prompt.token_ids))
-        _check_cost(start, len(prompt.token_ids), max_tokens)
         if answer is Answer.WHOLE:
-            _check_whole(start, len(prompt.token_ids), max_tokens)
+            max_tokens = self._fit_whole(start, len(prompt.token_ids), max_tokens)
+        _check_cost(start, len(prompt.token_ids), max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -121,7 +122,6 @@ class Converter:
             deadline=origin.deadline,
             arrival=origin.arrival,
             hash_salt=salt,
-            trace=origin.trace,
         )
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
@@ -150,6 +150,32 @@ class Converter:
         max_tokens = max(1, min(left, self._max_sequence_tokens - num_prompt_tokens))
         if sampling.min_tokens > max_tokens:
             raise invalid("sampling.min_tokens", f"at most {max_tokens:,}, which the prompt leaves")
+        return max_tokens
+
+    def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
+        """What of ``max_tokens`` one message has room for: of a default less than all, of the caller's own all.
+
+        Raises ServiceError.
+        """
+        n, output, form = start.sampling.n or 1, start.output, output_form(start)
+        token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
+        units = -(-token_bytes // 8)
+        field, formula, units_per_token = "sampling.max_tokens", f"n x max_tokens x {units}", units
+        if output.HasField("logprobs"):
+            field, formula = "output.logprobs", f"n x max_tokens x (logprobs + {units + 1})"
+            units_per_token += output.logprobs + 1
+        prompt_units = 0
+        if output.HasField("prompt_logprobs"):
+            formula += " + prompt tokens x (prompt_logprobs + 1)"
+            prompt_units = num_prompt_tokens * (output.prompt_logprobs + 1)
+        if not start.sampling.HasField("max_tokens"):
+            room = (MAX_WHOLE_ANSWER - prompt_units) // max(1, n * units_per_token)
+            max_tokens = max(1, start.sampling.min_tokens, min(max_tokens, room))
+        output_units = n * max_tokens * units_per_token
+        if prompt_units + output_units > MAX_WHOLE_ANSWER:
+            field = "output.prompt_logprobs" if prompt_units > output_units else field
+            remedy = "lower one of them, or call GenerateOne, which answers in parts"
+            raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
         return max_tokens
 
     def _sampling(self, start: pb.Start) -> SamplingParams:
@@ -212,23 +238,6 @@ def _check_cost(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> Non
         if entries > MAX_LOGPROB_ENTRIES:
             formula = "prompt tokens x (prompt_logprobs + 1)"
             raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
-
-
-def _check_whole(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> None:
-    """What log-probabilities may cost where one message carries the answer."""
-    output = start.output
-    parts: list[tuple[int, str, str]] = []
-    if output.HasField("logprobs"):
-        size = (start.sampling.n or 1) * max_tokens * (output.logprobs + 2)
-        parts.append((size, "output.logprobs", "n x max_tokens x (logprobs + 2)"))
-    if output.HasField("prompt_logprobs"):
-        size = num_prompt_tokens * (output.prompt_logprobs + 1)
-        parts.append((size, "output.prompt_logprobs", "prompt tokens x (prompt_logprobs + 1)"))
-    total = sum(size for size, _, _ in parts)
-    if total > MAX_WHOLE_ANSWER:
-        formula = " + ".join(formula for _, _, formula in parts)
-        remedy = "lower one of them, or call GenerateOne, which sends them in parts"
-        raise _too_expensive(max(parts)[1], formula, total, MAX_WHOLE_ANSWER, remedy)
 
 
 def _too_expensive(field: str, formula: str, value: int, limit: int, remedy: str = "lower one of them") -> ServiceError:

@@ -29,7 +29,7 @@ _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
     EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
     EngineState.SERVING: pb.SERVICE_STATE_SERVING,
     EngineState.DRAINING: pb.SERVICE_STATE_DRAINING,
-    EngineState.FAILED: pb.SERVICE_STATE_RECOVERING,
+    EngineState.FAILED: pb.SERVICE_STATE_DRAINING,
     EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
 }
 

@@ -1,7 +1,7 @@
 """Who calls: API keys to tenants, and which methods are open to whom. Everything that is not named here is denied.
 
 A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others]``; blank lines and what follows a ``#`` are
-ignored. ``hash_key`` makes the first word. Keys themselves are in no file, no log and no message.
+ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, no log and no message.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ import grpc
 from penstock.service.errors import Reason, ServiceError
 
 DEFAULT_TENANT = "default"
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ACT_FOR_OTHERS = "act-for-others"
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 1024
 _FLAG = "--api-keys-file"
 _REMEDY = """echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" makes a line"""
@@ -118,11 +118,6 @@ class ApiKeys:
         return hmac.digest(self._secret, digest, "sha256")
 
 
-def hash_key(key: str) -> str:
-    """The first word of a key's line: its sha256. Keys are long and random, so nothing slower is needed."""
-    return f"sha256:{_digest(key).hex()}"
-
-
 class Access(Enum):
     """Who may call a method."""
 
@@ -189,7 +184,7 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
     match = _HASHED.fullmatch(hashed)
     if match is None:
         raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
-    if not rest or not _TENANT.fullmatch(rest[0]):
+    if not rest or not TENANT_NAME.fullmatch(rest[0]):
         raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
     if rest[1:] not in ([], [_ACT_FOR_OTHERS]):
         raise KeyFileError(f"{where}: after the tenant only '{_ACT_FOR_OTHERS}' may follow")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_MAX_SOCKET_PATH = 107
+MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
 
 
@@ -31,8 +31,8 @@ class Address:
         """Raises ListenError."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
-            if not path.name or len(os.fsencode(path.absolute())) > _MAX_SOCKET_PATH:
-                raise ListenError(f"--listen {text}: the socket's path must be 1 to {_MAX_SOCKET_PATH} bytes long")
+            if not path.name or len(os.fsencode(path.absolute())) > MAX_SOCKET_PATH:
+                raise ListenError(f"--listen {text}: the socket's path must be 1 to {MAX_SOCKET_PATH} bytes long")
             return cls(path=path.absolute())
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")

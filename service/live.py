@@ -101,9 +101,7 @@ class LiveRequest:
             self._span = self._surroundings.telemetry.request(
                 self.request_id, self._tenant, operation, start.traceparent
             )
-            origin = Origin(
-                self.request_id, self._tenant, self._arrival, self._deadline, {"request_id": self.request_id}
-            )
+            origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
             self.preparation = asyncio.create_task(self._enter(start, origin, after))
         except Exception as error:
             self._refuse(error)

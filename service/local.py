@@ -19,9 +19,9 @@ from typing import NoReturn
 
 from penstock.clients.errors import PenstockError
 from penstock.service.config import PROGRAM, ConfigError, parse_config
+from penstock.service.listen import MAX_SOCKET_PATH
 
 _CHILD = "import sys; from penstock.service.local import main; main(*sys.argv[1:])"
-_MAX_SOCKET_PATH = 107
 _END_TIMEOUT_S = 15.0
 _TICK_S = 0.1
 _NOT_FOR_LOCAL = ("config", "host", "listen", "model", "port")
@@ -94,7 +94,7 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
 def _private_directory() -> Iterator[Path]:
     """One that no other user can look into, with a path that is short enough for a socket's."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len("/penstock-12345678/socket")
-    parent = None if longest <= _MAX_SOCKET_PATH else "/tmp"  # noqa: S108 - mkdtemp makes it 0700 and unguessable
+    parent = None if longest <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108 - mkdtemp makes it 0700 and unguessable
     with tempfile.TemporaryDirectory(prefix="penstock-", dir=parent, ignore_cleanup_errors=True) as directory:
         yield Path(directory)
 

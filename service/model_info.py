@@ -29,8 +29,8 @@ class ModelService(pb_grpc.ModelServiceServicer):
             dtype=facts.dtype,
             backend=facts.backend,
             limits=pb.Limits(
-                max_num_seqs=min(config.max_num_seqs, facts.max_num_seqs),
-                max_num_batched_tokens=min(config.max_num_batched_tokens, facts.max_num_batched_tokens),
+                max_num_seqs=config.max_rows(facts),
+                max_num_batched_tokens=config.token_budget(facts),
                 max_queued_requests=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
                 kv_block_size=facts.block_size,

@@ -14,7 +14,16 @@ from typing import Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from penstock.scheduler.request import Delta, PromptLogprobs
-from penstock.service.batch import PART_BYTES, Batch, OutputForm, delta_bytes, logprobs_bytes, split
+from penstock.service.batch import (
+    MAX_PART_BYTES,
+    PART_BYTES,
+    Batch,
+    OutputForm,
+    delta_bytes,
+    logprobs_bytes,
+    split,
+    split_delta,
+)
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import generation_pb2 as pb
 
@@ -128,10 +137,18 @@ class Outbox(Generic[M]):
         self._ring(self._last_write + self._pacer.interval)
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
-        """Joins what waits of the same choice, if anything does."""
+        """Joins what waits of the same choice, if anything does. In several parts, where one message can't hold it."""
         num_bytes = delta_bytes(delta, form)
         if not num_bytes:
             return
+        if num_bytes <= MAX_PART_BYTES:
+            self._put_delta(ref, delta, form, num_bytes)
+        else:
+            for part in split_delta(delta, form):
+                self._put_delta(ref, part, form, delta_bytes(part, form))
+        self._ring(_AT_ONCE if at_once else self._last_write + self._pacer.interval)
+
+    def _put_delta(self, ref: int, delta: Delta, form: OutputForm, num_bytes: int) -> None:
         deltas = self._room(num_bytes).deltas
         key = (ref, delta.choice)
         waiting = deltas.get(key)
@@ -139,7 +156,6 @@ class Outbox(Generic[M]):
             deltas[key] = (form, [delta])
         else:
             waiting[1].append(delta)
-        self._ring(_AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
     def finished(self, finished: pb.Finished) -> None:
         """Goes at once; the request no longer lives on the stream."""

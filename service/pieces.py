@@ -43,6 +43,10 @@ class Pieces:
                 self.all.append(None)
             else:
                 self.all.append(piece)
+        whole = max((len(text.encode()) for text in self.all if text is not None), default=0)
+        broken = max((len(piece) for piece in self.split.values()), default=0)
+        self.longest_bytes = max(whole, len("\ufffd".encode()) * broken)
+        """What a token adds to a text at most, in UTF-8. A byte that makes no character becomes U+FFFD."""
         self.unknown = frozenset(token_id for token_id, token in enumerate(tokens) if token is None)
         """Ids that name no token, and so leave no trace in a text."""
         self.skipped = self.unknown | special_ids

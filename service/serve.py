@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.clients.machine import has_gpu, torch_has_cuda
+from penstock.clients.machine import Machine, inspect_machine
 from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
@@ -109,13 +109,11 @@ def prepare(config: ServeConfig) -> Prepared:
         authenticator=keys,
         grace_s=config.shutdown_grace,
     )
-    return Prepared(server, _worker_config(config, path, tokenizer.vocab_size), tokenizer)
+    return Prepared(server, _worker_config(config, path, tokenizer.vocab_size, inspect_machine()), tokenizer)
 
 
-def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int) -> WorkerConfig:
-    device = config.device
-    if device == "auto":
-        device = "cuda" if has_gpu() and torch_has_cuda() else "cpu"
+def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, machine: Machine) -> WorkerConfig:
+    device = machine.default_device()[0] if config.device == "auto" else config.device
     share = config.gpu_memory_utilization
     if share is None:
         share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
@@ -129,7 +127,8 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int) -
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_cache_bytes=config.kv_cache_memory_bytes,
         memory_utilization=share,
-        num_threads=config.threads,
+        num_threads=config.threads or machine.num_threads(),
+        max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=tokenizer_vocab_size,
         load_format=config.load_format,
     )
@@ -176,7 +175,8 @@ class _Life:
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
                 f"{facts.architecture}, {facts.dtype}, backend {facts.backend} on {facts.device}, context "
-                f"{facts.max_model_len:,}, KV cache of {facts.num_blocks * facts.block_size:,} tokens\n\n"
+                f"{facts.max_model_len:,}, weights of {facts.weight_bytes / (1 << 20):,.0f} MiB, "
+                f"KV cache of {facts.num_blocks * facts.block_size:,} tokens\n\n"
                 f"{calls}\n\nCtrl-C ends it.\n"
             )
             sys.stdout.flush()

@@ -31,6 +31,7 @@ from penstock.service.listen import Address, ListenError
 from penstock.service.live import Surroundings
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
+from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.tokenizer_service import TokenizerService
@@ -78,6 +79,8 @@ class ServerConfig:
     """How long running requests may go on after SIGTERM."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
+    stats_interval_s: float = INTERVAL_S
+    """Between two lines of the log on what the engine does."""
 
 
 class Server:
@@ -90,6 +93,7 @@ class Server:
         self._tokenizer = tokenizer
         self._address = Address.parse(config.listen)
         self._health = Health(SERVICES)
+        self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: _Running | None = None
@@ -112,6 +116,7 @@ class Server:
         self._running = running
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
+        self._stats_log.start()
         return bound
 
     async def serve_until_stopped(self) -> None:
@@ -156,6 +161,7 @@ class Server:
         running.generation.cancel_all(FinishReason.SHUTDOWN, "")
         running.generation.close_streams(ServiceError(Reason.DRAINING))
         self._health.close()
+        self._stats_log.stop()
         await running.server.stop(FLUSH_S)
         await self._engine.stop()
         running.close()

@@ -15,12 +15,10 @@ from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials, without_marks
+from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
 
-__all__ = ["MAX_TEXT_BYTES", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
-
-MAX_TEXT_BYTES = 4 << 20
-"""Of a prompt, and of all messages of a conversation together."""
+__all__ = ["Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
 _LONG_BYTES = 64 << 10
 """What has more takes so long, up to seconds, that nothing short should wait for it."""
@@ -120,7 +118,7 @@ class Tokenizer:
 
 def _check_size(texts: Iterable[str], field: str) -> None:
     try:
-        num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+        num_bytes = sum(utf8_bytes(text) for text in texts)
     except UnicodeEncodeError:
         raise invalid(field, "is no valid Unicode text: it holds half of a surrogate pair") from None
     if num_bytes > MAX_TEXT_BYTES:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from penstock.models.train_demo import chat
@@ -130,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
-    parser.add_argument("--run", default="checkpoint", help="name of the training log (default: checkpoint)")
+    parser.add_argument("--run", default="checkpoint", help="name of checkpoint and log (default: checkpoint)")
     args = parser.parse_args()
     manifest = json.loads((args.work / "manifest.json").read_text())
     log = [json.loads(line) for line in (args.work / f"{args.run}.log").read_text().splitlines()]
@@ -138,7 +139,9 @@ def main() -> None:
     model = read_model(args.model)
     parts = list(windows(args.work / "heldout.jsonl", tokenizer, 2048, 10**9))
     tallies = measure(model, parts, "cpu")
-    shape, last = model.shape, log[-1]
+    shape = model.shape
+    with safe_open(args.work / f"{args.run}.safetensors", framework="pt") as checkpoint:
+        last = json.loads(checkpoint.metadata()["progress"])
     num_params = sum(p.numel() for p in model.parameters())
     template = (Path(__file__).parent / "card.md.in").read_text()
     values = {
@@ -149,13 +152,13 @@ def main() -> None:
         f"RoPE base {shape.rope_theta:,.0f}",
         "bits": f"{tallies['all'].bits_per_byte:.3f}",
         "nats": f"{tallies['all'].nats / tallies['all'].num_tokens:.3f}",
-        "loss": f"{last['loss']:.3f}",
+        "loss": f"{log[-1]['loss']:.3f}",
         "steps": f"{last['step']:,}",
         "tokens": f"{last['tokens']:,}",
         "minutes": f"{last['seconds'] / 60:.0f}",
         "epochs": f"{last['tokens'] * 2 / (args.work / 'train.bin').stat().st_size:.2f}",
         "petaflop": f"{6e-15 * num_params * last['tokens']:.2f}",
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],
         "python": platform.python_version(),
         "data": data_section(manifest),
         "curve": curve_section(log),

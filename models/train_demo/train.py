@@ -209,6 +209,8 @@ def train(trainer: Trainer) -> None:
                 last_save = time.monotonic()
             if stopped:
                 raise SystemExit(f"stopped at step {now.step}; the same command goes on")
+        bits = measure(trainer.model, sample, args.device, quiet=True)["all"].bits_per_byte
+        log.write(json.dumps(asdict(now) | {"loss": average, "heldout_sample_bits_per_byte": bits}) + "\n")
     trainer.save()
 
 

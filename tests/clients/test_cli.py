@@ -56,7 +56,7 @@ def bare(tool):
     """The bare install: what the extra brings cannot be imported."""
     tool.command[-1] = (
         "import sys; sys.modules.update(dict.fromkeys(['msgspec', 'tokenizers', 'torch', 'numpy', 'jinja2', 'uvloop', "
-        "'yaml', 'psutil', 'huggingface_hub', 'grpc_health', 'grpc_reflection', 'grpc_status', 'opentelemetry'])); "
+        "'yaml', 'psutil', 'huggingface_hub', 'grpc_health', 'grpc_reflection', 'opentelemetry'])); "
         "from penstock.clients.cli import main; sys.exit(main())"
     )
     return tool

@@ -27,7 +27,13 @@ def fitted(here):
     """This machine with all packages, memory to spare and no GPU."""
     packages = [dataclasses.replace(package, version=package.version or "1.0") for package in here.packages]
     return dataclasses.replace(
-        here, packages=packages, gpus=[], gpu_problem="", available_bytes=64 << 30, torch_has_cuda=False
+        here,
+        packages=packages,
+        gpus=[],
+        gpu_problem="",
+        available_bytes=64 << 30,
+        torch_has_cuda=False,
+        visible_gpus=None,
     )
 
 
@@ -54,6 +60,31 @@ def test_a_gpu_is_used_if_torch_can(fitted, has_cuda):
     assert choose(found).device == ("cuda" if has_cuda else "cpu")
     assert remedies(found, Kind.MISSING) == []
     assert remedies(found, Kind.ADVICE) == ([] if has_cuda else ["install a build of torch with CUDA"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"),
+    [
+        ("", "cpu"),
+        ("-1", "cpu"),
+        ("1", "cpu"),
+        ("-1,0", "cpu"),
+        ("0", "cuda"),
+        ("0,-1", "cuda"),
+        ("GPU-8932f9", "cuda"),
+    ],
+)
+def test_a_gpu_that_the_environment_hides_is_not_used(fitted, monkeypatch, visible, device):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    seen = inspect_machine().visible_gpus
+    found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=True, visible_gpus=seen)
+    assert choose(found).device == device
+    assert ("CUDA_VISIBLE_DEVICES" in choose(found).why) == (device == "cpu")
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (64.0, 64)])
+def test_threads_are_whole_cores(fitted, cores, threads):
+    assert dataclasses.replace(fitted, num_usable_cores=cores).num_threads() == threads
 
 
 def test_what_a_server_lacks_is_named_with_the_command(fitted):

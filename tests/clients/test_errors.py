@@ -67,6 +67,18 @@ def test_pushback(pushback, retryable, after):
     assert (failure.retryable, failure.retry_after) == (retryable, after)
 
 
+@pytest.mark.parametrize(("retry_after", "retryable"), [(5, True), (0, True), (None, False)])
+def test_what_is_exhausted_may_pass_only_where_the_service_says_when(retry_after, retryable):
+    """A prompt that is larger than the whole queue is refused with the code of a queue that is full."""
+    status = Status(code=8, message="too large", details=packed(ErrorInfo(reason="QUEUE_FULL")))
+    if retry_after is not None:
+        status.details.extend(packed(RetryInfo(retry_delay=Duration(seconds=retry_after))))
+    assert failure_from_status(status).retryable is retryable
+    trailing = {"grpc_status_details_bin": status.SerializeToString()}
+    error = call_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large", **trailing)
+    assert failure_from_call(error, "t").retryable is retryable
+
+
 def test_garbage_in_the_details_hides_nothing():
     error = call_error(grpc.StatusCode.UNAVAILABLE, "draining", grpc_status_details_bin=b"\xff\xff")
     assert failure_from_call(error, "t").message == "draining"

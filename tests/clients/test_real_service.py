@@ -1,6 +1,7 @@
 """The clients against the service itself, on a real socket, over a fake worker: the two agree on the contract."""
 
 import asyncio
+import hashlib
 import json
 import threading
 
@@ -14,7 +15,7 @@ from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.identity import ApiKeys, Everyone, hash_key
+from penstock.service.identity import ApiKeys, Everyone
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 
@@ -147,7 +148,8 @@ async def test_a_refusal_names_the_field_and_fails_alone(client, options, field)
 
 async def test_keys(byte_tokenizer, tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text(f"{hash_key('mine')} me\n{hash_key('gateway')} gate act-for-others\n")
+    mine, gateway = (hashlib.sha256(key).hexdigest() for key in (b"mine", b"gateway"))
+    keys.write_text(f"sha256:{mine} me\nsha256:{gateway} gate act-for-others\n")
     async with RealService(byte_tokenizer, authenticator=ApiKeys.load(keys)) as real:
         for key in [None, "wrong"] * 10:  # often, since the refusal races with the request's being written
             async with AsyncClient(real.target, api_key=key) as client:

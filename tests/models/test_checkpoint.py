@@ -152,7 +152,6 @@ def test_dtype_is_that_of_the_weights(tiny_model, tmp_path, edit_config):
     edit_config(tmp_path, dtype="float32")
     info = check_checkpoint(tmp_path)
     assert info.dtype == "bfloat16"
-    assert info.weight_bytes == 2 * info.spec.num_parameters
     edit_config(tmp_path, dtype="float16")
     assert check_checkpoint(tmp_path, weights=False).dtype == "float16"
 
@@ -161,7 +160,6 @@ def test_the_demo_model_is_found_and_whole():
     info = check_checkpoint(resolve_model(DEMO))
     assert info.dtype == "bfloat16"
     assert 5e6 <= info.spec.num_parameters <= 6e6
-    assert info.weight_bytes <= 12e6
 
 
 def test_a_directory_is_its_own_resolution(tmp_path):

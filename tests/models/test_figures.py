@@ -6,9 +6,8 @@ from random import Random
 
 import msgspec
 import pytest
-import torch
 
-from penstock.kernels.reference import gather_kv
+from penstock.kernels.reference import attention
 from penstock.models import reference_backend
 from penstock.models.kv_pages import KVPages
 from penstock.models.launch import WorkerProcess
@@ -21,17 +20,26 @@ NUM_TOKENS = 24
 
 
 class PoisonedPages(KVPages):
-    """A block that goes to a new owner is NaN in every slot until written. What lies past a row's end is cut off, and
-    nothing else is: whatever a row reads that it did not write shows in its output."""
+    """A block that goes to a new owner is NaN in every slot until written."""
 
     def renew(self, block_ids):
         self.keys[:, :, block_ids] = math.nan
         self.values[:, :, block_ids] = math.nan
 
-    def gather(self, layer, table, lengths):
-        slots = torch.arange(table.shape[1] * self.block_size)
-        outside = (slots >= lengths.unsqueeze(1))[:, :, None]
-        return tuple(gather_kv(pages[layer], table).masked_fill(outside, 0.0) for pages in (self.keys, self.values))
+
+def attention_of_what_is_seen(query, keys, values, mask, reach):
+    """What no query of a row sees is cut off, and nothing else is: whatever a row reads that it did not write shows in
+    its output."""
+    if mask is not None:
+        unseen = ~mask.any(1)[:, :, None]
+        keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
+    return attention(query, keys, values, mask, reach)
+
+
+def poison(monkeypatch):
+    """Has the backend use both."""
+    monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
+    monkeypatch.setattr(reference_backend, "attention", attention_of_what_is_seen)
 
 
 async def outputs(engine, prompts, sampling=GREEDY, num_tokens=NUM_TOKENS):
@@ -49,7 +57,7 @@ async def test_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
 ):
     plain = await start_engine(in_process(any_model.path))
     expected = await outputs(plain, prompts)
-    monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
+    poison(monkeypatch)
     for config in ({}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 32}):
         executor = tight(any_model.path)
         engine = await start_engine(executor, **config)
@@ -62,7 +70,7 @@ async def test_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
 
 @pytest.mark.parametrize("stale", ["prefix", "table"])
 async def test_figure_2_a_planted_stale_read_gives_nan(tiny_model, in_process, prompts, monkeypatch, stale):
-    monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
+    poison(monkeypatch)
     executor = in_process(tiny_model("llama").path, num_blocks=8, max_model_len=64)
     await executor.start()
     sampling = SamplingParams(temperature=0.0, logprobs=0)
@@ -152,7 +160,7 @@ async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, 
     quiet = await start_engine(in_process(path, dtype="float64"), enable_prefix_caching=False)
     expected = [(await quiet.run([prompt], sampling, n))[0] for prompt, sampling, n in requests]
 
-    monkeypatch.setattr(reference_backend, "KVPages", PoisonedPages)
+    poison(monkeypatch)
     executor = in_process(path, num_blocks=14, max_model_len=200, dtype="float64")
     busy = await start_engine(executor, max_num_batched_tokens=random.choice((24, 64)), max_num_seqs=8)
     answers = []

@@ -1,5 +1,8 @@
 """Loading: dtypes, shards, dummy weights, the vocabulary's upper rows, and memory that does not suffice."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from penstock.models import memory
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
 from penstock.models.runner import Runner
-from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -26,7 +29,9 @@ async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, pro
             assert (got - chosen).abs().mean() < tolerance
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_model_len": 1}, {"block_size": 1}, {"tokenizer_vocab_size": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_model_len": 1}, {"max_model_len": 5}, {"block_size": 1}, {"tokenizer_vocab_size": 1}]
+)
 def test_warming_leaves_no_row(tiny_model, worker_config, changes):
     runner = Runner(load_backend(worker_config(tiny_model("mistral-window9").path, **changes)))
     runner.warm()
@@ -81,27 +86,27 @@ async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model,
         ({}, 1 << 10, r"weights need .* --dtype"),
         ({"max_model_len": 4096}, 1 << 30, "--max-model-len 4096.* 2048"),
         ({"dtype": "int8"}, 1 << 30, "--dtype int8"),
-        ({"backend": "warp"}, 1 << 30, "--backend warp.* reference"),
+        ({"backend": "warp"}, 1 << 30, "backend warp.* reference"),
         ({"device": "cuda:99"}, 1 << 30, "--device cuda:99"),
         ({"device": "toaster"}, 1 << 30, "--device toaster"),
         ({"load_format": "pickle"}, 1 << 30, "--load-format pickle"),
     ],
 )
 def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, monkeypatch, changes, free, says):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: free)
     with pytest.raises(ModelError, match=says) as caught:
         load_backend(worker_config(tiny_model("llama").path, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_allocated_is_one_line(tiny_model, worker_config, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 60)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: 1 << 60)
     with pytest.raises(ModelError, match="cannot be allocated on cpu: lower --gpu-memory-utilization"):
         load_backend(worker_config(tiny_model("llama").path, kv_cache_bytes=1 << 59))
 
 
 def test_kv_takes_its_share_of_what_is_free(tiny_model, worker_config, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: 100 << 20)
     config = worker_config(tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.25)
     facts = load_backend(config).facts
     block_bytes = 2 * 3 * 2 * 16 * 4 * 16
@@ -109,12 +114,42 @@ def test_kv_takes_its_share_of_what_is_free(tiny_model, worker_config, monkeypat
     assert (25 << 20) - block_bytes < facts.kv_bytes <= 25 << 20
 
 
+GIB = 1 << 30
+
+
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("1000000", 1000000 - 600000 + 50000), ("max", 1 << 62), ("500000", 0), (None, 1 << 62)]
+    ("available", "limit", "expected"),
+    [(4 * GIB, None, 4 * GIB), (4 * GIB, 3 * GIB, 2 * GIB), (GIB, 3 * GIB, GIB), (4 * GIB, GIB // 2, 0)],
 )
-def test_a_containers_limit_counts(tmp_path, limit, expected):
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit + "\n")
-        (tmp_path / "memory.current").write_text("600000\n")
-        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert memory._container_bytes(tmp_path) == expected
+def test_what_is_free_is_within_what_the_worker_may_take(monkeypatch, available, limit, expected):
+    taken = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(psutil, "Process", lambda: taken)
+    assert memory.free_bytes(torch.device("cpu"), limit) == expected
+
+
+def test_a_limit_of_memory_bounds_weights_and_cache(tiny_model, worker_config):
+    path = tiny_model("llama").path
+    with pytest.raises(ModelError, match=r"weights need .* 0.00 MiB free"):
+        load_backend(worker_config(path, max_memory_bytes=1))
+    limit = psutil.Process().memory_info().rss + (128 << 20)
+    facts = load_backend(worker_config(path, kv_cache_bytes=None, memory_utilization=0.5, max_memory_bytes=limit)).facts
+    assert facts.kv_bytes <= 64 << 20
+
+
+@pytest.mark.parametrize("max_model_len", [5, 40])
+async def test_a_request_may_end_where_the_context_does(tiny_model, in_process, start_engine, prompts, max_model_len):
+    executor = in_process(tiny_model("llama").path, max_model_len=max_model_len)
+    engine = await start_engine(executor, max_plans_in_flight=2)
+    [answer] = await engine.run([prompts[-1][:3]], GREEDY, max_model_len - 3)
+    assert len(answer.token_ids) == max_model_len - 3
+    assert executor._runner._backend._cos.shape[0] == max_model_len
+
+
+async def test_a_prompts_id_without_a_logit_is_never_told_as_another_tokens(tiny_model, in_process):
+    executor = in_process(tiny_model("llama").path, tokenizer_vocab_size=40)
+    await executor.start()
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    added = AddedRow(0, 0, [1, 40], 2, 0, [0], sampling)
+    with pytest.raises(AssertionError, match="tokenizer's vocabulary"):
+        executor._runner.run(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))

@@ -133,8 +133,14 @@ def test_a_model_that_computes_no_numbers_harms_no_other_row(logit):
     rows = [make_row(params) for _ in range(3)]
     broken, whole, half_broken = sample_rows(logits.clone(), rows)
     assert whole == choose(falling(), params)
-    assert 0 <= broken.token_id < VOCAB
-    assert 0 <= half_broken.token_id < VOCAB
+    assert broken.token_id == half_broken.token_id == 0
+
+
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_computes_no_numbers_gets_the_lowest_allowed_token(logit, temperature):
+    params = SamplingParams(temperature=temperature, seed=1, allowed_token_ids=(4, 7), frequency_penalty=0.5)
+    assert choose([logit] * VOCAB, params, history=(1, 2, 7), num_prompt=2).token_id == 4
 
 
 def test_seeds_use_all_64_bits():

@@ -160,6 +160,7 @@ async def test_the_workers_death_ends_all_and_is_told_first(engine, executor, su
     with pytest.raises(Refused) as refused:
         submit(engine, "later")
     assert refused.value.kind is RefusalKind.WORKER_DOWN
+    assert refused.value.retry_after_ms is None  # whoever tells callers knows how long that takes
     assert not engine.abort("0", FinishReason.CANCELLED)
 
 

@@ -119,6 +119,18 @@ def test_a_file_has_the_flags_as_keys_and_the_command_line_wins(file):
     assert parse_config(file("")) == ServeConfig()
 
 
+def test_the_command_line_wins_over_what_says_the_same_otherwise(file):
+    share, size = ("--gpu-memory-utilization", "0.5"), ("--kv-cache-memory-bytes", "1G")
+    config = parse_config([*file("gpu-memory-utilization: 0.7\n"), *size])
+    assert (config.gpu_memory_utilization, config.kv_cache_memory_bytes) == (None, 1 << 30)
+    config = parse_config([*file("kv-cache-memory-bytes: 2G\n"), *share])
+    assert (config.gpu_memory_utilization, config.kv_cache_memory_bytes) == (0.5, None)
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already says how much"):
+        parse_config([*file("kv-cache-memory-bytes: 2G\n"), *share, *size])
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already says how much"):
+        parse_config(file("kv-cache-memory-bytes: 2G\ngpu-memory-utilization: 0.7\n"))
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -197,7 +197,7 @@ async def test_cost_at_its_bound_is_allowed(convert, make_converter):
 )
 async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_converter, output, n, max_tokens, field):
     converter = make_converter(max_model_len=1 << 20)
-    prompt = "x" * (MAX_WHOLE_ANSWER // 16)
+    prompt = "x" * (MAX_WHOLE_ANSWER // 16 - 1)
     fits = pb.Start(text=prompt, output=output, sampling=pb.Sampling(n=n, max_tokens=max_tokens))
     assert await convert(fits, converter, answer=Answer.WHOLE)
     more = pb.Start()
@@ -218,6 +218,32 @@ async def test_logprobs_of_output_and_prompt_count_together(convert, make_conver
     error = await refusal(convert(request, make_converter(max_model_len=1 << 20), answer=Answer.WHOLE))
     assert error.field == "output.logprobs"
     assert len(error.message) < 300
+
+
+TEXT, IDS, BOTH = pb.OUTPUT_FORMAT_TEXT, pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+
+
+@pytest.mark.parametrize(("format_", "units"), [(TEXT, 1), (IDS, 1), (BOTH, 2)])
+async def test_an_answer_in_one_message_has_fewer_tokens(convert, make_converter, format_, units):
+    """The longest token here is <|end|>, of 7 bytes; an id takes 3."""
+    converter = make_converter(max_model_len=1 << 20)
+    most = MAX_WHOLE_ANSWER // (2 * units)
+    output = pb.Output(format=format_)
+    assert await convert(start("x", output, n=2, max_tokens=most), converter, answer=Answer.WHOLE)
+    more = start("x", output, n=2, max_tokens=most + 1)
+    error = await refusal(convert(more, converter, answer=Answer.WHOLE))
+    assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, "sampling.max_tokens")
+    assert "call GenerateOne" in error.message
+    assert await convert(more, converter)
+
+
+async def test_a_default_fits_an_answer_in_one_message(convert, make_converter):
+    converter = make_converter(max_model_len=1 << 20)
+    assert (await convert(start("x"), converter, answer=Answer.WHOLE)).max_tokens == MAX_WHOLE_ANSWER
+    request = start("x" * 1000, pb.Output(logprobs=2, prompt_logprobs=0), n=4)
+    assert (await convert(request, converter, answer=Answer.WHOLE)).max_tokens == (MAX_WHOLE_ANSWER - 1000) // 16
+    request = start("x", n=4, min_tokens=MAX_WHOLE_ANSWER // 4 + 1)
+    assert (await refusal(convert(request, converter, answer=Answer.WHOLE))).reason is Reason.TOO_EXPENSIVE
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])

@@ -7,7 +7,7 @@ import pytest
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
 from penstock.service import outbox as outbox_module
-from penstock.service.batch import MAX_MESSAGE_BYTES, OutputForm
+from penstock.service.batch import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.messages import stream_message
 from penstock.service.outbox import Outbox, Pacer
@@ -123,6 +123,55 @@ async def test_no_message_is_above_64_kib_and_nothing_is_lost(make_outbox):
     assert [top for part in parts for top in part.logprobs.top_token_ids] == list(range(2048 * 20))
     assert [part.start for part in parts] == [1 + chosen.index(part.logprobs.chosen[0]) for part in parts]
     assert [d.ref for message in writer.messages for d in message.deltas] == list(range(2000))
+
+
+async def sent(make_outbox, delta, form):
+    """One delta alone, and then an end, as messages of the outbox."""
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.delta(1, delta, form, False)
+    outbox.finished(pb.Finished(ref=1))
+    outbox.close()
+    await outbox.run()
+    assert max(message.ByteSize() for message in writer.messages) <= MAX_MESSAGE_BYTES
+    assert [bool(message.finished) for message in writer.messages] == [False] * (len(writer.messages) - 1) + [True]
+    return [part for message in writer.messages for part in message.deltas]
+
+
+async def test_a_delta_above_64_kib_is_split_where_tokens_end(make_outbox):
+    """What a stop string of 1,024 bytes held back, with all that a token may have with it."""
+    end = Matched(FinishReason.STOP, stop="!" * 1024)
+    likely = logprobs(1000, 20)
+    held = Delta(0, list(range(1000)), "x" * 1000, likely, end)
+    parts = await sent(make_outbox, held, BOTH)
+    assert len(parts) > 2
+    assert [i for part in parts for i in part.token_ids] == held.token_ids
+    assert [value for part in parts for value in part.logprobs.chosen] == likely.chosen
+    assert [i for part in parts for i in part.logprobs.top_token_ids] == likely.top_token_ids
+    assert [value for part in parts for value in part.logprobs.top] == likely.top
+    for part in parts:
+        assert part.logprobs.num_top == 20
+        assert len(part.token_ids) == len(part.logprobs.chosen) == len(part.logprobs.top) / 20
+    assert [part.text for part in parts] == [""] * (len(parts) - 1) + [held.text]
+    assert [part.end.stop for part in parts] == [""] * (len(parts) - 1) + ["!" * 1024]
+    assert [part.HasField("end") for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+@pytest.mark.parametrize("char", ["x", "ä", "\N{GRINNING FACE}"])
+async def test_a_text_above_64_kib_is_split_between_characters(make_outbox, char):
+    text = f"{char * 70_000}."
+    end = Matched(FinishReason.LENGTH)
+    for form, ids in ((TEXT, []), (BOTH, list(range(30_000)))):
+        parts = await sent(make_outbox, Delta(0, list(range(30_000)), text, end=end), form)
+        assert "".join(part.text for part in parts) == text
+        assert all(part.text or part.token_ids for part in parts)
+        assert [i for part in parts for i in part.token_ids] == ids
+        assert [part.HasField("end") for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+@pytest.mark.parametrize(("more", "is_whole"), [(0, True), (1, False)])
+async def test_a_delta_at_the_bound_is_whole(make_outbox, more, is_whole):
+    parts = await sent(make_outbox, delta("x" * (MAX_PART_BYTES - PART_BYTES + more), []), TEXT)
+    assert (len(parts) == 1) == is_whole
 
 
 async def test_accepted_goes_with_the_first_token(make_outbox):

@@ -149,6 +149,18 @@ class TestItself:
         assert message.heartbeat.state == pb.SERVICE_STATE_DRAINING
         assert service.engine.state is EngineState.DRAINING
 
+    async def test_a_dead_worker_is_the_end_and_streams_are_told(self, start_service, details_of):
+        service = await start_service()
+        call = service.generation.Generate()
+        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+        await asyncio.sleep(0.05)
+        service.executor.die()
+        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_DRAINING
+        await call.write(frame())
+        [finished] = (await call.read()).finished
+        assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert details_of(finished.status)["RetryInfo"].retry_delay.ToMilliseconds() == 5000
+
     async def test_an_idle_stream_has_heartbeats(self, start_service):
         service = await start_service(heartbeat_s=0.05)
         call = service.generation.Generate()
@@ -175,9 +187,15 @@ class TestItself:
         assert (model.name, model.architecture, model.backend, model.dtype) == ("bytes", "fake", "fake", "float32")
         assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (258, 4096, [256])
         assert (model.limits.max_num_seqs, model.limits.max_queued_requests, model.limits.kv_block_size) == (7, 9, 16)
+        assert model.limits.max_num_batched_tokens == 2048
         assert model.has_chat_template
         assert {"chat", "prefix_caching"} <= set(model.features)
         assert model.version
+
+    async def test_the_rows_of_a_step_are_those_that_its_budget_has_tokens_for(self, start_service):
+        service = await start_service(scheduler=SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=5))
+        limits = (await service.model.GetModel(model_pb2.GetModelRequest())).limits
+        assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (5, 5)
 
     async def test_the_tokenizer(self, start_service, details_of):
         stub = (await start_service()).tokenizer

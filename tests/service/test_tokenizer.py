@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import MAX_TEXT_BYTES, Message, Tokenizer, TokenizerError
+from penstock.service.text_size import MAX_TEXT_BYTES
+from penstock.service.tokenizer import Message, Tokenizer, TokenizerError
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 

@@ -574,9 +574,13 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """Makes sampling repeatable. Any uint64. Default: drawn at admission and reported in `finished.seed`."""
     max_tokens: _builtins.int
-    """The most output tokens of each choice: 1 to the model's context less the prompt. Default: all that the context leaves."""
+    """The most output tokens of each choice: 1 to the model's context less the prompt. Default: all that the context leaves,
+    or, of Complete, what its answer has room for if that is less.
+    """
     min_tokens: _builtins.int
-    """No stop token is chosen before this many output tokens: 0 to max_tokens. Default: 0."""
+    """No stop token is chosen before this many output tokens: 0 to max_tokens. Default: 0. At a position where this and
+    `bad_words` would leave no token at all, both are passed over.
+    """
     ignore_eos: _builtins.bool
     """Goes on past the model's own end-of-sequence tokens. Default: false."""
     n: _builtins.int
@@ -601,7 +605,9 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Never completes any of these strings' token sequences; at most 256, each 1 to 256 bytes."""
+        """Doesn't complete any of these strings' token sequences; at most 256, each 1 to 256 bytes. Passed over at a position
+        where it and `min_tokens` would leave no token at all.
+        """
 
     def __init__(
         self,
@@ -870,7 +876,7 @@ class Accepted(_message.Message):
     queue_position: _builtins.int
     """Requests ahead in the queue at arrival; 0 is next."""
     predicted_ttft_ms: _builtins.int
-    """Predicted time to the first token, in milliseconds. Absent where no prediction can be made."""
+    """Not available yet: always absent. Predicted time to the first token, in milliseconds."""
     client_request_id: _builtins.str
     """The caller's id, echoed."""
     def __init__(
@@ -1069,7 +1075,7 @@ class Finished(_message.Message):
     ref: _builtins.int
     """The request's ref."""
     may_continue: _builtins.bool
-    """Whether `continue_from` may name it."""
+    """Not available yet: always false. Whether `continue_from` may name it."""
     reason: Global___FinishReason.ValueType
     """Why it ended. With several choices: the last one's reason."""
     seed: _builtins.int
@@ -1142,7 +1148,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where a request's time went, in microseconds from its arrival."""
+    """Where a request's time went, in microseconds; from its arrival where nothing else is said."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -75,9 +75,11 @@ class GenerationServiceServicer(object):
         """Answers one request whole. The call's status is the request's status. Where a request fails after it entered the
         queue, its Finished, without the status, is among the details of the call's status: it tells the usage.
 
-        With log-probabilities the answer stays below 4 MiB, which is what gRPC's clients take by default: the sum of
-        n x max_tokens x (logprobs + 2), where `output.logprobs` is set, and prompt tokens x (prompt_logprobs + 1), where
-        `output.prompt_logprobs` is, is at most 524,288; more is refused with INVALID_ARGUMENT. GenerateOne takes more.
+        The answer stays below 4 MiB, which is what gRPC's clients take by default. Counted in 8 bytes, it may have 512,000:
+        n x max_tokens x t, where t is what the vocabulary's longest token takes, rounded up, and logprobs + 1 more where
+        `output.logprobs` is set; and prompt tokens x (prompt_logprobs + 1), where `output.prompt_logprobs` is. More is
+        refused with INVALID_ARGUMENT; without `sampling.max_tokens` the output gets what room there is. GenerateOne takes
+        more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

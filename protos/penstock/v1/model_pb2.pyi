@@ -116,7 +116,7 @@ class Limits(_message.Message):
     KV_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
-    """Requests in a step at most."""
+    """Rows in a step at most; a request of n choices takes n."""
     max_num_batched_tokens: _builtins.int
     """Tokens in a step at most."""
     max_queued_requests: _builtins.int

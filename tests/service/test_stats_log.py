@@ -1,0 +1,86 @@
+"""What the log says of the engine from time to time."""
+
+import asyncio
+import logging
+import re
+
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.v1 import generation_pb2 as pb
+
+NAME = "penstock.service.stats_log"
+LINE = re.compile(
+    r"running (\d+), waiting (\d+), KV cache ([\d.]+) %; tokens/s: prompt (\d+), output (\d+); cached (\d+) %; "
+    r"preempted (\d+)"
+)
+
+
+@pytest.fixture
+def lines(caplog):
+    """Reads what was logged so far, as numbers."""
+    caplog.set_level(logging.INFO, NAME)
+
+    def read():
+        messages = [record.getMessage() for record in caplog.records if record.name == NAME]
+        assert all(LINE.fullmatch(message) for message in messages), messages
+        return [tuple(map(float, found)) for message in messages for found in LINE.findall(message)]
+
+    return read
+
+
+async def until(true):
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 - nothing tells of a line in the log
+            await asyncio.sleep(0.005)
+
+
+async def test_a_busy_engine_is_told_of_and_an_idle_one_is_not(start_service, lines):
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
+    service = await start_service(executor, SchedulerConfig(max_num_seqs=2), stats_interval_s=0.05)
+    await asyncio.sleep(0.2)
+    assert lines() == []
+
+    start = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3000, n=3))
+    call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
+    await call.read()
+    await until(lambda: len(lines()) >= 4)
+    running, waiting, kv_percent, _, output, _, preempted = lines()[-1]
+    assert (running, waiting, preempted) == (2, 1, 0)
+    assert kv_percent > 0
+    assert output > 0
+    assert sum(prompt for _, _, _, prompt, *_ in lines()) > 0
+    call.cancel()
+
+    await until(lambda: not service.engine.stats().requests)
+    await asyncio.sleep(0.12)  # the line that tells of its last steps
+    told = len(lines())
+    await asyncio.sleep(0.2)
+    assert len(lines()) == told
+
+
+async def test_what_came_from_the_cache_is_told(start_service, lines):
+    service = await start_service(stats_interval_s=0.3)
+    request = pb.CompleteRequest(start=pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=1)))
+    await service.generation.Complete(request)
+    await until(lambda: len(lines()) == 1)
+    await service.generation.Complete(request)
+    await until(lambda: len(lines()) == 2)
+    (*_, first, _), (*_, second, _) = lines()
+    assert first == 0
+    assert second == 75  # three blocks of four; the last token has to be computed
+
+
+async def test_a_server_that_has_stopped_says_nothing_more(start_service, lines):
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
+    service = await start_service(executor, stats_interval_s=0.01)
+    call = service.generation.GenerateOne(
+        pb.GenerateOneRequest(start=pb.Start(text="hi", sampling=pb.Sampling(max_tokens=3000)))
+    )
+    await call.read()
+    await until(lines)
+    await service.server.stop()
+    told = len(lines())
+    await asyncio.sleep(0.1)
+    assert len(lines()) == told
