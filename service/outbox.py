@@ -37,6 +37,10 @@ WRITE_COST_S = 1.5e-4
 """Each stream's share of the time between messages. At 40 us a message, most of it the kernel's and gRPC's, writers
 take 27 % of a core at most, however many streams there are."""
 
+TURN_S = 0.005
+"""Streams that wait leave together, this far apart: gRPC sends what is written in one turn of the loop in fewer system
+calls, and they cost more than all else about a message."""
+
 _AT_ONCE = -math.inf
 _NEVER = math.inf
 
@@ -270,9 +274,8 @@ class Outbox(Generic[M]):
         self._disarm()
         if self._due == _NEVER:
             return
-        delay = self._due - self._loop.time()
-        if delay > 0:
-            self._timer = self._loop.call_later(delay, self._wake)
+        if self._due > self._loop.time():
+            self._timer = self._loop.call_at(math.ceil(self._due / TURN_S) * TURN_S, self._wake)
         else:
             self._wake()
 
