@@ -267,12 +267,12 @@ def check_message(text: str, names: list[str]) -> None:
     assert len(text.rsplit(": ", 1)) == 2, text
 
 
-def test_figure_18_has_50_corruptions():
+def test_reliability_figure_18_has_50_corruptions():
     assert len(CORRUPTIONS) >= 50
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_figure_18_file_and_field_are_named(name, corrupted, worker_config):
+def test_reliability_figure_18_file_and_field_are_named(name, corrupted, worker_config):
     path = corrupted(name)
     began = time.monotonic()
     with pytest.raises(ModelError) as caught:
@@ -282,7 +282,7 @@ def test_figure_18_file_and_field_are_named(name, corrupted, worker_config):
 
 
 @pytest.mark.parametrize("name", ["shard is cut by a byte", "unknown architecture", "tensor is missing"])
-async def test_figure_18_is_never_serving(name, corrupted, worker_config):
+async def test_reliability_figure_18_is_never_serving(name, corrupted, worker_config):
     states: list[EngineState] = []
     engine = Engine(WorkerProcess(worker_config(corrupted(name))))
     engine.watch(states.append)

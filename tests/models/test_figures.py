@@ -52,7 +52,7 @@ def tight(in_process):
     return lambda path, **config: in_process(path, num_blocks=16, max_model_len=200, **config)
 
 
-async def test_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
+async def test_reliability_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
     any_model, in_process, tight, start_engine, prompts, monkeypatch
 ):
     plain = await start_engine(in_process(any_model.path))
@@ -69,7 +69,7 @@ async def test_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
 
 
 @pytest.mark.parametrize("stale", ["prefix", "table"])
-async def test_figure_2_a_planted_stale_read_gives_nan(tiny_model, in_process, prompts, monkeypatch, stale):
+async def test_reliability_figure_2_a_planted_stale_read_gives_nan(tiny_model, in_process, prompts, monkeypatch, stale):
     poison(monkeypatch)
     executor = in_process(tiny_model("llama").path, num_blocks=8, max_model_len=64)
     await executor.start()
@@ -93,7 +93,7 @@ async def test_figure_2_a_planted_stale_read_gives_nan(tiny_model, in_process, p
     assert math.isnan(result.rows[0].logprobs.chosen[0])
 
 
-async def test_figure_9_same_greedy_tokens_alone_batched_preempted_chunked_and_from_cache(
+async def test_reliability_figure_9_same_greedy_tokens_alone_batched_preempted_chunked_and_from_cache(
     any_model, in_process, tight, start_engine, prompts
 ):
     path, subject = any_model.path, prompts[-1]
@@ -131,7 +131,7 @@ async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempte
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 300))])
-async def test_figure_9_in_random_traffic(tiny_model, in_process, start_engine, monkeypatch, seed):
+async def test_reliability_figure_9_in_random_traffic(tiny_model, in_process, start_engine, monkeypatch, seed):
     """Prompts that share prefixes, parameters of all kinds, cancels at random, blocks for a few at a time: whatever is
     answered is what the request gets alone (fp64, poisoned blocks)."""
     random = Random(seed)
