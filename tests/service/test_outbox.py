@@ -213,6 +213,24 @@ async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make
     assert writer.messages[1].finished
 
 
+async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox, monkeypatch):
+    monkeypatch.setattr(outbox_module, "TURN_S", 1e4)
+    pacer = Pacer(write_cost_s=5.0)
+    pacer.add(1)
+    waiting = []
+    for _ in range(3):
+        outbox, _, _ = make_outbox(pacer)
+        await turns()
+        await asyncio.sleep(0.002)
+        outbox.delta(1, delta(), TEXT, False)
+        waiting.append(outbox)
+    timers = [outbox._timer.when() for outbox in waiting]
+    assert len({outbox._due for outbox in waiting}) == 3
+    assert len(set(timers)) == 1
+    assert timers[0] % 1e4 == 0
+    assert all(outbox._due <= timers[0] for outbox in waiting)
+
+
 async def test_only_streams_with_live_requests_count(make_outbox):
     pacer = Pacer(write_cost_s=1.0)
     outboxes = [make_outbox(pacer) for _ in range(3)]
