@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,11 +170,12 @@ def _instruction_sets(cpu_info: str) -> list[str]:
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], "there is a driver, but no nvidia-smi" if has_gpu() else ""
+    command = [program, f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except FileNotFoundError:
-        return [], "there is a driver, but no nvidia-smi" if has_gpu() else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi failed: {type(error).__name__}"
     if done.returncode:

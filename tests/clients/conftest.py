@@ -10,6 +10,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -285,13 +286,24 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """Reads until this is on the screen, and forgets what came before."""
-        give_up = time.monotonic() + 20
-        while text not in self.seen:
-            assert time.monotonic() < give_up, self.seen
-            if select.select([self._side], [], [], 0.1)[0]:
-                self.seen += os.read(self._side, 4096).decode()
+        assert self._shows(text, 20), self.seen
         before, _, self.seen = self.seen.partition(text)
         return before
+
+    def interrupt(self, text: str) -> None:
+        """Presses Ctrl-C until this is on the screen: a prompt misses one that comes just before it begins to wait."""
+        for _ in range(20):
+            os.kill(self.process.pid, signal.SIGINT)
+            if self._shows(text, 1):
+                break
+        self.wait_for(text)
+
+    def _shows(self, text: str, seconds: float) -> bool:
+        give_up = time.monotonic() + seconds
+        while text not in self.seen and time.monotonic() < give_up:
+            if select.select([self._side], [], [], 0.1)[0]:
+                self.seen += os.read(self._side, 4096).decode()
+        return text in self.seen
 
     def close(self) -> None:
         self.process.kill()

@@ -210,8 +210,7 @@ def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, thre
     while not threaded_service.cancelled and time.monotonic() < give_up:
         time.sleep(0.002)
     assert threaded_service.cancelled == [threaded_service.starts[0].ref]
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.wait_for("[Ctrl-D leaves]")
+    terminal.interrupt("[Ctrl-D leaves]")
     terminal.type("hello\n")
     terminal.wait_for("hello\r\nhello\r\n")
     terminal.wait_for("> ")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -431,13 +431,23 @@ def test_when_the_worker_dies_requests_are_told_and_the_status_is_not_0(small_mo
     assert "Traceback" not in errors
 
 
+def workers_of(process):
+    """Not other children, such as one that is asked for GPUs."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error):
+            found += [child] if "penstock.models.worker" in " ".join(child.cmdline()) else []
+    return found
+
+
 def test_a_signal_while_it_loads_ends_it_and_its_worker():
-    process = subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE)
-    children = psutil.Process(process.pid).children
-    wait_until(lambda: children() != [])
-    (worker,) = children()
-    process.terminate()
-    errors = process.communicate(timeout=20)[1]
+    with subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: workers_of(process))
+            (worker,) = workers_of(process)
+        finally:
+            process.terminate()
+        errors = process.communicate(timeout=20)[1]
     assert process.returncode == 128 + signal.SIGTERM
     wait_until(lambda: ended(worker))
     assert b"Traceback" not in errors
