@@ -23,11 +23,6 @@ class Lane:
         self._waiting_bytes = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
-        return not self._waiting_bytes
-
     async def run(self, work: Callable[[], T], num_bytes: int) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
 

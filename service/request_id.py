@@ -6,8 +6,6 @@ import time
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 """Crockford's base 32: no letter that is mistaken for a digit."""
 
-REQUEST_ID_LENGTH = 26
-
 
 def new_request_id() -> str:
     """A ULID: 48 bits of milliseconds since 1970, then 80 random bits; nobody can guess another's."""

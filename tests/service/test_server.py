@@ -390,7 +390,7 @@ from penstock.service.health import Health
 set_ready = Health.set_ready
 
 def noted(self, ready):
-    if self.is_ready and not ready:
+    if self._ready and not ready:
         print("not ready", time.monotonic(), flush=True)
     set_ready(self, ready)
 
