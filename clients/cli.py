@@ -15,16 +15,23 @@ USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where it is, as ``module:function``, and what it does."""
+    """A subcommand: where it is, as ``module:function``, what it does, and which extra has the packages it needs."""
 
     entry: str
     summary: str
+    extra: str = "server"
 
 
 COMMANDS = {
     "serve": Command("penstock.service.serve:main", "serve a model over gRPC (needs penstock[server])"),
     "chat": Command("penstock.clients.chat:main", "talk to a running service in the terminal"),
     "generate": Command("penstock.clients.batch:main", "answer a JSONL file of requests, resumably"),
+    "bench": Command("penstock.clients.bench:main", "load a running service, and tell how it bears it", "bench"),
+    "top": Command("penstock.clients.top:main", "watch a running service"),
+    "explain": Command("penstock.clients.explain:main", "tell what a request waited for, and where its time went"),
+    "drain": Command("penstock.clients.admin:drain", "have a service finish what it has, and take nothing new"),
+    "flush-cache": Command("penstock.clients.admin:flush_cache", "have a service forget its cached prefixes"),
+    "settings": Command("penstock.clients.admin:settings", "tell or change a running service's limits and policy"),
     "doctor": Command("penstock.clients.doctor:main", "tell what this machine has, what will run, and what is missing"),
 }
 
@@ -97,7 +104,8 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
         if package in ("penstock", ""):
             raise
         return _fail(
-            program, f"this needs {package}, which is not installed; install it: pip install 'penstock[server]'"
+            program,
+            f"this needs {package}, which is not installed; install it: pip install 'penstock[{command.extra}]'",
         )
     except PenstockError as error:
         return _fail(program, str(error))

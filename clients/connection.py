@@ -15,7 +15,10 @@ from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed,
 from penstock.clients.requests import start_from_line
 
 TARGET_VARIABLE = "PENSTOCK_TARGET"
+ADMIN_VARIABLE = "PENSTOCK_ADMIN"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
+DEFAULT_ADMIN = "127.0.0.1:50052"
+"""Where ``penstock serve`` is administered unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,10 @@ class Connection:
     tls: Tls | None = None
 
 
-def add_connection_flags(parser: argparse.ArgumentParser, of_target: str) -> None:
+def add_connection_flags(parser: argparse.ArgumentParser, of_target: str, flag: str = "--target") -> None:
     """Adds ``--target``, which ``of_target`` explains, and the flags that ``connection`` reads."""
     flags = parser.add_argument_group("the service")
-    flags.add_argument("--target", metavar="HOST:PORT", help=of_target)
+    flags.add_argument(flag, metavar="HOST:PORT", help=of_target)
     flags.add_argument(
         "--api-key-file",
         type=Path,
@@ -56,6 +59,20 @@ def connection(arguments: argparse.Namespace, target: str) -> Connection:
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
     return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+
+
+def add_admin_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--admin``, and the flags that ``admin_connection`` reads."""
+    add_connection_flags(
+        parser,
+        f"where the service is administered, or unix:PATH; otherwise ${ADMIN_VARIABLE} (default: {DEFAULT_ADMIN})",
+        "--admin",
+    )
+
+
+def admin_connection(arguments: argparse.Namespace) -> Connection:
+    """What the flags and the environment say of the administration's listener. Raises PenstockError."""
+    return connection(arguments, arguments.admin or os.environ.get(ADMIN_VARIABLE) or DEFAULT_ADMIN)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import itertools
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -20,6 +20,16 @@ MAX_EVENTS_WAITING = 64
 for it is bounded by the request's own output, and no other request is held up."""
 
 _CLOSING_SECONDS = 1.0
+
+
+class Receiver(Protocol):
+    """Who takes what comes for one request, called by the reader as it comes; it must not wait."""
+
+    def put(self, event: Event) -> None:
+        """An event; ``Finished`` is the last one."""
+
+    def fail(self, failure: RequestFailed) -> None:
+        """The request failed; nothing comes after this."""
 
 
 class Mailbox:
@@ -114,7 +124,7 @@ class GenerateStream:
 
     def __init__(self, open_call: Callable[[], Call], target: str) -> None:
         self._target = target
-        self._live: dict[int, Mailbox] = {}
+        self._live: dict[int, Receiver] = {}
         self._refs = itertools.count(1)
         self._outgoing: asyncio.Queue[pb.GenerateRequest | None] = asyncio.Queue()
         self.is_open = True
@@ -125,12 +135,17 @@ class GenerateStream:
 
     def start(self, start: pb.Start) -> tuple[int, Mailbox]:
         """Sends a request and returns its ref and mailbox. Never waits; what was not written yet is kept in memory."""
+        mailbox = Mailbox()
+        return self.carry(start, mailbox), mailbox
+
+    def carry(self, start: pb.Start, receiver: Receiver) -> int:
+        """The same for a receiver of one's own; returns the ref."""
         assert self.is_open
         ref = next(ref for ref in self._refs if ref % 2**32 not in self._live) % 2**32
         start.ref = ref
-        mailbox = self._live[ref] = Mailbox()
+        self._live[ref] = receiver
         self._outgoing.put_nowait(pb.GenerateRequest(start=start))
-        return ref, mailbox
+        return ref
 
     def cancel(self, ref: int) -> None:
         """Asks for the early end of a request, whose ``Finished`` still comes. Nothing happens if it has ended."""
@@ -175,8 +190,8 @@ class GenerateStream:
     def _break(self, failure: RequestFailed) -> None:
         self.is_open = False
         live, self._live = self._live, {}
-        for mailbox in live.values():
-            mailbox.fail(copy.copy(failure))  # each is raised in a task of its own
+        for receiver in live.values():
+            receiver.fail(copy.copy(failure))  # each is raised in a task of its own
 
     def _distribute(self, response: pb.GenerateResponse) -> None:
         for accepted in response.accepted:
@@ -189,17 +204,17 @@ class GenerateStream:
             self._finish(finished)
 
     def _put(self, ref: int, event: Event) -> None:
-        if (mailbox := self._live.get(ref)) is not None:
-            mailbox.put(event)
+        if (receiver := self._live.get(ref)) is not None:
+            receiver.put(event)
 
     def _finish(self, message: pb.Finished) -> None:
-        mailbox = self._live.pop(message.ref, None)
-        if mailbox is None:
+        receiver = self._live.pop(message.ref, None)
+        if receiver is None:
             return
         finished = Finished.from_proto(message)
         if message.status.code != 0:
             failure = failure_from_status(message.status, message.request_id)
             failure.finished = finished
-            mailbox.fail(failure)
+            receiver.fail(failure)
         else:
-            mailbox.put(finished)
+            receiver.put(finished)

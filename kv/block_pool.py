@@ -1,50 +1,79 @@
 """Who holds which block, and which blocks nobody holds. Knows numbers and hashes, never tokens or requests.
 
-Every block is in exactly one state:
+Every block is in exactly one state. In the order in which those that nobody holds are given out:
 
-    blank    refcount 0, no hash        on the stack of blanks; given out first
-    cached   refcount 0, has a hash     in the LRU; found by its hash, or evicted when no blank is left
-    held     refcount >= 1              by rows; with a hash once its slots hold confirmed KV
+    blank       no hash       on the stack of blanks
+    lapsed      has a hash    was retained until its time came; the first to lapse goes first
+    cached      has a hash    in the LRU
+    retained    has a hash    kept in preference to those above; the nearest expiry goes first
+    held        by rows, refcount >= 1; with a hash once its slots hold confirmed KV
+
+Lapsed, cached and retained blocks are found by their hashes until they are given out, and count as free.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.kv.retention import Lease, Retention
 
 
 class BlockPool:
-    """Reference counts, the map from hash to block, and eviction, least recently used first."""
+    """Reference counts, the map from hash to block, and eviction."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evicted: Callable[[bytes], None]) -> None:
+        """``on_evicted`` is told each hash that finds nothing any more because its block was given out."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._refcounts = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._on_evicted = on_evicted
+        self._clear()
+
+    def _clear(self) -> None:
+        self._refcounts = [0] * self.num_blocks
+        self._hashes: list[bytes | None] = [None] * self.num_blocks
         self._by_hash: dict[bytes, int] = {}
         # Popped from the end, so that a new pool gives out 0, 1, 2, ...
-        self._blanks = list(range(num_blocks - 1, -1, -1))
+        self._blanks = list(range(self.num_blocks - 1, -1, -1))
+        self._lapsed: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._retention = Retention(max_blocks_per_owner=self.num_blocks // 2)
+        # Of retained blocks, and of held ones that will be retained when they are released.
+        self._leases: dict[int, Lease] = {}
+        self._num_leases = 0
+        self._now = float("-inf")
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now, cached ones included."""
-        return len(self._blanks) + len(self._cached)
+        """Blocks that can be taken now, cached and retained ones included."""
+        return len(self._blanks) + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds but that a hash still finds."""
-        return len(self._cached)
+        """Blocks that nobody holds but that a hash still finds, retained ones included."""
+        return len(self._lapsed) + len(self._cached) + len(self._retention)
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks that nobody holds and that are evicted only when no other is free."""
+        return len(self._retention)
 
     def is_held(self, block: int) -> bool:
         """Whether somebody holds it."""
         return self._refcounts[block] > 0
 
+    def num_unshared(self, block_ids: Iterable[int]) -> int:
+        """How many of these have one holder: so many are free when it gives them up."""
+        refcounts = self._refcounts
+        return [refcounts[block] for block in block_ids].count(1)
+
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this hash, held or cached. Does not modify the pool."""
+        """The block with this hash, held or not. Does not modify the pool."""
         return self._by_hash.get(block_hash)
 
+    # Holders --------------------------------------------------------------------------------------------------------
+
     def take(self, num_blocks: int) -> list[int]:
-        """Gives out blocks with a refcount of 1: blanks first, then the least recently used cached ones, whose hashes
-        are forgotten. The caller has checked ``num_free``."""
+        """Gives out blocks with a refcount of 1, in the order above; hashes of those that had one are forgotten. The
+        caller has checked ``num_free``."""
         assert 0 <= num_blocks <= self.num_free
         blanks = self._blanks
         taken = []
@@ -55,25 +84,41 @@ class BlockPool:
         return taken
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        if self._lapsed:
+            block, _ = self._lapsed.popitem(last=False)
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+        else:
+            block = self._retention.pop()
+            del self._leases[block]
         block_hash = self._hashes[block]
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hashes[block] = None
+        self._on_evicted(block_hash)
         return block
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more holder for each of these, which are held or cached."""
+        """One more holder for each of these, which are held or found by their hashes. A lease outlives its being
+        held."""
         refcounts = self._refcounts
         for block in block_ids:
             if not refcounts[block]:
-                del self._cached[block]
+                self._leave_cache(block)
             refcounts[block] += 1
+
+    def _leave_cache(self, block: int) -> None:
+        if block in self._cached:
+            del self._cached[block]
+        elif block in self._lapsed:
+            del self._lapsed[block]
+        else:
+            self._retention.remove(block, self._leases[block])
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One holder fewer for each of these, a row's blocks in the order of its table.
 
-        They enter the LRU last block first: a sequence loses its tail before the blocks that others may share.
+        They enter the cache last block first: a sequence loses its tail before the blocks that others may share.
         """
         refcounts = self._refcounts
         for block in reversed(block_ids):
@@ -82,16 +127,90 @@ class BlockPool:
             if not refcounts[block]:
                 if self._hashes[block] is None:
                     self._blanks.append(block)
+                elif block in self._leases:
+                    self._release_leased(block)
                 else:
                     self._cached[block] = None
+        self._lapse(self._retention.pop_excess())
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """From now on ``block_hash`` finds this held block. Where another block has the hash already, that one stays:
-        equal hashes mean equal content."""
+    def _release_leased(self, block: int) -> None:
+        lease = self._leases[block]
+        if lease.until > self._now:
+            self._retention.put(block, lease)
+        else:  # used until now, so it is young
+            del self._leases[block]
+            self._cached[block] = None
+
+    # Hashes ---------------------------------------------------------------------------------------------------------
+
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """From now on ``block_hash`` finds this held block; returns whether nothing found it before. Where another
+        block has the hash already, that one stays: equal hashes mean equal content."""
         assert self._refcounts[block] > 0, f"block {block} is published while nobody holds it"
-        if block_hash not in self._by_hash and self._hashes[block] is None:
-            self._by_hash[block_hash] = block
-            self._hashes[block] = block_hash
+        if block_hash in self._by_hash or self._hashes[block] is not None:
+            return False
+        self._by_hash[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
+
+    def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
+        """The blocks that these hashes of a sequence's beginning find are evicted after all others until ``until``,
+        once nobody holds them. The longer of two times counts.
+
+        At most half of all blocks are retained for an ``owner``: of more, those with the nearest expiry lapse.
+        """
+        lease = Lease(until, owner, self._num_leases)
+        self._num_leases += 1
+        leases = self._leases
+        for block_hash in reversed(hashes):
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                continue
+            known = leases.get(block)
+            # Of two equal times the newer lease gets the block, or a beginning might go before its branch.
+            if known is not None and known.until > until:
+                continue
+            if not self._refcounts[block]:
+                self._leave_cache(block)
+                self._retention.put(block, lease)
+            leases[block] = lease
+        self._lapse(self._retention.pop_excess())
+
+    def expire(self, now: float) -> None:
+        """Blocks that are retained until ``now`` or less lapse. Takes no time when there are none."""
+        self._now = now
+        self._lapse(self._retention.pop_expired(now))
+
+    def _lapse(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            del self._leases[block]
+            self._lapsed[block] = None
+
+    def flush(self) -> int:
+        """Forgets every cached block that nobody holds, retained ones included; returns how many."""
+        flushed = [*self._lapsed, *self._cached, *(block for block in self._leases if not self._refcounts[block])]
+        for block in flushed:
+            block_hash = self._hashes[block]
+            assert block_hash is not None
+            del self._by_hash[block_hash]
+            self._hashes[block] = None
+            self._leases.pop(block, None)
+        self._lapsed.clear()
+        self._cached.clear()
+        self._retention.clear()
+        self._blanks += flushed
+        return len(flushed)
+
+    def reset(self) -> None:
+        """Nobody holds anything, and nothing is found: the blocks' content is gone."""
+        now = self._now
+        self._clear()
+        self._now = now
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """All that find a block."""
+        return self._by_hash.keys()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Asserts that the pool agrees with ``holders``, the block tables of all that hold blocks, and with itself."""
@@ -101,14 +220,24 @@ class BlockPool:
             for block in block_ids:
                 expected[block] += 1
         assert expected == self._refcounts, "reference counts differ from the tables"
-        blanks, cached = set(self._blanks), set(self._cached)
+        self._retention.check()
+        blanks, unused = set(self._blanks), self._lapsed.keys() | self._cached.keys()
+        retained = {block for block, lease in self._leases.items() if block in lease.blocks}
         assert len(blanks) == len(self._blanks), "a blank block is listed twice"
+        assert len(retained) == len(self._retention), "a retained block has another lease, or none"
         for block, refcount in enumerate(self._refcounts):
-            states = (block in blanks) + (block in cached) + (refcount > 0)
+            states = (
+                (block in blanks)
+                + (block in self._lapsed)
+                + (block in self._cached)
+                + (block in retained)
+                + (refcount > 0)
+            )
             assert states == 1, f"block {block} is in {states} states"
             block_hash = self._hashes[block]
             if block_hash is None:
-                assert block not in cached, f"cached block {block} has no hash"
+                assert block not in unused, f"cached block {block} has no hash"
+                assert block not in self._leases, f"block {block} has a lease, but no hash"
             else:
                 assert block not in blanks, f"blank block {block} has a hash"
                 assert self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"

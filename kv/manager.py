@@ -8,6 +8,12 @@ from typing import Protocol
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.events import KvEventLog
+
+
+MIN_EVENTS_KEPT = 1 << 10
+MAX_EVENTS_KEPT = 1 << 16
+"""At 80 bytes each."""
 
 
 class Hashing(Protocol):
@@ -56,7 +62,11 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, hashing: Hashing) -> None:
         self.block_size = block_size
         self.hashing = hashing
-        self.pool = BlockPool(num_blocks)
+        # Who has missed more changes than there are blocks is served better by all there is.
+        max_changes = min(max(num_blocks, MIN_EVENTS_KEPT), MAX_EVENTS_KEPT)
+        self.events = KvEventLog(block_size, max_changes)
+        """Of the prefix map."""
+        self.pool = BlockPool(num_blocks, self.events.removed)
         # Hash of a block that will be published soon -> who computes it.
         self._pending: dict[bytes, Hashable] = {}
 
@@ -64,6 +74,11 @@ class KVCacheManager:
     def usage(self) -> float:
         """The share of blocks that somebody holds; cache that can be evicted is not use."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks that nobody holds and that are evicted only when no other is free."""
+        return self.pool.num_retained
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of this many tokens."""
@@ -113,11 +128,49 @@ class KVCacheManager:
         """Gives up a table. Published blocks stay cached until they are evicted, the last ones first."""
         self.pool.release(block_ids)
 
-    def publish(self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int) -> None:
-        """Blocks ``start`` to ``stop`` of a table hold KV that every later plan may read: now they can be found."""
-        pool = self.pool
-        for block, block_hash in zip(block_ids[start:stop], hashes[start:stop], strict=False):
-            pool.publish(block, block_hash)
+    def num_unshared(self, block_ids: Sequence[int]) -> int:
+        """How many blocks are free when the holder of this table gives it up."""
+        return self.pool.num_unshared(block_ids)
+
+    # What can be found ----------------------------------------------------------------------------------------------
+
+    def publish(
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int, token_ids: Sequence[int]
+    ) -> None:
+        """Blocks ``start`` to ``stop`` of a table hold KV that every later plan may read: now they can be found.
+
+        ``hashes`` and ``token_ids`` are the whole sequence's, like the table.
+        """
+        size = self.block_size
+        for index in range(start, min(stop, len(hashes))):
+            block_hash = hashes[index]
+            if self.pool.publish(block_ids[index], block_hash):
+                parent = hashes[index - 1] if index else b""
+                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+
+    def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
+        """The blocks that these hashes of a sequence's beginning find are evicted after ordinary cache until ``until``,
+        by ``time.monotonic()``; bounded for each ``owner``. A no-op for what cannot be found."""
+        self.pool.retain(hashes, until, owner)
+
+    def expire(self, now: float) -> None:
+        """Ends the retention of what is retained until ``now`` or less. To be called with every plan; takes no time
+        when there is nothing to do."""
+        self.pool.expire(now)
+
+    def flush(self) -> int:
+        """Forgets every cached block that nobody holds, retained ones included; returns how many."""
+        num_flushed = self.pool.flush()
+        self.events.cleared(but=self.pool.hashes)
+        return num_flushed
+
+    def reset(self) -> None:
+        """The blocks' content is gone with the worker: nobody holds, finds or computes any."""
+        self.pool.reset()
+        self._pending.clear()
+        self.events.cleared()
+
+    # Prefixes that are being computed -------------------------------------------------------------------------------
 
     def announce(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
         """``leader`` will compute these blocks in the coming plans."""

@@ -1,4 +1,4 @@
-"""Starts a worker process and speaks with it: the Executor over an inherited socketpair.
+"""Starts a worker process, speaks with it and watches over it: the Executor over an inherited socketpair.
 
 Runs in the service process, so nothing here imports torch. Knows frames and processes; what a plan means it does not
 know.
@@ -15,6 +15,7 @@ from typing import cast
 
 import msgspec
 
+from penstock.models.vital_signs import MemoryKills, Silence, is_stopped
 from penstock.models.wire import FrameBuffer, Kind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
@@ -29,6 +30,14 @@ CLOSE_TIMEOUT_S = 2.0
 lose."""
 POLL_INTERVAL_S = 0.01
 
+WATCH_INTERVAL_S = 0.25
+MAX_STOPPED_S = 2.0
+"""A worker that was stopped by a signal, and silent for so long, is replaced."""
+MAX_SILENCE_S = 5.0
+"""Of a worker that was not stopped: ten times the interval at which it says that it lives."""
+MAX_LOADING_SILENCE_S = 60.0
+"""The same while it loads the model: what it imports may keep all its threads waiting for a slow disk."""
+
 
 class WorkerProcess:
     """An ``Executor`` over a worker process. All methods are for the event loop's thread, which must outlive the
@@ -37,6 +46,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
         self._config = config
         self._env = dict(env or {})
+        self._facts: WorkerFacts | None = None
         self._link: _Link | None = None
 
     @property
@@ -48,7 +58,7 @@ class WorkerProcess:
     async def start(self) -> WorkerFacts:
         """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own words.
 
-        A later start gives the same facts, however much memory is free by then.
+        A later start gives the same facts, however much memory is free by then, or raises ExecutorError.
         """
         assert self._link is None, "the worker is running"
         link = await _Link.open(self._env)
@@ -56,13 +66,22 @@ class WorkerProcess:
         try:
             link.send(Kind.CONFIG, self._config)
             facts = await link.facts
+            self._check(facts)
         except BaseException:
             await self.stop()
             raise
+        self._facts = facts
         self._config = msgspec.structs.replace(
             self._config, kv_cache_bytes=facts.kv_bytes, max_model_len=facts.max_model_len
         )
         return facts
+
+    def _check(self, facts: WorkerFacts) -> None:
+        if self._facts is None or facts == self._facts:
+            return
+        now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(self._facts)
+        differences = [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]
+        raise ExecutorError(f"the new worker is not like the last one: {'; '.join(differences)}; restart the service")
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
@@ -83,6 +102,11 @@ class WorkerProcess:
                 return
             yield item
 
+    def condemn(self, why: str) -> None:
+        """Kills a worker that no longer makes progress: ``results`` says ``why``, and blames the step."""
+        if self._link is not None:
+            self._link.condemn(ExecutorError(why, blames_step=True))
+
     async def stop(self) -> None:
         """Ends the worker, by closing its socket, then by SIGKILL. Always reaps it."""
         link, self._link = self._link, None
@@ -101,6 +125,10 @@ class _Link(asyncio.Protocol):
         self._buffer = FrameBuffer()
         self._parts: list[PromptLogprobsPart] = []
         self._failure: str | None = None
+        self._verdict: ExecutorError | None = None
+        self._memory_kills = MemoryKills.here()
+        self._silence = Silence(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
+        self._watch: asyncio.TimerHandle | None = None
         self._closing = False
         self._transport: asyncio.Transport | None = None
         self._farewell: asyncio.Task[None] | None = None
@@ -137,9 +165,16 @@ class _Link(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(encode_frame(kind, body))
 
+    def condemn(self, verdict: ExecutorError) -> None:
+        """Kills the process; ``verdict`` is what is then said of its end."""
+        if self._verdict is None:
+            self._verdict = verdict
+            self.process.kill()
+
     async def close(self) -> None:
         """Ends the process and reaps it. No answer follows."""
         self._closing = True
+        self._unwatch()
         if self._transport is not None:
             self._transport.close()
         try:
@@ -161,18 +196,20 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is ours."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods, not by its class
+        self._watch_again()
 
     def data_received(self, data: bytes) -> None:
         """Takes whole frames out of the stream; a broken stream ends the worker."""
+        self._silence.heard(asyncio.get_running_loop().time())
         try:
             for kind, body in self._buffer.feed(data):
                 self._take(kind, body)
         except WireError as error:
-            self._failure = str(error)
-            self.process.kill()
+            self.condemn(ExecutorError(f"the worker failed: {error}", blames_step=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The worker closed its end, which it does only by ending."""
+        self._unwatch()
         if not self._closing:
             self._farewell = asyncio.get_running_loop().create_task(self._report())
 
@@ -190,27 +227,50 @@ class _Link(asyncio.Protocol):
             case Kind.FAILED, str():
                 self._failure = body
             case Kind.ALIVE, None:
-                pass  # life is what the frame says, and a socket that is read says the same
+                pass  # that it came is all it says
             case _:
                 raise WireError(f"a {kind.name} frame came from the worker")
+
+    def _watch_again(self) -> None:
+        self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._look)
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _look(self) -> None:
+        """Ends a process that lives and does nothing."""
+        silence = self._silence.length(asyncio.get_running_loop().time())
+        limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S
+        if silence > MAX_STOPPED_S and is_stopped(self.process.pid):
+            self.condemn(ExecutorError("the worker was stopped by a signal"))
+        elif silence > limit:
+            self.condemn(ExecutorError(f"the worker gave no sign of life for {limit:.0f} s", blames_step=True))
+        else:
+            self._watch_again()
 
     async def _report(self) -> None:
         """Says how the worker ended, to whoever waits for it."""
         if not await self._ended(CLOSE_TIMEOUT_S):
             self.process.kill()
             await self._ended(None)
-        how = _ending(self.process.returncode)
-        loading = not self.facts.done()
-        if self._failure is not None and loading:
-            text = self._failure
-        elif self._failure is not None:
-            text = f"the worker failed: {self._failure}"
-        else:
-            text = f"the worker {how}{' while it loaded the model' if loading else ''}: its own output says more"
-        self.lost = ExecutorError(text)
-        if loading:
+        self.lost = self._verdict or self._finding()
+        if not self.facts.done():
             self.facts.set_exception(self.lost)
         self.answers.put_nowait(self.lost)
+
+    def _finding(self) -> ExecutorError:
+        """What its last words and its status say."""
+        loading = not self.facts.done()
+        if self._failure is not None:
+            return ExecutorError(self._failure if loading else f"the worker failed: {self._failure}", blames_step=True)
+        when = " while it loaded the model" if loading else ""
+        if self.process.returncode != -signal.SIGKILL:
+            how = _ending(self.process.returncode)
+            return ExecutorError(f"the worker {how}{when}: its own output says more", blames_step=True)
+        if self._memory_kills.have_grown():
+            return ExecutorError(f"the worker was ended by SIGKILL{when}: memory ran out", blames_step=True)
+        return ExecutorError(f"the worker was ended by SIGKILL{when}, though the kernel tells of no lack of memory")
 
     async def _ended(self, timeout_s: float | None) -> bool:
         """Whether the process ends in time; reaps it if so."""
@@ -228,6 +288,5 @@ def _ending(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         number = -returncode
         name = signal.Signals(number).name if number in signal.Signals.__members__.values() else f"signal {number}"
-        hint = " (as when memory runs out)" if number == signal.SIGKILL else ""
-        return f"was ended by {name}{hint}"
+        return f"was ended by {name}"
     return f"ended with exit code {returncode}"

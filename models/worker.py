@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -27,6 +28,7 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 
 ALIVE_INTERVAL_S = 0.5
 PR_SET_PDEATHSIG = 1
+OOM_SCORE_ADJ = 500
 
 MAX_PARTS_BYTES = 64 << 10
 """Prompt log-probabilities in one frame, about: the service decodes a frame in one go on its event loop."""
@@ -41,6 +43,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # Terminals and service managers send these to every process at once; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
+    _offer_to_the_oom_killer()
     faulthandler.enable()
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
@@ -168,6 +171,12 @@ def _end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _offer_to_the_oom_killer() -> None:
+    """Where memory runs out this process ends before the service, which can replace it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
 def _summary(error: Exception) -> str:

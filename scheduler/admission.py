@@ -1,47 +1,107 @@
 """Whether a request may enter the queue. Knows limits and counts; changes nothing."""
 
+import math
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.forecast import Prediction
+from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import RefusalKind, Refused, Request
 
 RETRY_AFTER_MS = 1000
+MIN_RETRY_AFTER_MS = 50
+"""Sooner nobody need try again, whatever is predicted."""
 
 
 class Admission:
-    """Bounds the queue, and refuses at once what could never run."""
+    """Bounds the queue and what a tenant may have, and refuses at once what could never run or would be too late."""
 
-    def __init__(
-        self, max_queued_requests: int, max_queued_tokens: int, num_blocks: int, block_size: int, max_model_len: int
-    ) -> None:
-        self._max_queued_requests = max_queued_requests
-        self._max_queued_tokens = max_queued_tokens
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._max_model_len = max_model_len
+    def __init__(self, config: SchedulerConfig, facts: WorkerFacts) -> None:
+        self._config = config
+        self._facts = facts
 
     def max_tokens(self, request: Request) -> int:
-        """Output tokens of a choice, within the model's context."""
-        return min(request.max_tokens, self._max_model_len - len(request.prompt_token_ids))
+        """Output tokens of a choice: within the model's context, and within the tenant's cap where it is a default."""
+        max_tokens = min(request.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
+        cap = self._config.tenant(request.tenant).max_tokens
+        return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
 
-    def check(self, request: Request, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raises Refused if the request may not enter a queue that holds so many requests, and tokens of prompts."""
+    def check(
+        self,
+        request: Request,
+        *,
+        num_requests: int,
+        num_tokens: int,
+        num_tenant_live: int,
+        prediction: Prediction | None,
+        service_s: float | None,
+        now: float,
+    ) -> None:
+        """Raises Refused if the request may not enter a queue that holds so many requests, and tokens of prompts.
+
+        ``num_tenant_live`` requests of its tenant are alive. ``service_s`` is what it takes once it begins; nothing
+        predicted, nobody is refused for it.
+        """
         num_prompt_tokens = len(request.prompt_token_ids)
-        assert 0 < num_prompt_tokens < self._max_model_len, "the prompt's length is checked before admission"
+        assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
         assert request.max_tokens > 0
         if request.deadline is not None and request.deadline <= now:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
-        # The last output token is never computed: nothing follows it.
-        num_slots = num_prompt_tokens + self.max_tokens(request) - 1
-        capacity = self._num_blocks * self._block_size
-        if -(-num_slots // self._block_size) > self._num_blocks:
-            raise Refused(
-                RefusalKind.TOO_LARGE,
-                f"prompt and max_tokens need {num_slots} tokens of KV cache, which holds {capacity}; "
-                "shorten the prompt or lower max_tokens",
-            )
-        if num_requests + 1 > self._max_queued_requests:
+        self.check_size(request)
+        self._check_tenant(request, num_tenant_live)
+        if num_requests + 1 > self._config.max_queued_requests:
             raise Refused(RefusalKind.QUEUE_FULL, f"{num_requests} requests are waiting already", RETRY_AFTER_MS)
-        if num_tokens + num_prompt_tokens > self._max_queued_tokens:
+        if num_tokens + num_prompt_tokens > self._config.max_queued_tokens:
             raise Refused(
                 RefusalKind.QUEUE_FULL,
                 f"{num_tokens} prompt tokens are waiting, and {num_prompt_tokens} more would exceed the limit",
-                None if num_prompt_tokens > self._max_queued_tokens else RETRY_AFTER_MS,
+                None if num_prompt_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
             )
+        if request.deadline is not None and prediction is not None:
+            _check_deadline(request.deadline - now, prediction.total_s, service_s)
+
+    def check_size(self, request: Request) -> None:
+        """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
+        limits = self._config.tenant(request.tenant)
+        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), self.max_tokens(request)
+        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+            raise Refused(
+                RefusalKind.TENANT_CAP,
+                f"the prompt has {num_prompt_tokens} tokens; this tenant's may have at most {limits.max_prompt_tokens}",
+            )
+        if limits.max_tokens is not None and max_tokens > limits.max_tokens:
+            raise Refused(
+                RefusalKind.TENANT_CAP,
+                f"max_tokens is {max_tokens}; this tenant's may be at most {limits.max_tokens}",
+            )
+        # The last output token is never computed: nothing follows it.
+        num_slots = num_prompt_tokens + max_tokens - 1
+        facts = self._facts
+        if -(-num_slots // facts.block_size) > facts.num_blocks:
+            raise Refused(
+                RefusalKind.TOO_LARGE,
+                f"prompt and max_tokens need {num_slots} tokens of KV cache, which holds "
+                f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
+            )
+
+    def _check_tenant(self, request: Request, num_live: int) -> None:
+        most = self._config.tenant(request.tenant).max_live_requests
+        if most is not None and num_live >= most:
+            raise Refused(
+                RefusalKind.TENANT_BUSY,
+                f"this tenant has {num_live} live requests; at most {most} are allowed; try again when one has ended",
+                RETRY_AFTER_MS,
+            )
+
+
+def _check_deadline(left_s: float, total_s: float, service_s: float | None) -> None:
+    late_s = total_s - left_s
+    if late_s <= 0:
+        return
+    # Waiting helps against a queue only.
+    never = service_s is not None and service_s > left_s
+    raise Refused(
+        RefusalKind.OVERLOADED,
+        f"it would be done in {total_s:.3g} s, and its deadline is in {left_s:.3g} s; "
+        + ("allow it more time" if never else "try again, or allow it more time"),
+        None if never else max(MIN_RETRY_AFTER_MS, math.ceil(late_s * 1000)),
+    )

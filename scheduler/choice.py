@@ -19,7 +19,11 @@ import msgspec
 from penstock.scheduler.delivery import Delivery
 from penstock.scheduler.plan import Decode, SamplingParams
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import Finished, FinishReason, Request, Timings, Usage
+from penstock.scheduler.request import Context, Finished, FinishReason, Request, Timings, Usage
+from penstock.scheduler.tenants import TenantUse
+from penstock.scheduler.timeline import Timeline
+
+_CONTINUABLE = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED})
 
 
 class ChoiceState(Enum):
@@ -41,20 +45,28 @@ class LiveRequest:
         "choices",
         "first_token_at",
         "forked",
+        "held",
         "num_ended",
         "num_prompt_logprobs",
         "number",
         "request",
         "started_at",
+        "tenant",
         "texts",
+        "timeline",
         "timings",
         "usage",
     )
 
-    def __init__(self, request: Request, number: int) -> None:
+    def __init__(self, request: Request, number: int, tenant: TenantUse, timeline: Timeline) -> None:
         self.request = request
+        """Another one, with what its caller changed, where that happened."""
         self.number = number
         """Of arrival."""
+        self.tenant = tenant
+        self.timeline = timeline
+        self.held = False
+        """Nobody reads its output, so nothing of it is planned."""
         self.choices: list[Choice] = []
         """Choice 0 alone, until the prompt is computed."""
         self.texts = [request.make_text() for _ in range(request.n)]
@@ -75,7 +87,7 @@ class LiveRequest:
             self.request.prompt_token_ids
         )
 
-    def finished(self, reason: FinishReason, message: str, now: float) -> Finished:
+    def finished(self, reason: FinishReason, message: str, context: Context | None, now: float) -> Finished:
         """The request's last event."""
         arrival = self.request.arrival
         timings = self.timings
@@ -85,7 +97,15 @@ class LiveRequest:
             timings.prefill_us = _microseconds(self.first_token_at - self.started_at)
             timings.first_token_us = _microseconds(self.first_token_at - arrival)
         self.usage.output_tokens = sum(choice.delivery.num_tokens for choice in self.choices)
-        return Finished(reason, self.usage, timings, message)
+        return Finished(reason, self.usage, timings, message, context)
+
+    def context(self, reason: FinishReason, block_size: int) -> Context | None:
+        """What those that continue it begin with; None if nobody may."""
+        if reason not in _CONTINUABLE or self.request.n > 1 or self.started_at is None:
+            return None
+        choice = self.choices[0]
+        token_ids = choice.token_ids[: choice.num_prompt_tokens + choice.delivery.num_delivered]
+        return Context(token_ids, choice.hashes[: len(token_ids) // block_size])
 
 
 class Choice:
@@ -95,6 +115,7 @@ class Choice:
         "awaited_hash",
         "block_ids",
         "capacity",
+        "complete_from",
         "decode",
         "delivery",
         "epoch",
@@ -105,6 +126,7 @@ class Choice:
         "live",
         "num_computed",
         "num_free_at_last_try",
+        "num_overtaken",
         "num_planned",
         "num_published",
         "pinned",
@@ -147,6 +169,8 @@ class Choice:
         """The block that somebody else is computing and that this choice waits for."""
         self.num_free_at_last_try = -1
         """How many blocks were free when they were too few for this choice; -1: never tried."""
+        self.num_overtaken = 0
+        """How many began that were behind it, since it was first too large for what was free."""
         self.pinned = pinned
         """Blocks of the prompt that a forked choice keeps until it runs."""
 
@@ -163,6 +187,8 @@ class Choice:
         """Blocks, from the first one, that are published or came from the cache."""
         self.prefill_end = 0
         """The history's length when the row began: chunks go up to here."""
+        self.complete_from: int | None = None
+        """The first step that the row is not in because those before it bring all its tokens."""
 
     @property
     def index(self) -> int:
@@ -189,12 +215,30 @@ class Choice:
         self.prefill_end = len(self.token_ids)
         self.awaited_hash = None
         self.num_free_at_last_try = -1
+        self.num_overtaken = 0
+
+    def limit(self, max_tokens: int) -> None:
+        """Output ends after so many tokens, also if there are more already."""
+        self.delivery.max_tokens = max_tokens
+        self.length_limit = self.num_prompt_tokens + max_tokens
+        self.complete_from = None
+
+    def restart(self) -> None:
+        """The worker is gone: with it what was in flight, and all KV. The choice waits again."""
+        self.in_flight.clear()
+        self.length_bound = len(self.token_ids)
+        self.awaited_hash = None
+        self.num_free_at_last_try = -1
+        self.pinned = []
+        self.leave_row()
+        self.state = ChoiceState.WAITING
 
     def leave_row(self) -> None:
         """The row's life is over, and its blocks are given up; what is in flight still counts."""
         self.row = -1
         self.block_ids = []
         self.capacity = 0
+        self.complete_from = None
         self.num_computed = self.num_planned = self.num_published = 0
 
 

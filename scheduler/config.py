@@ -1,15 +1,45 @@
 """The scheduler's limits: frozen, complete, validated once."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.policy import Policy
 
 
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+MAX_TARGET_ITL_S = 60.0
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """A tenant's weight and caps; None is no cap. Raises ValueError."""
+
+    weight: float = 1.0
+    """Its share of the served tokens under ``fair``, relative to other tenants' weights."""
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    """Output of each choice."""
+    max_live_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ValueError(f"weight is {self.weight}; it must be {MIN_WEIGHT} to {MAX_WEIGHT:.0f}")
+        for name in ("max_prompt_tokens", "max_tokens", "max_live_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What the operator chooses. Where the worker's facts allow less, that holds. Raises ValueError."""
+    """What the operator chooses. Where the worker's facts allow less, that holds. Raises ValueError.
+
+    A running scheduler takes another one whole; only ``enable_prefix_caching``, ``max_plans_in_flight`` and
+    ``max_decode_tokens`` stay as they were at the start.
+    """
 
     max_num_seqs: int = 256
     """Rows that run at once; a request of n choices has n rows."""
@@ -25,6 +55,13 @@ class SchedulerConfig:
     """Plans that the worker has not answered: 1 or 2."""
     max_decode_tokens: int = 1
     """Tokens that a row may gain in a step; more than one needs a worker that drafts."""
+    target_itl_s: float | None = None
+    """The time between a row's tokens that chunks of prompts beside it are sized to keep; None: as the budget allows."""
+    default_tenant: TenantLimits = TenantLimits()
+    """Of tenants that ``tenants`` does not name."""
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    explain_requests: int = 1000
+    """Requests that ended and can still be explained."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -38,8 +75,26 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 1 <= self.max_plans_in_flight <= MAX_PLANS_IN_FLIGHT:
             raise ValueError(f"max_plans_in_flight is {self.max_plans_in_flight}; must be 1 to {MAX_PLANS_IN_FLIGHT}")
+        if self.explain_requests < 0:
+            raise ValueError(f"explain_requests is {self.explain_requests}; it must be at least 0")
+        if self.target_itl_s is not None and not 0 < self.target_itl_s <= MAX_TARGET_ITL_S:
+            limit = math.floor(MAX_TARGET_ITL_S)
+            raise ValueError(f"target_itl_s is {self.target_itl_s}; it must be above 0 and at most {limit}")
         if self.max_decode_tokens > self.max_num_batched_tokens:
             raise ValueError("max_decode_tokens is above max_num_batched_tokens; a step could not hold one row")
+
+    def tenant(self, name: str) -> TenantLimits:
+        """What holds for a tenant."""
+        return self.tenants.get(name, self.default_tenant)
+
+    def check_fits(self, facts: WorkerFacts, running: "SchedulerConfig") -> None:
+        """Raises ValueError where this cannot follow ``running``, which a worker with these facts runs with."""
+        for name in ("enable_prefix_caching", "max_plans_in_flight", "max_decode_tokens"):
+            assert getattr(self, name) == getattr(running, name), f"{name} stays as it was at the start"
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value, most = getattr(self, name), getattr(facts, name)
+            if value > most and value != getattr(running, name):
+                raise ValueError(f"{name} is {value}; the worker was started with {most}, and may not have more")
 
     def token_budget(self, facts: WorkerFacts) -> int:
         """Tokens in a step at most, on this worker."""

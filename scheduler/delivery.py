@@ -48,6 +48,7 @@ class Delivery:
         "end",
         "index",
         "max_tokens",
+        "num_delivered",
         "num_tokens",
     )
 
@@ -64,6 +65,8 @@ class Delivery:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         """Tokens chosen so far, those that are never shown included."""
+        self.num_delivered = 0
+        """Those that were let go."""
         self.end: Matched | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -88,7 +91,7 @@ class Delivery:
                 num_more, more, stop = self._text.feed(token_id)
             num_released += num_more
             text += more
-            if self.num_tokens == self.max_tokens and stop is None and self.end is None:
+            if self.num_tokens >= self.max_tokens and stop is None and self.end is None:
                 num_more, more, stop = self._end(Matched(FinishReason.LENGTH))
                 num_released += num_more
                 text += more
@@ -97,6 +100,16 @@ class Delivery:
             if self.end is not None:
                 break
         return self._release(num_released, text)
+
+    def cut(self) -> Delta:
+        """Ends the choice, which has as many tokens as it may have, and lets go what is held back."""
+        assert self.end is None
+        num_released, text, stop = self._end(Matched(FinishReason.LENGTH))
+        if stop is not None:
+            self.end = Matched(FinishReason.STOP, stop=stop)
+        delta = self._release(num_released, text)
+        assert delta is not None
+        return delta
 
     def _end(self, end: Matched) -> Released:
         self.end = end
@@ -110,5 +123,6 @@ class Delivery:
             shown, self._held = held, []
         else:
             shown, self._held = held[:num_released], held[num_released:]
+        self.num_delivered += num_released
         logprobs = None if self._held_logprobs is None else self._held_logprobs.release(num_released)
         return Delta(self.index, shown, text, logprobs, self.end)

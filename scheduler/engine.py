@@ -16,8 +16,9 @@ from enum import Enum, auto
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Request
+from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class EngineState(Enum):
 
     STARTING = auto()
     SERVING = auto()
+    RECOVERING = auto()
+    """The worker is being replaced; what was admitted goes on afterwards, and nothing new is taken."""
     DRAINING = auto()
     """Finishes what it has; takes nothing new."""
     FAILED = auto()
@@ -127,6 +130,50 @@ class Engine:
         self._pump_soon()  # others may have waited for its blocks
         return True
 
+    def update(self, request_id: str, change: Change) -> bool:
+        """Changes a live request; what the next plan says follows it. False if it is not alive. Raises Refused, and then
+        nothing has changed."""
+        if self._scheduler is None:
+            return False
+        with self._failing_as_a_whole():
+            if not self._scheduler.update_request(request_id, change):
+                return False
+        if change.deadline is not None and request_id in self._deadlines:
+            self._deadlines.pop(request_id).cancel()
+        if change.deadline is not None and self._scheduler.is_live(request_id):
+            self._deadlines[request_id] = self._call_at(change.deadline, request_id)
+        self._pump_soon()
+        return True
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """While it is held a request is in no plan, and loses its blocks before any other: nobody reads its output."""
+        if self._scheduler is not None:
+            with self._failing_as_a_whole():
+                self._scheduler.hold(request_id, held)
+            self._pump_soon()
+
+    # Operation ----------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """As it is now."""
+        return self._config
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on ``config`` holds; no request is lost by it. Raises ValueError."""
+        if self._scheduler is not None:
+            self._scheduler.reconfigure(config)
+        self._config = config
+        self._pump_soon()
+
+    def flush_cache(self) -> int:
+        """Forgets every cached block that nobody holds; returns how many."""
+        return 0 if self._scheduler is None else self._scheduler.kv.flush()
+
+    def explain(self, request_id: str) -> Timeline | None:
+        """What became of a request that lives, or that ended lately."""
+        return None if self._scheduler is None else self._scheduler.explain(request_id)
+
     def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
         # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
         delay = max(0.0, deadline - time.monotonic())
@@ -185,6 +232,8 @@ class Engine:
         """After an error of our own nobody can say what rows and blocks are worth."""
         try:
             yield
+        except Refused:
+            raise
         except Exception:
             logger.exception("the scheduler failed")
             self._fail(FinishReason.INTERNAL, "the scheduler failed")
@@ -204,6 +253,13 @@ class Engine:
         """From now on new requests are refused; those that were admitted go on."""
         if self.state in (EngineState.STARTING, EngineState.SERVING):
             self._set_state(EngineState.DRAINING)
+
+    def resume(self) -> bool:
+        """Takes new requests again after ``drain``; False where the engine is not draining."""
+        if self.state is not EngineState.DRAINING:
+            return False
+        self._set_state(EngineState.SERVING)
+        return True
 
     async def wait_idle(self) -> None:
         """Waits until no request is alive."""

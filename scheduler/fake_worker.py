@@ -176,13 +176,14 @@ class FakeWorker:
         self._next_token = next_token
         self._slots = slots
         self._rows: dict[int, FakeRow] = {}
-        self._step = 0
+        self._step: int | None = None
+        """The next one; the first may have any number, since a worker may follow another."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """The answer to the next plan. Raises BrokenPlan."""
-        if plan.step != self._step:
+        if self._step not in (None, plan.step):
             raise BrokenPlan(f"step {plan.step} comes, but {self._step} is next")
-        self._step += 1
+        self._step = plan.step + 1
         for number in plan.dropped:
             self._slots.end(self._rows.pop(number))
         for added in plan.added:

@@ -1,9 +1,18 @@
-"""Who waits and who runs, each in order of rank. Knows neither blocks nor plans."""
+"""Who waits, who runs and who is held back, each in order. Knows neither blocks nor plans.
 
+The order is that of ranks; where tenants take turns it is that of their turns first, which move with every step.
+"""
+
+import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.policy import Rank
+
+Order = tuple[float, Rank]
+"""(the tenant's turn, or 0 where tenants take none; the rank)."""
 
 
 def _rank(choice: Choice) -> Rank:
@@ -13,27 +22,80 @@ def _rank(choice: Choice) -> Rank:
 class WaitingQueue:
     """Choices without a row: new ones, forked ones, preempted ones."""
 
-    def __init__(self) -> None:
-        self.choices: list[Choice] = []
+    def __init__(self, by_turns: bool) -> None:
+        """``by_turns``: tenants take turns."""
+        self.by_turns = by_turns
         self.num_requests = 0
         """Requests that have not begun."""
         self.num_tokens = 0
         """Their prompts' tokens."""
+        self._num_choices = 0
+        self._lanes: dict[str, list[Choice]] = {}
+        """One for each tenant, or one for all; none is empty."""
 
-    def put(self, choice: Choice) -> int:
-        """Enters a choice; returns how many are ahead of it."""
-        insort(self.choices, choice, key=_rank)
+    def __len__(self) -> int:
+        return self._num_choices
+
+    def __iter__(self) -> Iterator[Choice]:
+        """In any order."""
+        return chain.from_iterable(self._lanes.values())
+
+    def order(self, choice: Choice) -> Order:
+        """What a choice is ordered by now."""
+        return (choice.live.tenant.turn if self.by_turns else 0.0, choice.rank)
+
+    def put(self, choice: Choice) -> None:
+        """Enters a choice."""
+        insort(self._lanes.setdefault(self._lane(choice), []), choice, key=_rank)
+        self._num_choices += 1
         if choice.live.started_at is None:
             self.num_requests += 1
             self.num_tokens += choice.num_prompt_tokens
-        return bisect_left(self.choices, choice.rank, key=_rank)
 
     def remove(self, choice: Choice) -> None:
         """Takes a choice out, while its request's ``started_at`` is still what it was."""
-        self.choices.remove(choice)
+        name = self._lane(choice)
+        lane = self._lanes[name]
+        # Ranks are unique, so this finds it without comparing all of a long queue.
+        index = bisect_left(lane, choice.rank, key=_rank)
+        assert lane[index] is choice
+        del lane[index]
+        if not lane:
+            del self._lanes[name]
+        self._num_choices -= 1
         if choice.live.started_at is None:
             self.num_requests -= 1
             self.num_tokens -= choice.num_prompt_tokens
+
+    def num_ahead(self, tenant: str, rank: Rank) -> int:
+        """How many would be ahead of a choice that entered now; with turns, about so many."""
+        own = self._lanes.get(tenant if self.by_turns else "", [])
+        ahead = bisect_left(own, rank, key=_rank)
+        if self.by_turns:
+            ahead += sum(min(len(lane), ahead + 1) for name, lane in self._lanes.items() if name != tenant)
+        return ahead
+
+    def in_order(self) -> Iterator[Choice]:
+        """All of them. Choices may be put and removed meanwhile: those that enter are not seen."""
+        if len(self._lanes) <= 1:
+            for lane in list(self._lanes.values()):
+                yield from tuple(lane)
+            return
+        # A turn may move while its lane's first is looked at, so it is read again for the next one.
+        lanes = [(self.order(lane[0]), iter(tuple(lane))) for lane in self._lanes.values()]
+        heap = [(order, next(choices), choices) for order, choices in lanes]
+        heapq.heapify(heap)
+        while heap:
+            _, choice, choices = heap[0]
+            yield choice
+            following = next(choices, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (self.order(following), following, choices))
+
+    def _lane(self, choice: Choice) -> str:
+        return choice.live.tenant.name if self.by_turns else ""
 
 
 class RunningRows:
@@ -42,13 +104,19 @@ class RunningRows:
     def __init__(self) -> None:
         self.prefilling: list[Choice] = []
         self.decoding: list[Choice] = []
+        self.held: list[Choice] = []
+        """Of requests whose output nobody reads: in no plan until they are released."""
 
     def __len__(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
+        return len(self.prefilling) + len(self.decoding) + len(self.held)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return chain(self.prefilling, self.decoding, self.held)
 
     def add(self, choice: Choice) -> None:
         """Enters a choice whose row begins."""
         insort(self.prefilling, choice, key=_rank)
+        choice.live.tenant.num_rows += 1
 
     def promote(self, choice: Choice) -> None:
         """All of its history is planned."""
@@ -58,8 +126,22 @@ class RunningRows:
 
     def remove(self, choice: Choice) -> None:
         """Takes a choice out."""
-        (self.prefilling if choice.state is ChoiceState.PREFILLING else self.decoding).remove(choice)
+        self._line(choice).remove(choice)
+        choice.live.tenant.num_rows -= 1
 
-    def last(self) -> Choice:
-        """The one that loses its blocks first: of the lowest priority, or the latest."""
-        return max((row[-1] for row in (self.prefilling, self.decoding) if row), key=_rank)
+    def hold(self, choice: Choice, held: bool) -> None:
+        """Takes a row out of the plans, or puts it back; its request says the same from now on."""
+        (self._moving(choice) if held else self.held).remove(choice)
+        insort(self.held if held else self._moving(choice), choice, key=_rank)
+
+    def replace(self, choices: Iterable[Choice]) -> None:
+        """The same rows in the order of their new ranks."""
+        self.prefilling, self.decoding, self.held = [], [], []
+        for choice in sorted(choices, key=_rank):
+            self._line(choice).append(choice)
+
+    def _line(self, choice: Choice) -> list[Choice]:
+        return self.held if choice.live.held else self._moving(choice)
+
+    def _moving(self, choice: Choice) -> list[Choice]:
+        return self.prefilling if choice.state is ChoiceState.PREFILLING else self.decoding

@@ -1,23 +1,46 @@
 """Spends a step's budget: which rows go on, which begin, and which must give way. Knows no events and no text.
 
-Rows that decode come first, then chunks of histories, then rows that begin; each in order of rank. Whoever begins gets
-the blocks of its whole history at once, so chunks never want for blocks: only a decoding row can, and then it takes
-them from the lowest rank that runs.
+Rows that decode come first. Then whatever is behind its history, in order: rows that have begun and rows that begin
+alike, by chunks. Whoever begins gets the blocks of its whole history at once, so chunks never want for blocks: only a
+decoding row can, and then it takes them from a row that gives way.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.giving_way import GivingWay
 from penstock.scheduler.lineup import RunningRows, WaitingQueue
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowBlocks, SamplingParams, StepPlan, num_row_numbers
+from penstock.scheduler.pins import Pins
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    RowBlocks,
+    SamplingParams,
+    StepPlan,
+    WorkerFacts,
+    num_row_numbers,
+)
+from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.rows import RowTable
+from penstock.scheduler.step_model import StepModel, StepWork
+from penstock.scheduler.suspects import Suspects
+from penstock.scheduler.tenants import Tenants
+from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
 
 MAX_ADDED_TOKENS = 1 << 18
 """History of the rows that begin in one plan, unless it is one row's: bounds the loop's time for a plan."""
+MAX_OVERTAKEN = 32
+"""So many may begin that are behind a choice for which too few blocks are free; then they wait until it has begun."""
+MAX_PASSED_OVER = 8
+"""So many choices that find no room does a plan look at."""
 
 
 @dataclass(slots=True)
@@ -34,6 +57,26 @@ class Counters:
     preemptions: int = 0
     output_tokens: int = 0
     """Tokens chosen, those that are never shown included."""
+    refused: int = 0
+    """Requests that were not admitted."""
+
+
+class Planned(NamedTuple):
+    """A plan, and how much work it is."""
+
+    plan: StepPlan
+    work: StepWork
+
+
+@dataclass(slots=True)
+class _Beginnings:
+    """What a plan has found out about those that wait."""
+
+    passed_over: list[Choice] = field(default_factory=list)
+    """Those for which too few blocks are free."""
+    num_added_tokens: int = 0
+    is_over: bool = False
+    """Nobody else begins in this plan."""
 
 
 class Planner:
@@ -42,60 +85,153 @@ class Planner:
     def __init__(
         self,
         kv: KVCacheManager,
-        budget: int,
-        max_rows: int,
-        max_decode_tokens: int,
+        facts: WorkerFacts,
+        config: SchedulerConfig,
+        tenants: Tenants,
+        model: StepModel,
+        suspects: Suspects,
         clock: Callable[[], float],
     ) -> None:
-        # Every row that runs can decode in every step, so that none starves, and chunks always go on.
-        assert 0 < max_rows * max_decode_tokens <= budget
         self.kv = kv
         self.counters = Counters()
-        self.waiting = WaitingQueue()
         self.running = RunningRows()
-        self.rows: RowTable[Choice] = RowTable(num_row_numbers(max_rows))
-        self._budget = budget
-        self._max_rows = max_rows
-        self._max_decode_tokens = max_decode_tokens
+        self.waiting = WaitingQueue(config.policy is Policy.FAIR)
+        self.rows: RowTable[Choice] = RowTable(num_row_numbers(facts.max_num_seqs))
+        self.max_rows = 0
+        self.budget = 0
+        self.decode_kv = 0
+        """Positions that the decoding rows of the last plan read."""
+        self.is_late: Callable[[LiveRequest], bool] = lambda live: False
+        """Whether a request that has not begun can no longer meet its deadline."""
+        self._late: list[LiveRequest] = []
+        self._facts = facts
+        self._tenants = tenants
+        self._model = model
+        self._suspects = suspects
         self._clock = clock
+        self._max_decode_tokens = config.max_decode_tokens
         # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
         self._reserved_blocks = kv.pool.num_blocks // 100
-        self._pinned: list[Choice] = []
+        self._pins = Pins(kv)
+        self.configure(config)
 
-    def plan(self) -> StepPlan | None:
+    def configure(self, config: SchedulerConfig) -> None:
+        """Limits and policy are as ``config`` has them from the next plan on. Ranks must be right already."""
+        self.budget = config.token_budget(self._facts)
+        self.max_rows = config.max_rows(self._facts)
+        # Every row that runs can decode in every step, so that none starves.
+        assert 0 < self.max_rows * self._max_decode_tokens <= self.budget
+        self._target_itl_s = config.target_itl_s
+        self._giving_way = GivingWay(config.policy, self.running, self.kv, self._tenants)
+        waiting = list(self.waiting)
+        begun = {id(choice) for choice in self.running}
+        self.waiting = WaitingQueue(config.policy is Policy.FAIR)
+        for choice in waiting:
+            self.waiting.put(choice)
+        self.running.replace(list(self.running))
+        assert begun == {id(choice) for choice in self.running}
+        while len(self.running) > self.max_rows:
+            self._preempt(max(self.running, key=lambda choice: choice.rank), "fewer rows may run")
+
+    def plan(self) -> Planned | None:
         """The next step, or None if there is nothing to compute. The caller submits it: it counts as on its way."""
-        plan = StepPlan(self.counters.steps, [], [], [], [], [])
-        budget = self._plan_decodes(plan, self._budget)
-        chunked: list[Choice] = []
-        for choice in self.running.prefilling:
-            if not budget:
-                break
-            budget -= self._plan_chunk(plan, choice, budget)
-            chunked.append(choice)
-        self._plan_beginnings(plan, budget, chunked)
+        self.kv.expire(self._clock())
+        if self._suspects:
+            self._leave_alone_those_on_trial()
+        self._make_room()
+        planned = self._plan()
+        while planned.plan.is_empty and self._make_room():
+            planned = self._plan()
+        plan = planned.plan
         if plan.is_empty:
             return None
         plan.dropped = self.rows.say_drops()
-        self._close(chunked)
         self.counters.steps += 1
         self.counters.decode_rows += len(plan.decodes)
-        return plan
+        return planned
 
-    def pin(self, choice: Choice) -> None:
-        """Enters a forked choice, which keeps its blocks of the prompt while it waits."""
-        if choice.pinned:
-            self.kv.share(choice.pinned)
-            self._pinned.append(choice)
+    def _plan(self) -> Planned:
+        plan = StepPlan(self.counters.steps, [], [], [], [], [])
+        budget = self._plan_decodes(plan, self.budget)
+        chunked: list[Choice] = []
+        if self.running.prefilling or len(self.waiting):
+            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
+        self._close(plan, chunked)
+        return Planned(plan, StepWork.of(plan, self.decode_kv))
+
+    # What comes and goes --------------------------------------------------------------------------------------------
+
+    def enter(self, choice: Choice) -> None:
+        """Puts a new choice into the queue; a forked one keeps its blocks of the prompt while it waits."""
+        self._pins.add(choice)
         self.waiting.put(choice)
 
     def retire(self, choice: Choice) -> None:
         """Ends a choice, wherever it is. Its blocks are free for the next plan, which drops its row."""
         if choice.state is ChoiceState.WAITING:
             self.waiting.remove(choice)
-            self._unpin(choice)
+            self._pins.remove(choice)
+            self._say_left(choice)
         else:
             self._leave(choice)
         choice.state = ChoiceState.ENDED
+
+    def take_late(self) -> list[LiveRequest]:
+        """Requests that the last plan found too late to begin, for the caller to end."""
+        late, self._late = self._late, []
+        return late
+
+    def change_rank(self, choice: Choice, rank: Rank) -> None:
+        """Moves a choice, wherever it is."""
+        if choice.state is ChoiceState.WAITING:
+            self.waiting.remove(choice)
+            choice.rank = rank
+            self.waiting.put(choice)
+        else:
+            choice.rank = rank
+            self.running.replace(list(self.running))
+
+    def hold(self, live: LiveRequest, held: bool) -> None:
+        """Keeps a request out of the plans, or no longer; its rows keep their blocks until others want them."""
+        for choice in live.choices:
+            if choice.state in (ChoiceState.PREFILLING, ChoiceState.DECODING):
+                self.running.hold(choice, held)
+            if choice.state is ChoiceState.PREFILLING:
+                # Nobody need wait for a prefix that is not being computed.
+                (self.kv.retract if held else self.kv.announce)(choice, choice.hashes[choice.num_published :])
+                if held:
+                    self._say_left(choice)
+                elif choice.state is ChoiceState.DECODING:
+                    live.timeline.decodes(choice.index, self.counters.steps)
+        live.held = held
+
+    def restart(self) -> None:
+        """The worker is gone, with all KV, and with what was in flight: every row waits again."""
+        self.kv.reset()
+        self._pins.forget()
+        begun = list(self.running)
+        for choice in begun:
+            self._say_left(choice)
+            self.running.remove(choice)
+        for choice in self.waiting:
+            choice.restart()
+        for choice in begun:
+            choice.restart()
+            self.waiting.put(choice)
+        self.rows = RowTable(num_row_numbers(self._facts.max_num_seqs))
+        self.decode_kv = 0
+
+    def end_of(self, choice: Choice) -> int:
+        """The first step that a choice is not in."""
+        return self.counters.steps if choice.complete_from is None else choice.complete_from
+
+    def _leave_alone_those_on_trial(self) -> None:
+        """Every other row waits, and holds no blocks that they may want."""
+        for choice in [choice for choice in self.running if not self._may_run(choice)]:
+            self._preempt(choice, "others are tried alone, to find out who ended the worker")
+
+    def _may_run(self, choice: Choice) -> bool:
+        return not self._suspects or self._suspects.may_run(choice.live.request.request_id)
 
     def publish_confirmed(self, choice: Choice) -> None:
         """An answer confirmed the row's KV up to ``num_computed``."""
@@ -103,12 +239,12 @@ class Planner:
         if num_full > choice.num_published:
             self._publish(choice, num_full)
 
-    # Rows that decode ---------------------------------------------------------------------------------------------
+    # Rows that decode -----------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
         decoding = self.running.decoding
         max_decode_tokens = self._max_decode_tokens
-        index = 0
+        index = decode_kv = 0
         while index < len(decoding):
             choice = decoding[index]
             num_tokens = choice.length_limit - choice.length_bound
@@ -121,42 +257,77 @@ class Planner:
                 plan.decodes.append(choice.decode if num_tokens == 1 else Decode(choice.row, num_tokens))
                 choice.in_flight.append(num_tokens)
                 choice.length_bound += num_tokens
+                decode_kv += num_slots
                 budget -= num_tokens
+            elif choice.complete_from is None:
+                choice.complete_from = plan.step
             index += 1
+        self.decode_kv = decode_kv
         return budget
 
     def _grow(self, plan: StepPlan, choice: Choice, num_slots: int) -> bool:
-        """Gives a row the blocks that it needs, taking them from lower ranks; False if it was the lowest and gave way.
-
-        Rows are planned in order of rank, so whoever gives way is not in the plan yet.
-        """
+        """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave
+        way itself."""
         num_blocks = self.kv.num_blocks_for(num_slots)
         while (new := self.kv.grow(choice.block_ids, num_blocks)) is None:
-            if self._unpin_all():
+            if self._pins.remove_all():
                 continue
-            last = self.running.last()
-            self._preempt(last)
-            if last is choice:
+            victim = self._giving_way.for_row(choice)
+            needy = "it" if victim is choice else choice.live.request.request_id
+            self._preempt(victim, lacked_blocks(needy, num_blocks - len(choice.block_ids)))
+            if victim is choice:
                 return False
         choice.capacity = num_blocks * self.kv.block_size
         plan.blocks.append(RowBlocks(choice.row, new))
         return True
 
-    def _preempt(self, choice: Choice) -> None:
+    def _preempt(self, choice: Choice, why: str) -> None:
+        live = choice.live
         self._leave(choice)
         choice.state = ChoiceState.WAITING
-        choice.live.timings.preemptions += 1
+        live.timings.preemptions += 1
+        live.timeline.preempted(choice.index, self.counters.steps, why)
         self.counters.preemptions += 1
         self.waiting.put(choice)
 
     def _leave(self, choice: Choice) -> None:
+        self._say_left(choice)
         self.running.remove(choice)
         self.kv.retract(choice, choice.hashes[choice.num_published :])
         self.kv.free(choice.block_ids)
         self.rows.drop(choice.row)
         choice.leave_row()
 
-    # Chunks of histories ------------------------------------------------------------------------------------------
+    # Chunks of histories --------------------------------------------------------------------------------------------
+
+    def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
+        """What is left of the step for chunks, so that whoever decodes beside them is not kept waiting."""
+        if self._target_itl_s is None or not plan.decodes or not budget:
+            return budget
+        context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
+        return self._model.max_prefill(len(plan.decodes), self.decode_kv, context, self._target_itl_s, budget)
+
+    def _plan_chunks(self, plan: StepPlan, budget: int) -> list[Choice]:
+        """Computes what is behind its history, in order; returns what got a chunk."""
+        chunked: list[Choice] = []
+        if not budget:
+            self._say_why(Cause.BUDGET, self.budget)
+            return chunked
+        beginnings = _Beginnings()
+        behind = self._behind()
+        for choice in merge(behind, self._beginners(beginnings), key=self.waiting.order) if len(self.waiting) else behind:
+            if choice.state is ChoiceState.WAITING and not self._try_begin(plan, choice, beginnings):
+                continue
+            budget -= self._plan_chunk(plan, choice, budget)
+            chunked.append(choice)
+            if not budget:
+                break
+        return chunked
+
+    def _behind(self) -> list[Choice]:
+        """Rows that have begun."""
+        prefilling = self.running.prefilling
+        return sorted(prefilling, key=self.waiting.order) if self.waiting.by_turns else prefilling.copy()
 
     def _plan_chunk(self, plan: StepPlan, choice: Choice, budget: int) -> int:
         start = choice.num_planned
@@ -166,52 +337,88 @@ class Planner:
         choice.num_planned = end
         choice.in_flight.append(num_sampled)
         choice.length_bound += num_sampled
+        choice.live.tenant.charge(end - start)
+        choice.live.timeline.prefilled(choice.index, plan.step, end - start)
         self.counters.prefill_tokens += end - start
         return end - start
 
-    def _close(self, chunked: list[Choice]) -> None:
+    def _close(self, plan: StepPlan, chunked: list[Choice]) -> None:
         """The plan is whole. What follows it may read the KV that its chunks compute, but the plan itself may not."""
         for choice in chunked:
             self._publish(choice, choice.num_planned // self.kv.block_size)
             if choice.num_planned == choice.prefill_end:
                 self.running.promote(choice)
+                choice.live.timeline.decodes(choice.index, plan.step)
 
     def _publish(self, choice: Choice, num_full: int) -> None:
         kv = self.kv
         kv.hashing.extend(choice.hashes, choice.token_ids, num_full, choice.live.request.hash_salt)
         start, choice.num_published = choice.num_published, num_full
-        kv.publish(choice.block_ids, choice.hashes, start, num_full)
+        kv.publish(choice.block_ids, choice.hashes, start, num_full, choice.token_ids)
         if choice.state is ChoiceState.PREFILLING:
             kv.retract(choice, choice.hashes[start:num_full])
 
-    # Rows that begin ----------------------------------------------------------------------------------------------
+    # Rows that begin ------------------------------------------------------------------------------------------------
 
-    def _plan_beginnings(self, plan: StepPlan, budget: int, chunked: list[Choice]) -> None:
-        waiting = self.waiting.choices
-        index = num_added = 0
-        while budget and index < len(waiting) and len(self.running) < self._max_rows and self.rows.num_free:
-            choice = waiting[index]
-            num_added += len(choice.token_ids)
-            if plan.added and num_added > MAX_ADDED_TOKENS:
-                break
-            if choice.awaited_hash is not None and self.kv.is_pending(choice.awaited_hash):
-                index += 1  # somebody computes its prefix; whoever is behind need not wait for that
-                continue
-            if choice.in_flight:
-                break  # preempted, and its newest plan is not answered
-            if len(self.running) and self.kv.pool.num_free <= choice.num_free_at_last_try:
-                break  # nothing was freed since the last try, so looking up a long prefix again is no use
+    def _beginners(self, beginnings: _Beginnings) -> Iterator[Choice]:
+        """Those that may begin if there is room, in order. Read one ahead of what is planned."""
+        for choice in self.waiting.in_order():
+            if beginnings.is_over:
+                return
+            if len(self.running) >= self.max_rows or not self.rows.num_free:
+                choice.live.timeline.waits(choice.index, Cause.ROWS, self.max_rows)
+                return
+            if not self._is_kept_back(choice):
+                yield choice
+
+    def _is_kept_back(self, choice: Choice) -> bool:
+        """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
+        live = choice.live
+        if live.held:
+            return True
+        if not self._may_run(choice):
+            live.timeline.waits(choice.index, Cause.SUSPECT)
+            return True
+        if choice.awaited_hash is not None and self.kv.is_pending(choice.awaited_hash):
+            live.timeline.waits(choice.index, Cause.PREFIX)
+            return True
+        if live.started_at is None and live.request.deadline is not None and self.is_late(live):
+            self._late.append(live)
+            return True
+        return False
+
+    def _try_begin(self, plan: StepPlan, choice: Choice, beginnings: _Beginnings) -> bool:
+        """Begins a row, if there is room for it."""
+        if beginnings.is_over or len(self.running) >= self.max_rows:
+            return False
+        timeline, num_tokens = choice.live.timeline, len(choice.token_ids)
+        if choice.in_flight or (plan.added and beginnings.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
+            timeline.waits(choice.index, Cause.LAST_ANSWER if choice.in_flight else Cause.NEXT_PLAN)
+            beginnings.is_over = True
+            return False
+        # If nothing was freed since the last try, looking up a long prefix again is no use.
+        if not self._lacks_blocks(choice):
             prefix = self._prefix(choice)
             if prefix is None:
-                index += 1
-                continue
+                timeline.waits(choice.index, Cause.PREFIX)
+                return False
             block_ids = self._allocate(choice, prefix)
-            if block_ids is None:
-                choice.num_free_at_last_try = self.kv.pool.num_free
-                break  # nobody overtakes it, or it might never find room
-            self._begin(plan, choice, block_ids, len(prefix))
-            budget -= self._plan_chunk(plan, choice, budget)
-            chunked.append(choice)
+            if block_ids is not None:
+                self._begin(plan, choice, block_ids, len(prefix))
+                beginnings.num_added_tokens += num_tokens
+                for other in beginnings.passed_over:
+                    other.num_overtaken += 1
+                return True
+            choice.num_free_at_last_try = self.kv.pool.num_free
+        timeline.waits(choice.index, Cause.BLOCKS, self.kv.pool.num_free, self.kv.num_blocks_for(num_tokens))
+        beginnings.passed_over.append(choice)
+        if choice.num_overtaken >= MAX_OVERTAKEN or len(beginnings.passed_over) == MAX_PASSED_OVER:
+            beginnings.is_over = True
+        return False
+
+    def _lacks_blocks(self, choice: Choice) -> bool:
+        """Whether it was tried with as many free blocks as there are now."""
+        return len(self.running) > 0 and self.kv.pool.num_free <= choice.num_free_at_last_try
 
     def _prefix(self, choice: Choice) -> list[int] | None:
         """Blocks with KV of the history's beginning; None if it is better to wait for more."""
@@ -231,7 +438,7 @@ class Planner:
         if len(self.running):
             return self.kv.allocate(prefix, num_tokens, self._reserved_blocks)
         block_ids = self.kv.allocate(prefix, num_tokens)
-        if block_ids is None and self._unpin_all(but=choice):
+        if block_ids is None and self._pins.remove_all(but=choice):
             block_ids = self.kv.allocate(prefix, num_tokens)
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
@@ -239,7 +446,7 @@ class Planner:
     def _begin(self, plan: StepPlan, choice: Choice, block_ids: list[int], num_cached_blocks: int) -> None:
         live = choice.live
         self.waiting.remove(choice)
-        self._unpin(choice)
+        self._pins.remove(choice)
         num_cached = num_cached_blocks * self.kv.block_size
         if live.started_at is None:
             live.started_at = self._clock()
@@ -247,6 +454,7 @@ class Planner:
         self.counters.cached_tokens += num_cached
         row, epoch = self.rows.take(choice)
         choice.begin(row, epoch, block_ids, num_cached_blocks, self.kv.block_size)
+        live.timeline.began(choice.index, plan.step, num_cached)
         self.running.add(choice)
         self.kv.announce(choice, choice.hashes[num_cached_blocks:])
         plan.added.append(
@@ -261,20 +469,31 @@ class Planner:
             )
         )
 
-    # Blocks that forked choices keep ------------------------------------------------------------------------------
+    def _make_room(self) -> bool:
+        """Has a row give way to whoever waits first and finds no room; False if none has to."""
+        choice = next((choice for choice in self.waiting.in_order() if not choice.live.held), None)
+        if choice is None or choice.in_flight:
+            return False
+        if self._suspects and not self._suspects.may_run(choice.live.request.request_id):
+            return False
+        if len(self.running) < self.max_rows and not self._lacks_blocks(choice):
+            return False
+        num_blocks = self.kv.num_blocks_for(len(choice.token_ids)) + self._reserved_blocks
+        victim = self._giving_way.for_waiting(choice, num_blocks, self.max_rows)
+        if victim is None:
+            return False
+        choice.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else
+        self._preempt(victim, made_room(choice.live.request.request_id))
+        return True
 
-    def _unpin(self, choice: Choice) -> None:
-        if choice.pinned:
-            self.kv.free(choice.pinned)
-            choice.pinned = []
-            self._pinned.remove(choice)
+    def _say_why(self, cause: Cause, *numbers: int) -> None:
+        """Why whoever waits first does not begin."""
+        first = next(self.waiting.in_order(), None)
+        if first is not None:
+            first.live.timeline.waits(first.index, cause, *numbers)
 
-    def _unpin_all(self, but: Choice | None = None) -> bool:
-        """Forked choices that wait give up their blocks, to find them cached or compute them; False if none has any."""
-        victims = [choice for choice in self._pinned if choice is not but]
-        for choice in victims:
-            self._unpin(choice)
-        return bool(victims)
+    def _say_left(self, choice: Choice) -> None:
+        choice.live.timeline.left(choice.index, self.end_of(choice), choice.delivery.num_tokens)
 
 
 def _sampling_of_row(choice: Choice, live: LiveRequest) -> SamplingParams:

@@ -2,7 +2,7 @@
 before a request gets here; nothing here knows gRPC or tokenizers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,8 @@ class FinishReason(Enum):
     DEADLINE = auto()
     WORKER_DIED = auto()
     SHUTDOWN = auto()
+    KILLED_WORKER = auto()
+    """It ended the worker twice while it ran alone."""
     INTERNAL = auto()
 
 
@@ -31,6 +33,12 @@ class RefusalKind(Enum):
     WORKER_DOWN = auto()
     DEADLINE = auto()
     """Its deadline passed before admission."""
+    OVERLOADED = auto()
+    """By the time that it would be done its deadline would have passed."""
+    TENANT_BUSY = auto()
+    """Its tenant has as many live requests as it may have."""
+    TENANT_CAP = auto()
+    """It asks for more than its tenant may: trying again cannot help."""
 
 
 class Refused(Exception):
@@ -79,6 +87,8 @@ class Accepted:
 
     cached_tokens: int
     queue_position: int
+    predicted_ttft_s: float | None = None
+    """From now to the first token; None while nothing is known of the time that steps take."""
 
 
 @dataclass(slots=True)
@@ -118,6 +128,18 @@ class Timings:
     first_token_us: int = 0
     total_us: int = 0
     preemptions: int = 0
+    restarts: int = 0
+    """Of the worker, while it ran."""
+
+
+@dataclass(slots=True, frozen=True)
+class Context:
+    """What a request that ended leaves to those that continue it."""
+
+    token_ids: list[int]
+    """Its prompt and the output that its caller was given."""
+    block_hashes: list[bytes]
+    """Of full blocks from the first one on, as many as were needed so far; none with the cache off."""
 
 
 @dataclass(slots=True)
@@ -129,9 +151,22 @@ class Finished:
     timings: Timings
     message: str = ""
     """What went wrong, fit for the caller's eyes; empty when nothing did."""
+    context: Context | None = None
+    """Of a request of one choice that began and then stopped, reached its length or was cancelled."""
 
 
 Event = Accepted | PromptLogprobs | Delta | Finished
+
+
+@dataclass(slots=True, frozen=True)
+class Change:
+    """What the caller of a live request wants otherwise; None leaves it as it is."""
+
+    priority: int | None = None
+    deadline: float | None = None
+    """By ``time.monotonic()``."""
+    max_tokens: int | None = None
+    """Of each choice; at least 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +192,23 @@ class Request:
     """Lower runs first, under the policy ``priority``."""
     deadline: float | None = None
     """By ``time.monotonic()``."""
+    retain_s: float = 0.0
+    """How long after its end its KV is kept in preference to ordinary cache."""
+    max_tokens_is_default: bool = False
+    """Nobody asked for so many: its tenant's cap lowers it instead of refusing the request."""
+    client_request_id: str = ""
+    """The caller's own; told to whoever asks what became of the request."""
     arrival: float = 0.0
     """By ``time.monotonic()``."""
     hash_salt: bytes = b""
     """What the block hashes were salted with: output blocks are hashed on with it."""
+
+    def changed(self, change: Change) -> "Request":
+        """The same request as its caller wants it now."""
+        return replace(
+            self,
+            priority=self.priority if change.priority is None else change.priority,
+            deadline=self.deadline if change.deadline is None else change.deadline,
+            max_tokens=self.max_tokens if change.max_tokens is None else change.max_tokens,
+            max_tokens_is_default=self.max_tokens_is_default and change.max_tokens is None,
+        )

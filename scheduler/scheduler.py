@@ -9,6 +9,8 @@ budget. Two things make that safe while two plans are unanswered:
   published when an answer confirms them, because until then nobody here knows their tokens.
 - What is not answered counts. A row is never continued past its limit, counting the tokens in flight; and a preempted
   row first takes the token that is in flight, and only then begins again.
+
+A worker's death is a preemption of everybody: what was in flight is lost, and every row waits again.
 """
 
 import logging
@@ -20,10 +22,15 @@ from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
-from penstock.scheduler.planner import Counters, Planner
-from penstock.scheduler.policy import rank_of
-from penstock.scheduler.request import Accepted, FinishReason, PromptLogprobs, Request
+from penstock.scheduler.planner import Counters, Planned, Planner
+from penstock.scheduler.policy import Policy, Rank, rank_of
+from penstock.scheduler.request import Accepted, Change, Delta, FinishReason, PromptLogprobs, Refused, Request
+from penstock.scheduler.step_model import StepModel
+from penstock.scheduler.suspects import Suspects
+from penstock.scheduler.tenants import Tenants
+from penstock.scheduler.timeline import Cause, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +47,16 @@ class Scheduler:
     ) -> None:
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing)
-        self._planner = Planner(
-            self.kv,
-            config.token_budget(facts),
-            max_rows=config.max_rows(facts),
-            max_decode_tokens=config.max_decode_tokens,
-            clock=clock,
-        )
-        self._admission = Admission(
-            config.max_queued_requests,
-            config.max_queued_tokens,
-            facts.num_blocks,
-            facts.block_size,
-            facts.max_model_len,
-        )
-        self._policy = config.policy
-        self._max_plans_in_flight = config.max_plans_in_flight
+        self.tenants = Tenants(config)
+        self.timelines = Timelines(config.explain_requests, clock)
+        self._suspects = Suspects()
+        model = StepModel()
+        self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
+        self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
+        self._planner.is_late = self.outlook.is_late
+        self._facts = facts
+        self._admission = Admission(config, facts)
+        self._config = config
         self._clock = clock
         self._on_finished = on_finished
         self._requests: dict[str, LiveRequest] = {}
@@ -75,29 +76,97 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Choices that wait for a row."""
-        return len(self._planner.waiting.choices)
+        return len(self._planner.waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are held back, because nobody reads their output."""
+        return sum(live.held for live in self._requests.values())
 
     @property
     def counters(self) -> Counters:
         """Totals since the start."""
         return self._planner.counters
 
-    # Requests in and out ------------------------------------------------------------------------------------------
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has not finished."""
+        return request_id in self._requests
+
+    # Requests in and out --------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Takes a request into the queue and tells its sink. Raises Refused."""
         assert request.request_id not in self._requests, "request ids are unique among live requests"
-        waiting = self._planner.waiting
-        self._admission.check(request, waiting.num_requests, waiting.num_tokens, self._clock())
-        live = LiveRequest(request, self._num_arrived)
-        choice = self._new_choice(live, 0, pinned=[])
+        hashes = self.kv.hashing.first(request.block_hashes)
+        cached = 0
+        if request.sampling.prompt_logprobs is None:
+            cached = len(self.kv.find_prefix(hashes, len(request.prompt_token_ids))) * self.kv.block_size
+        accepted = self._admit(request, cached)
+        live = LiveRequest(request, self._num_arrived, self.tenants.enter(request.tenant), self.timelines.open(request))
         self._num_arrived += 1
         self._requests[request.request_id] = live
-        position = waiting.put(choice)
-        cached = 0
-        if not live.wants_prompt_logprobs:
-            cached = len(self.kv.find_prefix(choice.hashes, len(choice.token_ids))) * self.kv.block_size
-        request.sink(Accepted(cached, position))
+        self._planner.enter(self._new_choice(live, 0, hashes, pinned=[]))
+        live.timeline.accepted(accepted.queue_position, accepted.predicted_ttft_s)
+        request.sink(accepted)
+
+    def _admit(self, request: Request, num_cached_tokens: int) -> Accepted:
+        """Raises Refused."""
+        waiting = self._planner.waiting
+        position = waiting.num_ahead(request.tenant, self._rank(request, self._num_arrived, 0))
+        prediction = self.outlook.predict(request, num_cached_tokens, position)
+        try:
+            self._admission.check(
+                request,
+                num_requests=waiting.num_requests,
+                num_tokens=waiting.num_tokens,
+                num_tenant_live=self.tenants.num_live(request.tenant),
+                prediction=prediction,
+                service_s=self.outlook.service_s(request, num_cached_tokens),
+                now=self._clock(),
+            )
+        except Refused:
+            self.counters.refused += 1
+            raise
+        return Accepted(num_cached_tokens, position, None if prediction is None else prediction.ttft_s)
+
+    def update_request(self, request_id: str, change: Change) -> bool:
+        """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
+        changed."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return False
+        request = live.request.changed(change)
+        self._admission.check_size(request)
+        live.request = request
+        live.timeline.updated(change)
+        for choice in list(live.choices):
+            if choice.state is not ChoiceState.ENDED:
+                self._planner.change_rank(choice, self._rank(request, live.number, choice.index))
+                choice.limit(self._admission.max_tokens(request))
+                if choice.delivery.num_tokens >= choice.delivery.max_tokens:
+                    self._hand_on(choice, choice.delivery.cut())
+        return True
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """While it is held a request is in no plan, and its rows give way before any other."""
+        live = self._requests.get(request_id)
+        if live is None or live.held == held:
+            return
+        self._planner.hold(live, held)
+        self._suspects.hold(request_id, held)
+        if held:
+            live.timeline.held()
+        else:
+            live.timeline.released()
+
+    def explain(self, request_id: str) -> Timeline | None:
+        """What became of a request that lives, or that ended lately."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return self.timelines.find(request_id)
+        for choice in live.choices:
+            live.timeline.so_far(choice.index, self._planner.end_of(choice), choice.delivery.num_tokens)
+        return live.timeline
 
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
         """Ends a request early; False if it is not alive."""
@@ -117,10 +186,13 @@ class Scheduler:
             except Exception:
                 logger.exception("request %s: nobody could be told of its end", live.request.request_id)
 
-    def _new_choice(self, live: LiveRequest, index: int, pinned: list[int]) -> Choice:
+    def _rank(self, request: Request, number: int, choice: int) -> Rank:
+        predicted_s = self.outlook.service_s(request) or 0.0 if self._config.policy is Policy.DEADLINE else 0.0
+        return rank_of(self._config.policy, request, predicted_s, number, choice)
+
+    def _new_choice(self, live: LiveRequest, index: int, hashes: list[bytes], pinned: list[int]) -> Choice:
         request = live.request
-        rank = rank_of(self._policy, request, live.number, index)
-        hashes = self.kv.hashing.first(request.block_hashes)
+        rank = self._rank(request, live.number, index)
         choice = Choice(live, index, rank, hashes, self._admission.max_tokens(request), pinned)
         live.choices.append(choice)
         return choice
@@ -131,7 +203,8 @@ class Scheduler:
         first = live.choices[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            self._planner.pin(self._new_choice(live, index, shared.copy()))
+            hashes = self.kv.hashing.first(live.request.block_hashes)
+            self._planner.enter(self._new_choice(live, index, hashes, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
@@ -139,24 +212,39 @@ class Scheduler:
             if choice.state is not ChoiceState.ENDED:
                 self._planner.retire(choice)
         del self._requests[live.request.request_id]
+        self._suspects.forget(live.request.request_id)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.outlook.ended(live)
         self._report_finished(live, reason, message)
 
     def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
+        request, now = live.request, self._clock()
         try:
-            live.request.sink(live.finished(reason, message, self._clock()))
+            self.tenants.leave(live.tenant)
+            live.timeline.ended(reason.name)
+            self.timelines.close(live.timeline)
+            context = live.context(reason, self.kv.block_size)
+            if context is not None and request.retain_s > 0:
+                self.kv.retain(context.block_hashes, now + request.retain_s, request.tenant)
+            request.sink(live.finished(reason, message, context, now))
         finally:
-            self._on_finished(live.request)
+            self._on_finished(request)
 
-    # A step ---------------------------------------------------------------------------------------------------------
+    # A step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next plan, to be submitted at once; None if there is nothing to do, or too much unanswered."""
-        if len(self._in_flight) >= self._max_plans_in_flight:
+        if len(self._in_flight) >= self._config.max_plans_in_flight:
             return None
-        plan = self._planner.plan()
-        if plan is None:
-            return None
+        planned = self._planner.plan()
+        for live in self._planner.take_late():
+            self._finish(live, FinishReason.DEADLINE, "the deadline could no longer be met when its turn came")
+        return None if planned is None else self._submit(planned)
+
+    def _submit(self, planned: Planned) -> StepPlan:
+        plan = planned.plan
         self._in_flight.append(plan)
+        self.outlook.planned(planned.work)
         for chunk in plan.chunks:
             live = self._planner.rows.current(chunk.row).live
             if not live.forked and chunk.end >= len(live.request.prompt_token_ids):
@@ -169,11 +257,58 @@ class Scheduler:
         assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
         assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
+        self.outlook.answered(result.computed_us * 1e-6)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
         for row in result.rows:
             self._apply(row)
         self._planner.rows.reclaim(plan.dropped)
+        if self._suspects:
+            self._suspects.answered(self._lengths(plan))
+
+    def recover(self, blames_step: bool) -> None:
+        """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
+
+        ``blames_step``: whoever was in the oldest step that is not answered may have been why.
+        """
+        fatal = self._lengths(self._in_flight[0]) if blames_step and self._in_flight else {}
+        running = {choice.live for choice in self._planner.running}
+        self._in_flight.clear()
+        self.outlook.restart()
+        self._planner.restart()
+        for live in running:
+            live.timings.restarts += 1
+            live.timeline.restarted(self.counters.steps)
+        for choice in self._planner.waiting:
+            choice.live.timeline.waits(choice.index, Cause.WORKER)
+        for request_id in self._suspects.crashed(fatal) if fatal else []:
+            self.abort(request_id, FinishReason.KILLED_WORKER, "the worker died twice while it ran this request alone")
+        for request_id in fatal.keys() - self._requests.keys():
+            self._suspects.forget(request_id)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on ``config`` holds, but for what stays as it was at the start; no request is lost by it.
+        Raises ValueError, and then nothing has changed."""
+        config.check_fits(self._facts, self._config)
+        self._config = config
+        self._admission = Admission(config, self._facts)
+        self.tenants.reconfigure(config)
+        self.timelines.resize(config.explain_requests)
+        for live in self._requests.values():
+            for choice in live.choices:
+                choice.rank = self._rank(live.request, live.number, choice.index)
+        self._planner.configure(config)
+        self.outlook.configure(config)
+
+    def _lengths(self, plan: StepPlan) -> dict[str, int]:
+        """The requests of a plan, and how long their histories are, as far as they go on."""
+        lengths: dict[str, int] = {}
+        for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
+            choice = self._planner.rows.current(row)
+            request_id = choice.live.request.request_id
+            length = 0 if choice.state is ChoiceState.ENDED else len(choice.token_ids)
+            lengths[request_id] = max(lengths.get(request_id, 0), length)
+        return lengths
 
     def _apply(self, row: RowResult) -> None:
         choice = self._planner.rows.holder(row.row, row.epoch)
@@ -196,28 +331,34 @@ class Scheduler:
             self._planner.publish_confirmed(choice)
         if num_tokens:
             self.counters.output_tokens += num_tokens
+            choice.live.tenant.charge(num_tokens)
             self._deliver(choice, token_ids, row.logprobs)
 
     def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = choice.live
         if live.first_token_at is None:
             live.first_token_at = self._clock()
-        delivery = choice.delivery
+            live.timeline.first_token()
         try:
-            delta = delivery.take(token_ids, logprobs)
+            delta = choice.delivery.take(token_ids, logprobs)
         except Exception:
             # The text state is not ours; what it cannot do must not end the other requests.
             logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
             self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
             return
+        self._hand_on(choice, delta)
+
+    def _hand_on(self, choice: Choice, delta: Delta | None) -> None:
+        """Gives the caller what a choice let go, and ends what has ended."""
+        live = choice.live
         if delta is not None:
             live.request.sink(delta)
         # The sink may have aborted the request.
-        if delivery.end is not None and choice.state is not ChoiceState.ENDED:
+        if choice.delivery.end is not None and choice.state is not ChoiceState.ENDED:
             self._planner.retire(choice)
             live.num_ended += 1
             if live.num_ended == live.request.n:
-                self._finish(live, delivery.end.reason)
+                self._finish(live, choice.delivery.end.reason)
 
     def _apply_prompt_logprobs(self, part: PromptLogprobsPart) -> None:
         live = self._planner.rows.holder(part.row, part.epoch).live

@@ -21,6 +21,10 @@ UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 MAX_TIMEOUT_MS = 86_400_000
 MAX_DETOKENIZED_IDS = 1 << 20
+MAX_NAMED_TENANTS = 16_384
+"""With settings of their own: all of them fit in one message."""
+MAX_TOKENS_CAP = 1 << 24
+MAX_LIVE_REQUESTS_CAP = 1 << 20
 MAX_IDS_ON_LOOP = 4096
 """Longer lists of ids have their values checked where the request is prepared, off the event loop."""
 
@@ -236,6 +240,7 @@ _HUNDREDTH = 0.009999999776482582
 """0.01, as a float of the wire has it."""
 _UINT32 = Number(0, UINT32_MAX)
 _FLAG = Free()
+_TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
@@ -251,11 +256,12 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "output": Nested(),
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
-        "tenant": Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone"),
+        "tenant": _TENANT,
         "traceparent": Text(
             55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex"
         ),
         "client_request_id": Text(1, 128, _PRINTABLE, "printable ASCII"),
+        "retain_ms": Number(0, MAX_TIMEOUT_MS),
     },
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
     "Chat": {"messages": Messages(4096, MAX_TEXT_BYTES, required=True), "add_generation_prompt": _FLAG},
@@ -296,6 +302,31 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "TokenizeRequest": {"text": Text(0, MAX_TEXT_BYTES), "add_special_tokens": _FLAG},
     "DetokenizeRequest": {"token_ids": Ids(MAX_DETOKENIZED_IDS), "include_special_tokens": _FLAG},
     "RenderChatRequest": {"chat": Nested(required=True)},
+    "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
+    "DrainRequest": {},
+    "ResumeRequest": {},
+    "FlushCacheRequest": {},
+    "GetSettingsRequest": {},
+    "UpdateSettingsRequest": {
+        "policy": Known(frozenset({0, 1, 2, 3, 4})),
+        "max_num_seqs": Number(1, UINT32_MAX),
+        "max_num_batched_tokens": Number(1, UINT32_MAX),
+        "max_queued_requests": Number(1, 1 << 20),
+        "max_queued_tokens": Number(1, 1 << 32),
+        "target_itl_ms": Number(0, 60_000),
+        "default_tenant": Nested(),
+        "tenants": Items(1024, Nested()),
+        "forget_tenants": Items(1024, _TENANT),
+    },
+    "TenantSettings": {
+        "tenant": _TENANT,
+        "weight": Number(0.001, 1000),
+        "max_prompt_tokens": Number(1, MAX_TOKENS_CAP),
+        "max_tokens": Number(1, MAX_TOKENS_CAP),
+        "max_live_requests": Number(1, MAX_LIVE_REQUESTS_CAP),
+    },
+    "ExplainRequest": {"request_id": Text(1, 64, required=True)},
+    "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},
 }
 """By message and field; what a field that is not set stands for is within its bound by definition."""
 

@@ -1,4 +1,5 @@
-"""How to call a service, ready to be pasted into a terminal: what ``penstock serve`` prints when it is up."""
+"""How to call and to administer a service, ready to be pasted into a terminal: what ``penstock serve`` prints when it
+is up."""
 
 import json
 import shlex
@@ -11,7 +12,7 @@ from penstock.service.listen import Address
 from penstock.v1 import generation_pb2
 
 _METHOD = f"{generation_pb2.DESCRIPTOR.services_by_name['GenerationService'].full_name}/GenerateOne"
-_KEY = "YOUR_KEY"
+_KEY, _ADMIN_KEY = "YOUR_KEY", "YOUR_ADMIN_KEY"
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not listened on
 _QUESTION = "What does a kernel do?"
 _BEGINNING = "The kernel is"
@@ -30,11 +31,7 @@ class Calls:
     @property
     def target(self) -> str:
         """What a client on this machine connects to."""
-        if self.address.path is not None:
-            return str(self.address)
-        return Address(_ANYWHERE.get(self.address.host, self.address.host), self.address.port).with_port(
-            self.address.port
-        )
+        return _target(self.address)
 
     @property
     def python(self) -> str:
@@ -50,9 +47,7 @@ class Calls:
     @property
     def chat(self) -> str:
         """In a terminal, turn by turn."""
-        key = f"PENSTOCK_API_KEY={_KEY} " if self.wants_key else ""
-        command = "penstock" if shutil.which("penstock") else str(Path(sys.executable).with_name("penstock"))
-        return f"{key}{shlex.quote(command)} chat --target {shlex.quote(self.target)}"
+        return _command(f"chat --target {shlex.quote(self.target)}", _KEY if self.wants_key else "")
 
     @property
     def buf(self) -> str:
@@ -89,3 +84,39 @@ class Calls:
         if self.takes_chat:
             lines += ["or talk to it:", f"  {self.chat}"]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Administration:
+    """The terminal tools of operators, each a line for a shell."""
+
+    address: Address
+    """Where the administration listens, with the port that was bound."""
+    wants_key: bool
+
+    @property
+    def target(self) -> str:
+        """What an operator on this machine connects to."""
+        return _target(self.address)
+
+    def __str__(self) -> str:
+        key = _ADMIN_KEY if self.wants_key else ""
+        where = f"--admin {shlex.quote(self.target)}"
+        return (
+            f"Watch it, or ask what became of a request, by the administration's listener on {self.address}:\n"
+            f"  {_command(f'top {where}', key)}\n"
+            f"  {_command(f'explain {where} REQUEST_ID', key)}"
+        )
+
+
+def _target(address: Address) -> str:
+    """What a client on this machine connects to."""
+    if address.path is not None:
+        return str(address)
+    return Address(_ANYWHERE.get(address.host, address.host), address.port).with_port(address.port)
+
+
+def _command(arguments: str, key: str) -> str:
+    """A line with this environment's ``penstock``, as short as the search path allows."""
+    command = "penstock" if shutil.which("penstock") else str(Path(sys.executable).with_name("penstock"))
+    return f"{f'PENSTOCK_API_KEY={key} ' if key else ''}{shlex.quote(command)} {arguments}"

@@ -4,6 +4,7 @@ The template is the operator's file, the messages are a caller's: it runs in Jin
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from penstock.service.errors import invalid
+from penstock.service.errors import Reason, ServiceError, invalid
 
 _MAX_REASON = 200
 
@@ -63,6 +64,16 @@ class ChatTemplate:
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
             raise invalid("chat", f"the model's chat template fails on it ({type(error).__name__})") from error
+
+    def render_after_answer(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
+        ``messages``. Raises ServiceError as ``render`` does, and where the template shows answers otherwise."""
+        answer = f"answer{secrets.token_hex(16)}"
+        turn = [Message("user", "question"), Message("assistant", answer)]
+        before, _, after = self.render([*turn, *messages], add_generation_prompt).rpartition(answer)
+        if not before or answer in before:
+            raise ServiceError(Reason.CHAT_NOT_CONTINUABLE, field="chat")
+        return after
 
 
 class _Refusal(Exception):

@@ -30,9 +30,15 @@ a configuration file has the flags' names as keys:
   max-num-seqs: 64
   enable-prefix-caching: true
 
-a file of API keys has a line for each key, its hash and its tenant; act-for-others is for a gateway's:
+a file of API keys has a line for each key, its hash and its tenant; act-for-others is for a gateway's, admin for an
+operator's:
   echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
   echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
+  echo "sha256:$(printf %s "$OPERATOR_KEY" | sha256sum | cut -c-64) operators admin" >> keys
+
+a file of tenants has a key for each, and default for all others:
+  default: {max-live-requests: 200}
+  some-tenant: {weight: 4, max-prompt-tokens: 8000, max-tokens: 1000}
 
 environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to keep off it;
 OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces there.
@@ -75,6 +81,10 @@ class ServeConfig:
     listen: str | None = _flag(
         None, "host and port in one, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="by --host and --port"
     )
+    admin_listen: str | None = _flag(
+        None, "where the service is administered; what other machines can reach wants --api-keys-file",
+        metavar="HOST:PORT|unix:PATH|off", shown="127.0.0.1 and the next port, or beside the socket PATH.admin",
+    )  # fmt: skip
     served_model_name: str | None = _flag(
         None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
     )
@@ -113,7 +123,30 @@ class ServeConfig:
         None, "the KV cache's size; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
         shown="by --gpu-memory-utilization",
     )  # fmt: skip
-    scheduling_policy: str = _flag("fcfs", "who goes first, of those that wait", choices=["fcfs", "priority"])
+    scheduling_policy: str = _flag(
+        "fcfs",
+        "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time left, "
+        "fair the tenant that was served least for its weight",
+        choices=["fcfs", "priority", "deadline", "fair"],
+    )
+    target_itl: float = _flag(
+        0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
+        "that fit", metavar="MS", low=0, high=60_000, shown="none, as --max-num-batched-tokens allows",
+    )  # fmt: skip
+    tenants_file: Path | None = _flag(
+        None, "tenants' weights and caps, in YAML", metavar="FILE", shown="all weigh the same and have no cap"
+    )
+    conversation_ttl: float = _flag(
+        600.0, "how long a request that ended may be continued, and how long its KV is retained for that",
+        metavar="SECONDS", low=0, high=86_400,
+    )  # fmt: skip
+    conversation_tokens: int = _flag(
+        1_000_000, "tokens of each tenant's contexts that are kept to be continued; all tenants together have 16 times "
+        "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
+    )  # fmt: skip
+    explain_requests: int = _flag(
+        1000, "requests that ended and that penstock explain still knows", metavar="N", low=0, high=100_000
+    )
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(
         4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32

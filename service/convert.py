@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import SamplingParams
@@ -15,6 +16,7 @@ from penstock.scheduler.request import Event, Request, TextState
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
 from penstock.service.chat_template import Message
+from penstock.service.conversations import Kept
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
@@ -64,26 +66,30 @@ def output_form(start: pb.Start) -> OutputForm:
 class Converter:
     """Makes requests for one served model."""
 
-    def __init__(self, validator: Validator, pool: TokenizerPool, model_name: str, max_sequence_tokens: int) -> None:
+    def __init__(
+        self,
+        validator: Validator,
+        pool: TokenizerPool,
+        model_name: str,
+        max_sequence_tokens: int,
+        *,
+        max_retain_s: float,
+    ) -> None:
         """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
-        by the KV cache, whichever is less."""
+        by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
+        continues another and doesn't say."""
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
         self._model_name = model_name
         self._max_sequence_tokens = max_sequence_tokens
+        self._max_retain_s = max_retain_s
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
         self._validator.check(start)
-        if start.continue_from:
-            raise ServiceError(
-                Reason.NOT_AVAILABLE_YET,
-                "continue_from: not available yet; send the whole context instead",
-                field="continue_from",
-            )
         prompt = start.WhichOneof("prompt")
-        if prompt is None:
+        if prompt is None and not start.continue_from:
             raise invalid("prompt", "is required; set text, token_ids or chat")
         if prompt == "text":
             self._pool.check_text(start.text)
@@ -93,21 +99,40 @@ class Converter:
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
-            _check_cost(start, 1, sampling.max_tokens)
+            _check_cost(_Cost.of(start), 1, sampling.max_tokens)
+
+    def check_max_tokens(self, request: Request, max_tokens: int) -> None:
+        """Whether a request that was prepared may have another limit on its output. Raises ServiceError."""
+        left = self._validator.limits.max_model_len - len(request.prompt_token_ids)
+        if max_tokens > left:
+            raise invalid("max_tokens", f"at most {left:,}, which the prompt leaves; it is {max_tokens:,}")
+        sampling = request.sampling
+        if max_tokens < sampling.min_tokens:
+            raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
+        cost = _Cost(request.n, sampling.logprobs, sampling.prompt_logprobs)
+        _check_cost(cost, len(request.prompt_token_ids), max_tokens)
 
     async def prepare(
-        self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer = Answer.STREAMED
+        self,
+        start: pb.Start,
+        origin: Origin,
+        sink: Callable[[Event], None],
+        answer: Answer = Answer.STREAMED,
+        context: Kept | None = None,
     ) -> Request:
-        """The request, ready for the queue. ``start`` has passed ``check``. Raises ServiceError."""
-        return await self._pool.run(lambda: self._make(start, origin, sink, answer), start.ByteSize())
+        """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
+        continues. Raises ServiceError."""
+        return await self._pool.run(lambda: self._make(start, origin, sink, answer, context), start.ByteSize())
 
-    def _make(self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer) -> Request:
+    def _make(
+        self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer, context: Kept | None
+    ) -> Request:
         salt = tenant_salt(self._model_name, origin.tenant)
-        prompt = self._prompt(start, salt)
+        prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
         max_tokens = self._max_tokens(start, len(prompt.token_ids))
         if answer is Answer.WHOLE:
             max_tokens = self._fit_whole(start, len(prompt.token_ids), max_tokens)
-        _check_cost(start, len(prompt.token_ids), max_tokens)
+        _check_cost(_Cost.of(start), len(prompt.token_ids), max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -120,6 +145,9 @@ class Converter:
             tenant=origin.tenant,
             priority=start.priority,
             deadline=origin.deadline,
+            retain_s=self._retain_s(start),
+            max_tokens_is_default=not start.sampling.HasField("max_tokens"),
+            client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
         )
@@ -134,6 +162,25 @@ class Converter:
         token_ids = list(start.token_ids.ids)
         self._validator.check_ids(token_ids, "token_ids.ids")
         return self._pool.prompt(token_ids, salt, "token_ids.ids")
+
+    def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
+        kind = start.WhichOneof("prompt")
+        more: list[int] = []
+        field = kind or "continue_from"
+        if kind == "text":
+            more = self._tokenizer.encode_after(start.text)
+        elif kind == "chat":
+            messages, opens_turn = chat_messages(start.chat)
+            more = self._tokenizer.encode_chat_after(messages, opens_turn)
+        elif kind == "token_ids":
+            field, more = "token_ids.ids", list(start.token_ids.ids)
+            self._validator.check_ids(more, field)
+        return self._pool.continued(kept.unpacked(), more, salt, field)
+
+    def _retain_s(self, start: pb.Start) -> float:
+        if start.HasField("retain_ms"):
+            return min(start.retain_ms / 1000, self._max_retain_s)
+        return self._max_retain_s if start.continue_from else 0.0
 
     def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
         sampling = start.sampling
@@ -223,18 +270,35 @@ def chat_messages(chat: pb.Chat) -> tuple[list[Message], bool]:
     return [Message(message.role, message.content) for message in chat.messages], opens_turn
 
 
-def _check_cost(start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> None:
+class _Cost(NamedTuple):
+    """What multiplies a request's tokens."""
+
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @classmethod
+    def of(cls, start: pb.Start) -> "_Cost":
+        """As its caller asks."""
+        output = start.output
+        return cls(
+            n=start.sampling.n or 1,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        )
+
+
+def _check_cost(cost: _Cost, num_prompt_tokens: int, max_tokens: int) -> None:
     """What a request may cost in all, before anything is allocated for it."""
-    n = start.sampling.n or 1
+    n, logprobs, prompt_logprobs = cost
     num_tokens = n * (num_prompt_tokens + max_tokens)
     # One choice is bounded by the model's context alone.
     if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
         raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
-    output = start.output
-    if output.HasField("logprobs") and (entries := n * max_tokens * (output.logprobs + 1)) > MAX_LOGPROB_ENTRIES:
+    if logprobs is not None and (entries := n * max_tokens * (logprobs + 1)) > MAX_LOGPROB_ENTRIES:
         raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
-    if output.HasField("prompt_logprobs"):
-        entries = num_prompt_tokens * (output.prompt_logprobs + 1)
+    if prompt_logprobs is not None:
+        entries = num_prompt_tokens * (prompt_logprobs + 1)
         if entries > MAX_LOGPROB_ENTRIES:
             formula = "prompt tokens x (prompt_logprobs + 1)"
             raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)

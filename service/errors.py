@@ -35,20 +35,27 @@ class Reason(Enum):
     TOO_LARGE = auto()
     TOO_EXPENSIVE = auto()
     NO_CHAT_TEMPLATE = auto()
+    CHAT_NOT_CONTINUABLE = auto()
+    CONTEXT_NOT_FOUND = auto()
+    REQUEST_UNKNOWN = auto()
     UNKNOWN_SERVICE = auto()
     UNAUTHENTICATED = auto()
     METHOD_DENIED = auto()
     TENANT_DENIED = auto()
+    ADMIN_DENIED = auto()
     QUEUE_FULL = auto()
+    OVERLOADED = auto()
+    TENANT_BUSY = auto()
+    TENANT_CAP = auto()
     PREPARATION_FULL = auto()
     READER_TOO_SLOW = auto()
     DEADLINE = auto()
     CANCELLED = auto()
     DRAINING = auto()
     SHUTDOWN = auto()
+    GOING_DOWN = auto()
     WORKER_DOWN = auto()
     WORKER_DIED = auto()
-    NOT_AVAILABLE_YET = auto()
     INTERNAL = auto()
 
 
@@ -74,6 +81,15 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.NO_CHAT_TEMPLATE: Entry(
         _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
     ),
+    Reason.CHAT_NOT_CONTINUABLE: Entry(
+        _Code.FAILED_PRECONDITION,
+        "this model's chat template does not show an answer as it is, so none can be followed; send the whole "
+        "conversation without continue_from, or text or token_ids with it",
+    ),
+    Reason.CONTEXT_NOT_FOUND: Entry(
+        _Code.NOT_FOUND, "no context is kept of that request, or not any more; send the whole context instead"
+    ),
+    Reason.REQUEST_UNKNOWN: Entry(_Code.NOT_FOUND, "nothing is known of a request of this id"),
     Reason.UNKNOWN_SERVICE: Entry(_Code.NOT_FOUND, "no service of this name is served here"),
     Reason.UNAUTHENTICATED: Entry(
         _Code.UNAUTHENTICATED, "no valid API key; send the metadata 'authorization: Bearer <key>'"
@@ -82,7 +98,13 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.TENANT_DENIED: Entry(
         _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
     ),
+    Reason.ADMIN_DENIED: Entry(
+        _Code.PERMISSION_DENIED, "this key may not administer; add the word 'admin' to its line in the key file"
+    ),
     Reason.QUEUE_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
+    Reason.OVERLOADED: Entry(_Code.RESOURCE_EXHAUSTED, "the deadline could not be met; allow more time", 1000),
+    Reason.TENANT_BUSY: Entry(_Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000),
+    Reason.TENANT_CAP: Entry(_Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"),
     Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
     Reason.READER_TOO_SLOW: Entry(
         _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
@@ -91,9 +113,9 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
     Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service is going down; try another", 1000),
     Reason.SHUTDOWN: Entry(_Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000),
+    Reason.GOING_DOWN: Entry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
     Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),
     Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
-    Reason.NOT_AVAILABLE_YET: Entry(_Code.UNIMPLEMENTED, "not available yet"),
     Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
 }
 
@@ -103,7 +125,13 @@ _REFUSALS: Mapping[RefusalKind, Reason] = {
     RefusalKind.DRAINING: Reason.DRAINING,
     RefusalKind.WORKER_DOWN: Reason.WORKER_DOWN,
     RefusalKind.DEADLINE: Reason.DEADLINE,
+    RefusalKind.OVERLOADED: Reason.OVERLOADED,
+    RefusalKind.TENANT_BUSY: Reason.TENANT_BUSY,
+    RefusalKind.TENANT_CAP: Reason.TENANT_CAP,
 }
+
+_QUEUED = (Reason.QUEUE_FULL, Reason.OVERLOADED, Reason.TENANT_BUSY)
+"""What passes when others are done, unless the refusal says no time."""
 
 _ENDINGS: Mapping[FinishReason, Reason | None] = {
     FinishReason.STOP: None,
@@ -150,7 +178,7 @@ def from_refusal(refused: Refused) -> ServiceError:
     reason, message, retry_after_ms = _REFUSALS[refused.kind], refused.message, refused.retry_after_ms
     if reason in (Reason.DRAINING, Reason.WORKER_DOWN):
         message = ""  # the catalogue's, which has the remedy
-    elif reason is Reason.QUEUE_FULL and retry_after_ms is None:
+    elif reason in _QUEUED and retry_after_ms is None:
         retry_after_ms = DONT_RETRY
     elif reason is Reason.QUEUE_FULL:
         message += "; try again"

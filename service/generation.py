@@ -13,6 +13,7 @@ import grpc
 
 from penstock.scheduler.engine import EngineState
 from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
+from penstock.service.backlog import Backlog
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
 from penstock.service.convert import Answer
@@ -44,6 +45,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._validator = validator
         self._heartbeat_s = heartbeat_s
         self._pacer = Pacer()
+        self._backlog = Backlog()
         self._live: set[LiveRequest] = set()
         """Those on every kind of call."""
         self._outboxes: set[Outbox[pb.GenerateResponse]] = set()
@@ -60,7 +62,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> None:
         """Carries many requests, until the client half-closes and the last of them has ended."""
         await context.send_initial_metadata(())
-        outbox = self._new_outbox(context.write, stream_message)
+        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))
         stream = _Stream(self, outbox, self._validator, current_caller.get())
         self._outboxes.add(outbox)
         outbox.begin_beats()
@@ -88,7 +90,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 await context.send_initial_metadata(())
             await context.write(message)
 
-        outbox = self._new_outbox(write, single_message)
+        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))
 
         def on_end(live: LiveRequest) -> None:
             error = StatusError(live.status) if live.status.code else None
@@ -167,8 +169,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         for outbox in self._outboxes:
             outbox.close(error)
 
-    def _new_outbox(self, write: Any, encode: Any) -> Outbox[Any]:
-        return Outbox(write, encode, self._pacer, self._state, self._heartbeat_s)
+    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox[Any]:
+        return Outbox(write, encode, self._pacer, self._backlog, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":
         return _STATES[self._surroundings.engine.state]
@@ -203,6 +205,11 @@ class _Stream:
         self._half_closed = True
         self._close_if_done()
 
+    def hold(self, held: bool) -> None:
+        """Nobody reads the stream, or somebody does again: until then its requests cost no step."""
+        for live in list(self._live.values()):
+            live.hold(held)
+
     def drop(self) -> None:
         """The stream is over: everything on it ends."""
         for live in list(self._live.values()):
@@ -233,6 +240,7 @@ class _Stream:
         live = self._service.new_request(start, self._outbox, self._caller, self._on_end)
         self._live[start.ref] = live
         self._outbox.opened()
+        live.hold(self._outbox.is_stalled)
         live.begin(start, after=self._last)
         self._last = live.preparation or self._last
 
@@ -240,12 +248,17 @@ class _Stream:
         live = self._live.get(update.ref)
         if live is None:
             return
+
+        def refuse(error: ServiceError) -> None:
+            status = to_status(error, live.request_id)
+            self._outbox.update_refused(pb.UpdateRefused(ref=live.ref, status=status))
+
         try:
             self._validator.check(update)
-            raise ServiceError(Reason.NOT_AVAILABLE_YET, "update: not available yet; the request goes on unchanged")
         except ServiceError as error:
-            status = to_status(error, live.request_id)
-        self._outbox.update_refused(pb.UpdateRefused(ref=update.ref, status=status))
+            refuse(error)
+        else:
+            live.update(update, refuse)
 
     def _on_end(self, live: LiveRequest) -> None:
         del self._live[live.ref]

@@ -1,7 +1,7 @@
 """Who calls: API keys to tenants, and which methods are open to whom. Everything that is not named here is denied.
 
-A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others]``; blank lines and what follows a ``#`` are
-ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, no log and no message.
+A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others] [admin]``; blank lines and what follows a ``#``
+are ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, log or message.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from penstock.service.errors import Reason, ServiceError
 
 DEFAULT_TENANT = "default"
 TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ACT_FOR_OTHERS = "act-for-others"
+_ACT_FOR_OTHERS, _ADMIN = "act-for-others", "admin"
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_KEY_BYTES = 1024
 _FLAG = "--api-keys-file"
@@ -37,6 +37,7 @@ class Caller:
 
     tenant: str
     may_act_for_others: bool = False
+    may_administer: bool = False
 
     def tenant_for(self, named: str) -> str:
         """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED."""
@@ -60,11 +61,12 @@ class Authenticator(Protocol):
 
 
 class Everyone:
-    """Without a key file everyone is one tenant, and nobody acts for another."""
+    """Without a key file everyone is one tenant, and nobody acts for another. Who reaches the listener of the
+    administration may administer: it is then this machine's alone."""
 
     def authenticate(self, metadata: Metadata) -> Caller:
         """Never fails."""
-        return Caller(DEFAULT_TENANT)
+        return Caller(DEFAULT_TENANT, may_administer=True)
 
 
 class ApiKeys:
@@ -125,6 +127,8 @@ class Access(Enum):
     """Anyone: probes and tools that ask what there is."""
     CALLERS = auto()
     """Whoever the authenticator knows."""
+    ADMINS = auto()
+    """Those of them that may administer."""
 
 
 ACCESS: Mapping[str, Access] = {
@@ -132,6 +136,14 @@ ACCESS: Mapping[str, Access] = {
     "/grpc.health.v1.Health/Watch": Access.OPEN,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Access.OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/penstock.v1.AdminService/Drain": Access.ADMINS,
+    "/penstock.v1.AdminService/Explain": Access.ADMINS,
+    "/penstock.v1.AdminService/FlushCache": Access.ADMINS,
+    "/penstock.v1.AdminService/GetSettings": Access.ADMINS,
+    "/penstock.v1.AdminService/Resume": Access.ADMINS,
+    "/penstock.v1.AdminService/UpdateSettings": Access.ADMINS,
+    "/penstock.v1.AdminService/WatchKvEvents": Access.ADMINS,
+    "/penstock.v1.AdminService/WatchStats": Access.ADMINS,
     "/penstock.v1.GenerationService/Complete": Access.CALLERS,
     "/penstock.v1.GenerationService/Generate": Access.CALLERS,
     "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
@@ -165,7 +177,10 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         try:
             if access is None:
                 raise ServiceError(Reason.METHOD_DENIED)
-            current_caller.set(self._authenticator.authenticate(handler_call_details.invocation_metadata))
+            caller = self._authenticator.authenticate(handler_call_details.invocation_metadata)
+            if access is Access.ADMINS and not caller.may_administer:
+                raise ServiceError(Reason.ADMIN_DENIED)
+            current_caller.set(caller)
         except ServiceError as error:
             return _denial(error)
         return handler
@@ -186,9 +201,10 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
         raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
     if not rest or not TENANT_NAME.fullmatch(rest[0]):
         raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
-    if rest[1:] not in ([], [_ACT_FOR_OTHERS]):
-        raise KeyFileError(f"{where}: after the tenant only '{_ACT_FOR_OTHERS}' may follow")
-    return bytes.fromhex(match[1]), Caller(rest[0], may_act_for_others=len(rest) == 2)
+    tenant, *rights = rest
+    if len(set(rights)) < len(rights) or not set(rights) <= {_ACT_FOR_OTHERS, _ADMIN}:
+        raise KeyFileError(f"{where}: after the tenant only '{_ACT_FOR_OTHERS}' and '{_ADMIN}' may follow, each once")
+    return bytes.fromhex(match[1]), Caller(tenant, _ACT_FOR_OTHERS in rights, _ADMIN in rights)
 
 
 def _digest(key: str) -> bytes:

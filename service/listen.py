@@ -1,15 +1,19 @@
 """Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
 
 import errno
+import ipaddress
 import os
 import socket
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
+ADMIN_FLAG = "--admin-listen"
+OFF = "off"
+"""As an address: no listener at all."""
 
 
 class ListenError(Exception):
@@ -25,20 +29,23 @@ class Address:
     """0: one that is free."""
     path: Path | None = None
     """Of a Unix socket; then host and port mean nothing."""
+    flag: str = field(default="--listen", compare=False)
+    """What said so, for errors."""
 
     @classmethod
-    def parse(cls, text: str) -> "Address":
+    def parse(cls, text: str, flag: str = "--listen") -> "Address":
         """Raises ListenError."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
             if not path.name or len(os.fsencode(path.absolute())) > MAX_SOCKET_PATH:
-                raise ListenError(f"--listen {text}: the socket's path must be 1 to {MAX_SOCKET_PATH} bytes long")
-            return cls(path=path.absolute())
+                raise ListenError(f"{flag} {text}: the socket's path must be 1 to {MAX_SOCKET_PATH} bytes long")
+            return cls(path=path.absolute(), flag=flag)
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise ListenError(f"--listen {text}: must be HOST:PORT with a port of 0 to 65535, or unix:PATH")
-        return cls(host, int(port))
+            or_off = f", or {OFF}" if flag == ADMIN_FLAG else ""
+            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to 65535, or unix:PATH{or_off}")
+        return cls(host, int(port), flag=flag)
 
     def __str__(self) -> str:
         """As ``parse`` takes it, and gRPC too."""
@@ -47,6 +54,16 @@ class Address:
     def with_port(self, port: int) -> str:
         """The address as text, with another port."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody but this machine's users can reach it."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     def check_free(self) -> None:
         """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is
@@ -67,28 +84,28 @@ class Address:
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
         except socket.gaierror as error:
-            raise ListenError(f"--listen {self}: no address for this host: {error.strerror}") from None
+            raise ListenError(f"{self.flag} {self}: no address for this host: {error.strerror}") from None
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(where)
             except OSError as error:
-                raise ListenError(f"--listen {self}: {_explained(error)}") from None
+                raise ListenError(f"{self.flag} {self}: {_explained(error)}") from None
 
     def _check_path(self, path: Path) -> None:
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
             if not path.parent.is_dir():
-                raise ListenError(f"--listen {self}: {path.parent} is no directory; make it first") from None
+                raise ListenError(f"{self.flag} {self}: {path.parent} is no directory; make it first") from None
             return
         if not stat.S_ISSOCK(mode):
-            raise ListenError(f"--listen {self}: the path exists and is no socket; choose another")
+            raise ListenError(f"{self.flag} {self}: the path exists and is no socket; choose another")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1)
             with suppress(OSError):
                 probe.connect(str(path))
-                raise ListenError(f"--listen {self}: the socket is in use; stop that service or choose another path")
+                raise ListenError(f"{self.flag} {self}: the socket is in use; stop that service or choose another path")
         path.unlink(missing_ok=True)
 
 
@@ -100,3 +117,26 @@ def _explained(error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return "this machine has no such address; choose 127.0.0.1 or 0.0.0.0"
     return error.strerror or str(error)
+
+
+def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Address | None:
+    """Where a service that listens at ``service`` is administered by ``--admin-listen``; None is nowhere.
+
+    By default on loopback, a port further, or on another socket beside its own. Raises ListenError, also where other
+    machines could administer it without a key.
+    """
+    if text == OFF:
+        return None
+    if text is None and service.path is not None:
+        text = f"unix:{service.path}.admin"
+    elif text is None:
+        text = f"127.0.0.1:{service.port + 1 if service.port else 0}"
+    address = Address.parse(text, ADMIN_FLAG)
+    if address == service and (address.path is not None or address.port):
+        raise ListenError(f"{ADMIN_FLAG} {text}: callers are served there; choose another, or {OFF}")
+    if not (has_keys or address.is_local):
+        raise ListenError(
+            f"{ADMIN_FLAG} {text}: anyone who reaches it could administer the service; give --api-keys-file with an "
+            "admin's key, or listen on 127.0.0.1 or a Unix socket"
+        )
+    return address

@@ -16,17 +16,30 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.request import (
     Accepted,
+    Change,
+    Context,
     Delta,
     Event,
     Finished,
     FinishReason,
     PromptLogprobs,
+    Refused,
     Request,
     Timings,
     Usage,
 )
+from penstock.service.bounds import UINT32_MAX
+from penstock.service.conversations import Conversations, Kept
 from penstock.service.convert import Answer, Converter, Origin, output_form
-from penstock.service.errors import Reason, ServiceError, ending_status, from_exception, status_code, to_status
+from penstock.service.errors import (
+    Reason,
+    ServiceError,
+    ending_status,
+    from_exception,
+    from_refusal,
+    status_code,
+    to_status,
+)
 from penstock.service.identity import Caller
 from penstock.service.messages import finished_message
 from penstock.service.outbox import Receiver
@@ -37,6 +50,10 @@ _log = logging.getLogger(__name__)
 
 ORDER_WAIT_S = 0.02
 """How long a prepared request waits for the one that its stream sent before it: a long prompt may be overtaken."""
+MAX_EARLY_UPDATES = 16
+"""That wait until a request's prompt is tokenized."""
+
+Refuse = Callable[[ServiceError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,7 @@ class Surroundings:
     engine: Engine
     converter: Converter
     telemetry: Telemetry
+    conversations: Conversations
 
 
 class LiveRequest:
@@ -74,6 +92,7 @@ class LiveRequest:
         """Done when the request is in the queue, or never will be."""
         self._surroundings = surroundings
         self._client_request_id = start.client_request_id
+        self._continues = start.continue_from
         self._caller = caller
         self._tenant = caller.tenant
         self._receiver = receiver
@@ -83,7 +102,14 @@ class LiveRequest:
         if start.HasField("timeout_ms"):
             time_left_s = start.timeout_ms / 1000
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
+        self._limit: asyncio.Timeout | None = None
+        """What keeps the deadline during the preparation."""
         self._request: Request | None = None
+        self._is_queued = False
+        """Whether the engine has it, or had it."""
+        self._early: list[tuple[Change, Refuse]] = []
+        """Updates that came before."""
+        self._held = False
         self._refusal: ServiceError | None = None
         """Why it ended, where it was not the engine that ended it."""
         self._had_output = False
@@ -97,12 +123,13 @@ class LiveRequest:
             self._surroundings.converter.check(start)
             self._tenant = self._caller.tenant_for(start.tenant)
             self._form = output_form(start)
+            context = self._context()
             operation = "chat" if start.HasField("chat") else "text_completion"
             self._span = self._surroundings.telemetry.request(
                 self.request_id, self._tenant, operation, start.traceparent
             )
             origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
-            self.preparation = asyncio.create_task(self._enter(start, origin, after))
+            self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
         except Exception as error:
             self._refuse(error)
 
@@ -114,27 +141,91 @@ class LiveRequest:
         if self.preparation is not None:
             self.preparation.cancel()
 
-    async def _enter(self, start: pb.Start, origin: Origin, after: "asyncio.Task[None] | None") -> None:
+    def update(self, update: pb.Update, refuse: Refuse) -> None:
+        """Changes the request; one that is being prepared, as soon as it is queued. ``refuse`` is called, once and
+        perhaps later, where that cannot be; the request then goes on as it was."""
+        change = Change(
+            priority=update.priority if update.HasField("priority") else None,
+            deadline=time.monotonic() + update.timeout_ms / 1000 if update.HasField("timeout_ms") else None,
+            max_tokens=update.max_tokens if update.HasField("max_tokens") else None,
+        )
+        if self._is_queued:
+            self._change(change, refuse)
+        elif len(self._early) == MAX_EARLY_UPDATES:
+            refuse(ServiceError(Reason.PREPARATION_FULL, "too many updates wait for the prompt to be tokenized"))
+        else:
+            self._early.append((change, refuse))
+            if change.deadline is not None and change.max_tokens is None:  # which alone can be refused later
+                self._move_deadline(change.deadline)
+
+    def hold(self, held: bool) -> None:
+        """While it is held it costs no step: nobody reads what it brings."""
+        self._held = held
+        if self._is_queued:
+            self._surroundings.engine.hold(self.request_id, held)
+
+    def _context(self) -> Kept | None:
+        if not self._continues:
+            return None
+        kept = self._surroundings.conversations.find(self._continues, self._tenant)
+        if kept is None:
+            raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
+        return kept
+
+    async def _enter(
+        self, start: pb.Start, context: Kept | None, origin: Origin, after: "asyncio.Task[None] | None"
+    ) -> None:
         try:
-            request = await self._prepared(start, origin)
-            del start
+            request = await self._prepared(start, context, origin)
+            del start, context
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
+            request.deadline = self._deadline
             self._request = request
             self._surroundings.engine.submit(request)
+            self._catch_up()
         except (Exception, asyncio.CancelledError) as error:
             # A cancel of ours has ended the request already; any other one must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, start: pb.Start, origin: Origin) -> Request:
-        left = None if origin.deadline is None else origin.deadline - time.monotonic()
+    async def _prepared(self, start: pb.Start, context: Kept | None, origin: Origin) -> Request:
+        converter = self._surroundings.converter
+        left = None if self._deadline is None else self._deadline - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
-                return await self._surroundings.converter.prepare(start, origin, self._on_event, self._answer)
+                self._limit = limit
+                return await converter.prepare(start, origin, self._on_event, self._answer, context)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise ServiceError(Reason.DEADLINE, "the deadline passed before the prompt was tokenized") from None
+        finally:
+            self._limit = None
+
+    def _move_deadline(self, deadline: float) -> None:
+        self._deadline = deadline
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + deadline - time.monotonic())
+
+    def _catch_up(self) -> None:
+        """What was said during the preparation."""
+        self._is_queued = True
+        early, self._early = self._early, []
+        for change, refuse in early:
+            self._change(change, refuse)
+        if self._held:
+            self._surroundings.engine.hold(self.request_id, True)
+
+    def _change(self, change: Change, refuse: Refuse) -> None:
+        assert self._request is not None
+        try:
+            if change.max_tokens is not None:
+                self._surroundings.converter.check_max_tokens(self._request, change.max_tokens)
+            self._surroundings.engine.update(self.request_id, change)
+        except ServiceError as error:
+            refuse(error)
+        except Refused as error:
+            refuse(from_refusal(error))
 
     def _on_event(self, event: Event) -> None:
         """The request's sink. The engine counts on it: it never raises."""
@@ -167,9 +258,15 @@ class LiveRequest:
                 prompt_tokens=len(self._request.prompt_token_ids),
                 cached_tokens=event.cached_tokens,
                 queue_position=event.queue_position,
+                predicted_ttft_ms=self._from_arrival_ms(event.predicted_ttft_s),
                 client_request_id=self._client_request_id,
             )
         )
+
+    def _from_arrival_ms(self, seconds_from_now: float | None) -> int | None:
+        if seconds_from_now is None:
+            return None
+        return min(round((time.monotonic() - self._arrival + seconds_from_now) * 1000), UINT32_MAX)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status that an exception stands for."""
@@ -197,12 +294,24 @@ class LiveRequest:
         self.status = status or ending_status(finished.reason, finished.message, self.request_id)
         seed = self._request.sampling.seed if self._request is not None and self.was_accepted else None
         try:
-            self._receiver.finished(finished_message(self.ref, self.request_id, finished, self.status, seed))
+            # Before its caller is told: the next request may come at once.
+            is_kept = finished.context is not None and self._keep(finished.context)
+            self._receiver.finished(finished_message(self.ref, self.request_id, finished, self.status, seed, is_kept))
         except Exception as error:
             _log.exception("request %s: its end cannot be delivered", self.request_id)
             self._receiver.fail(error)
         self._on_end(self)
         self._report(finished)
+
+    def _keep(self, context: Context) -> bool:
+        assert self._request is not None
+        return self._surroundings.conversations.keep(
+            self.request_id,
+            self._tenant,
+            context,
+            wanted=self._request.retain_s > 0,
+            continues=self._continues,
+        )
 
     def _report(self, finished: Finished) -> None:
         code = status_code(self.status)

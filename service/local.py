@@ -73,7 +73,7 @@ def main(directory: str, *arguments: str) -> NoReturn:
 def _arguments(model: str, flags: dict[str, object]) -> list[str]:
     """The child's command line, checked here so that a mistake costs no start. Raises LocalServiceError."""
     arguments = [f"--model={model}"]
-    for name, value in {"log_level": "warning", **flags}.items():
+    for name, value in {"admin_listen": "off", "log_level": "warning", **flags}.items():
         flag = f"--{name.replace('_', '-')}"
         if name in _NOT_FOR_LOCAL:
             raise LocalServiceError(f"{flag}: a service of one's own has a private socket and no file; leave it out")

@@ -16,6 +16,7 @@ _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
     FinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
     FinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
+    FinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
     FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 
@@ -46,7 +47,7 @@ def single_message(batch: Batch) -> pb.GenerateOneResponse:
 
 
 def finished_message(
-    ref: int, request_id: str, finished: Finished, status: status_pb2.Status, seed: int | None
+    ref: int, request_id: str, finished: Finished, status: status_pb2.Status, seed: int | None, may_continue: bool
 ) -> pb.Finished:
     """The end of a request; ``seed`` is None for one that was not admitted."""
     usage, timings = finished.usage, finished.timings
@@ -62,7 +63,9 @@ def finished_message(
             first_token_us=timings.first_token_us,
             total_us=timings.total_us,
             preemptions=timings.preemptions,
+            restarts=timings.restarts,
         ),
+        may_continue=may_continue,
         reason=_REASONS[finished.reason],
         seed=seed,
         request_id=request_id,

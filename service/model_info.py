@@ -1,5 +1,6 @@
 """ModelService: what is served, and within which limits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -14,12 +15,16 @@ _ALWAYS = ("logprobs", "prompt_logprobs", "choices", "seeded_sampling", "stop_st
 
 
 class ModelService(pb_grpc.ModelServiceServicer):
-    """Describes what does not change while the service runs."""
+    """Describes the model, and the limits as they are now."""
 
     def __init__(
-        self, name: str, version: str, facts: WorkerFacts, tokenizer: Tokenizer, config: SchedulerConfig
+        self, name: str, version: str, facts: WorkerFacts, tokenizer: Tokenizer, config: Callable[[], SchedulerConfig]
     ) -> None:
-        self._answer = pb.GetModelResponse(
+        """``config`` tells the engine's."""
+        self._facts = facts
+        self._config = config
+        self._has_chat_template = tokenizer.has_chat_template
+        self._model = pb.GetModelResponse(
             name=name,
             architecture=facts.architecture,
             max_model_len=facts.max_model_len,
@@ -28,31 +33,32 @@ class ModelService(pb_grpc.ModelServiceServicer):
             has_chat_template=tokenizer.has_chat_template,
             dtype=facts.dtype,
             backend=facts.backend,
-            limits=pb.Limits(
-                max_num_seqs=config.max_rows(facts),
-                max_num_batched_tokens=config.token_budget(facts),
-                max_queued_requests=config.max_queued_requests,
-                max_queued_tokens=config.max_queued_tokens,
-                kv_block_size=facts.block_size,
-                num_kv_blocks=facts.num_blocks,
-            ),
-            features=sorted(_features(tokenizer, config)),
             version=version,
         )
 
     async def GetModel(
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelResponse:
-        """Always the same."""
-        return self._answer
+        """The limits and the policy may be changed while the service runs."""
+        config, facts = self._config(), self._facts
+        limits = pb.Limits(
+            max_num_seqs=config.max_rows(facts),
+            max_num_batched_tokens=config.token_budget(facts),
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            kv_block_size=facts.block_size,
+            num_kv_blocks=facts.num_blocks,
+        )
+        answer = pb.GetModelResponse(limits=limits, features=sorted(self._features(config)))
+        answer.MergeFrom(self._model)
+        return answer
 
-
-def _features(tokenizer: Tokenizer, config: SchedulerConfig) -> set[str]:
-    features = set(_ALWAYS)
-    if tokenizer.has_chat_template:
-        features.add("chat")
-    if config.enable_prefix_caching:
-        features.add("prefix_caching")
-    if config.policy is Policy.PRIORITY:
-        features.add("priority")
-    return features
+    def _features(self, config: SchedulerConfig) -> set[str]:
+        features = set(_ALWAYS)
+        if self._has_chat_template:
+            features.add("chat")
+        if config.enable_prefix_caching:
+            features.add("prefix_caching")
+        if config.policy is Policy.PRIORITY:
+            features.add("priority")
+        return features

@@ -2,18 +2,20 @@
 
 Sinks put events in, synchronously and without waiting; what a step brought to all requests of the stream leaves as one
 message. Under very many streams a message waits a little, and so carries several steps: a message costs the loop 25 to
-64 microseconds, whatever is in it. Knows neither the engine nor what a request is.
+64 microseconds, whatever is in it. A stream that is read more slowly than it fills is stalled: whoever fills it is told
+to stop, and to go on when it has drained. Knows neither the engine nor what a request is.
 """
 
 import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
 from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.service.backlog import Backlog
 from penstock.service.batch import (
     MAX_PART_BYTES,
     PART_BYTES,
@@ -27,7 +29,13 @@ from penstock.service.batch import (
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import generation_pb2 as pb
 
-MAX_PENDING_BYTES = 4 << 20
+MAX_STALLED_BYTES = 16 << 20
+"""Of a stream that is told to stop. What was under way then is far less; a client that goes on and on sending requests,
+and does not read that they are refused, gets here."""
+STALLED_S = 60.0
+"""A stalled stream that takes nothing for so long is cut off."""
+SLOWEST_BYTES_PER_S = 1 << 10
+"""A reader of this speed takes longer over a message, and is given that time as well."""
 HEARTBEAT_S = 10.0
 ACCEPTED_WAIT_S = 0.005
 """How long ``accepted`` waits for a first token to go with."""
@@ -87,6 +95,13 @@ class Pacer:
 M = TypeVar("M", bound=Message)
 
 
+class _Ready(NamedTuple, Generic[M]):
+    """A message, and at least what it takes on the wire."""
+
+    message: M
+    num_bytes: int
+
+
 class Outbox(Generic[M]):
     """The pending output of one stream. All methods but ``run`` are synchronous and belong to the event loop."""
 
@@ -95,18 +110,27 @@ class Outbox(Generic[M]):
         write: Callable[[M], Awaitable[None]],
         encode: Callable[[Batch], M],
         pacer: Pacer,
+        backlog: Backlog,
         state: Callable[[], "pb.ServiceState.ValueType"],
+        on_stall: Callable[[bool], None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``write`` sends a message, ``encode`` makes it, ``state`` is what a heartbeat tells."""
+        """``write`` sends a message, ``encode`` makes it, ``state`` is what a heartbeat tells. ``on_stall`` is told
+        True when the stream should get nothing more, and False when it has drained; never amid a call of ours."""
         self._write = write
         self._encode = encode
         self._pacer = pacer
+        self._backlog = backlog
         self._state = state
+        self._on_stall = on_stall
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
-        self._batches: deque[Batch] = deque()
+        self._ready: deque[_Ready[M]] = deque()
+        """Messages that are full; as such they take a tenth of the memory that their parts did."""
+        self._batch: Batch | None = None
+        """What comes next joins it."""
         self._pending_bytes = 0
+        """Of both, and of the message that is being written."""
         self._due = _NEVER
         """When the next message leaves, by the loop's clock: what hurries most decides."""
         self._num_live = 0
@@ -122,6 +146,12 @@ class Outbox(Generic[M]):
         self._writer: asyncio.Task[None] | None = None
         """The task of ``run``, while it is inside ``write``."""
         self._last_write = self._loop.time()
+        self.is_stalled = False
+        """Whether it should get nothing more for the time being."""
+        self._last_taken = 0.0
+        """While it is stalled: when its reader last took something."""
+        self._writing_bytes = 0
+        self._reader_watch: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------------------- what goes in
 
@@ -192,7 +222,7 @@ class Outbox(Generic[M]):
         if self._failure is not None:
             return
         self._failure = error
-        self._batches.clear()
+        self._drop_pending()
         self._wake()
         # A write that is not held up must not be cancelled: gRPC could send no status after half a message.
         self._loop.call_later(BLOCKED_S, self._cut)
@@ -210,11 +240,14 @@ class Outbox(Generic[M]):
             self._abandon()
 
     async def _write_next(self, task: "asyncio.Task[None]") -> None:
-        batch = self._batches.popleft()
-        self._due = _AT_ONCE if self._batches else _NEVER
+        if not self._ready:
+            self._close_batch()
+        if self._failure is not None:
+            raise self._failure
+        message, num_bytes = self._ready.popleft()
+        self._due = _AT_ONCE if self._has_more else _NEVER
         self._last_write = self._loop.time()
-        message = self._encode(batch)
-        self._writer = task
+        self._writer, self._writing_bytes = task, num_bytes
         try:
             await self._write(message)
         except asyncio.CancelledError:
@@ -222,15 +255,19 @@ class Outbox(Generic[M]):
                 raise self._failure from None
             raise
         finally:
-            self._writer = None
-        self._pending_bytes -= batch.num_bytes
+            self._writer, self._writing_bytes = None, 0
+            self._count(-num_bytes)
+        if self.is_stalled:
+            self._last_taken = self._loop.time()
+            if self._pending_bytes <= self._backlog.threshold() // 2:
+                self._set_stalled(False)
 
     async def _wait(self) -> bool:
         """Waits until a message is due; False when there will be none any more."""
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._batches and (self._closed or self._due <= self._loop.time()):
+            if self._has_more and (self._closed or self._due <= self._loop.time()):
                 return True
             if self._closed:
                 if self._last_word is not None:
@@ -244,22 +281,72 @@ class Outbox(Generic[M]):
                 self._waiter = None
                 self._disarm()
 
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._ready) or self._batch is not None
+
     def _room(self, num_bytes: int) -> Batch:
         """The batch that takes a part of so many bytes."""
         if self._failure is not None or self._closed:
             return Batch()  # nobody will read it
-        self._pending_bytes += num_bytes
-        if self._pending_bytes > MAX_PENDING_BYTES:
+        self._count(num_bytes)
+        if not self.is_stalled and self._pending_bytes > self._backlog.threshold():
+            self._set_stalled(True)
+        elif self._pending_bytes > MAX_STALLED_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
             return Batch()
-        if not self._batches:
-            self._batches.append(Batch())
-        elif not self._batches[-1].has_room(num_bytes):
-            self._batches.append(Batch())
+        if self._batch is not None and not self._batch.has_room(num_bytes):
+            self._close_batch()
             self._ring(_AT_ONCE)
-        batch = self._batches[-1]
-        batch.num_bytes += num_bytes
-        return batch
+        if self._batch is None or self._failure is not None:
+            self._batch = Batch()
+        self._batch.num_bytes += num_bytes
+        return self._batch
+
+    def _close_batch(self) -> None:
+        """Makes it a message: nothing more joins it."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        try:
+            self._ready.append(_Ready(self._encode(batch), batch.num_bytes))
+        except Exception as error:
+            self.fail(error)  # not to whoever put something in: it is the stream that is broken
+
+    def _count(self, num_bytes: int) -> None:
+        self._pending_bytes += num_bytes
+        self._backlog.add(num_bytes)
+
+    def _drop_pending(self) -> None:
+        """All but what is being written."""
+        self._ready.clear()
+        self._batch = None
+        self._count(self._writing_bytes - self._pending_bytes)
+        if self._reader_watch is not None:
+            self._reader_watch.cancel()
+
+    # -------------------------------------------------------------------------------------------- a reader too slow
+
+    def _set_stalled(self, is_stalled: bool) -> None:
+        self.is_stalled = is_stalled
+        # Later: this may be the engine that puts in what a step brought, and it must not be changed amid that.
+        self._loop.call_soon(self._on_stall, is_stalled)
+        if is_stalled:
+            self._last_taken = self._loop.time()
+            self._reader_watch = self._loop.call_later(STALLED_S, self._watch_reader)
+            self._loop.call_soon(self._close_batch)  # for a while nothing more will come
+        elif self._reader_watch is not None:
+            self._reader_watch.cancel()
+
+    def _watch_reader(self) -> None:
+        patience = STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S
+        left = self._last_taken + patience - self._loop.time()
+        if left <= 0:
+            self.fail(ServiceError(Reason.READER_TOO_SLOW))
+        else:
+            self._reader_watch = self._loop.call_later(left, self._watch_reader)
+
+    # ------------------------------------------------------------------------------------------------- when it leaves
 
     def _ring(self, due: float) -> None:
         """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because
@@ -295,7 +382,7 @@ class Outbox(Generic[M]):
 
     def _beat(self) -> None:
         idle = self._loop.time() - self._last_write
-        if idle >= self._heartbeat_s and self._writer is None and not self._batches:
+        if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()
             idle = 0.0
         self._next_beat = self._loop.call_later(max(self._heartbeat_s - idle, 0.01), self._beat)
@@ -305,7 +392,7 @@ class Outbox(Generic[M]):
         if self._next_beat is not None:
             self._next_beat.cancel()
         self._closed = True
-        self._batches.clear()
+        self._drop_pending()
         self._set_live(0)
 
     def _set_live(self, num_live: int) -> None:

@@ -24,11 +24,12 @@ from penstock.scheduler.engine import Engine, EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import WorkerConfig
 from penstock.scheduler.policy import Policy
-from penstock.service.calls import Calls
+from penstock.service.calls import Administration, Calls
 from penstock.service.config import PROGRAM, ConfigError, ServeConfig, parse_config
 from penstock.service.identity import ApiKeys, Everyone, KeyFileError
-from penstock.service.listen import Address, ListenError
+from penstock.service.listen import Address, ListenError, admin_address
 from penstock.service.server import Server, ServerConfig
+from penstock.service.tenants_file import Tenants, TenantsFileError, load_tenants
 from penstock.service.tokenizer import Tokenizer, TokenizerError
 
 USAGE_ERROR = 2
@@ -66,7 +67,7 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
         sys.stderr.write(f"{PROGRAM}: loading {config.model} ...\n")
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_Life(prepared).run(lifeline))
-    except (ModelError, TokenizerError, KeyFileError, ListenError, ExecutorError) as error:
+    except (ModelError, TokenizerError, KeyFileError, TenantsFileError, ListenError, ExecutorError) as error:
         return _fail(str(error))
 
 
@@ -81,10 +82,15 @@ def end_process(status: int) -> NoReturn:
 
 
 def prepare(config: ServeConfig) -> Prepared:
-    """Checks port, model and files, the quick things first. Raises ListenError, KeyFileError, ModelError and
-    TokenizerError."""
-    Address.parse(config.address).check_free()
+    """Checks ports, model and files, the quick things first. Raises ListenError, KeyFileError, TenantsFileError,
+    ModelError and TokenizerError."""
+    address = Address.parse(config.address)
+    admin = admin_address(config.admin_listen, address, has_keys=config.api_keys_file is not None)
+    address.check_free()
+    if admin is not None:
+        admin.check_free()
     keys = Everyone() if config.api_keys_file is None else ApiKeys.load(config.api_keys_file)
+    tenants = Tenants() if config.tenants_file is None else load_tenants(config.tenants_file)
     path = resolve_model(config.model)
     checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
     tokenizer = Tokenizer.load(path, config.chat_template)
@@ -101,12 +107,19 @@ def prepare(config: ServeConfig) -> Prepared:
         max_queued_tokens=config.max_queued_tokens,
         policy=Policy[config.scheduling_policy.upper()],
         enable_prefix_caching=config.enable_prefix_caching,
+        target_itl_s=config.target_itl / 1000 or None,
+        default_tenant=tenants.default,
+        tenants=tenants.named,
+        explain_requests=config.explain_requests,
     )
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
+        admin_listen=None if admin is None else str(admin),
         scheduler=scheduler,
         authenticator=keys,
+        conversation_ttl_s=config.conversation_ttl,
+        conversation_tokens=config.conversation_tokens,
         grace_s=config.shutdown_grace,
     )
     return Prepared(server, _worker_config(config, path, tokenizer.vocab_size, inspect_machine()), tokenizer)
@@ -169,7 +182,10 @@ class _Life:
 
     def _greet(self, bound: str) -> None:
         config, tokenizer, facts = self._prepared.server, self._prepared.tokenizer, self._engine.facts
-        calls = Calls(Address.parse(bound), tokenizer.has_chat_template, not isinstance(config.authenticator, Everyone))
+        wants_key = not isinstance(config.authenticator, Everyone)
+        calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key))
+        if self._server.admin_target is not None:
+            calls += f"\n\n{Administration(Address.parse(self._server.admin_target), wants_key)}"
         version = importlib.metadata.version("penstock")
         with contextlib.suppress(OSError):  # nobody reads it: no reason to end
             sys.stdout.write(

@@ -1,4 +1,5 @@
-"""The composition of the service: an engine, a tokenizer and the services on one gRPC server, up and down again.
+"""The composition of the service: an engine, a tokenizer and the services on one gRPC server, the administration on
+another, up and down again.
 
 Going down has an order: not ready, new requests refused, running ones given their time, the rest ended in band, then
 the listener, then the worker.
@@ -10,9 +11,9 @@ import importlib.metadata
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,14 +21,17 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine, EngineState
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import FinishReason
+from penstock.service.admin import AdminService
+from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
 from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.conversations import Conversations
 from penstock.service.convert import Converter
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.generation import GenerationService
 from penstock.service.guard import StatusInterceptor
 from penstock.service.health import Health
 from penstock.service.identity import Authenticator, Everyone, IdentityInterceptor
-from penstock.service.listen import Address, ListenError
+from penstock.service.listen import ADMIN_FLAG, Address
 from penstock.service.live import Surroundings
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
@@ -35,6 +39,7 @@ from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.tokenizer_service import TokenizerService
+from penstock.service.transport import bind, new_server
 from penstock.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -46,9 +51,6 @@ from penstock.v1 import (
 
 _log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 8 << 20
-"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
-MAX_METADATA_BYTES = 16 << 10
 FLUSH_S = 1.0
 """How long last words may take to be read, when the service goes down."""
 _STREAMS_BESIDES = 64
@@ -72,9 +74,16 @@ class ServerConfig:
     """As clients see it; also a part of every cache salt."""
     listen: str = "127.0.0.1:50051"
     """``host:port``, port 0 for any, or ``unix:PATH``."""
+    admin_listen: str | None = None
+    """The same for the administration, which None leaves out. What others than this machine's users can reach wants an
+    authenticator."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     authenticator: Authenticator = field(default_factory=Everyone)
+    conversation_ttl_s: float = 600.0
+    """How long a request that ended may be continued, and how long its KV may be retained for that."""
+    conversation_tokens: int = 1_000_000
+    """Of a tenant's contexts that are kept to be continued."""
     grace_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
     heartbeat_s: float = HEARTBEAT_S
@@ -84,7 +93,7 @@ class ServerConfig:
 
 
 class Server:
-    """One service on one listener."""
+    """One service: a listener for callers, and one for operators."""
 
     def __init__(self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer) -> None:
         """Raises ListenError for an address that is none. The engine is started and stopped by the server."""
@@ -92,12 +101,17 @@ class Server:
         self._engine = engine
         self._tokenizer = tokenizer
         self._address = Address.parse(config.listen)
-        self._health = Health(SERVICES)
+        self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
+        if self._admin_address is not None and isinstance(config.authenticator, Everyone):
+            assert self._admin_address.is_local, "anyone could administer the service"
+        self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: _Running | None = None
         self._stopped: asyncio.Task[None] | None = None
+        self.admin_target: str | None = None
+        """Where the administration listens, from ``start`` on."""
 
     async def start(self) -> str:
         """Starts the engine, then listens; returns the address with the port that was bound.
@@ -105,10 +119,14 @@ class Server:
         Raises ListenError, before the engine starts if it can be known, and ExecutorError.
         """
         self._address.check_free()
+        if self._admin_address is not None:
+            self._admin_address.check_free()
         facts = await self._engine.start()
         running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
+        if self._admin_address is not None:
+            running.add_admin(self._admin_address, self._is_going_down)
         try:
-            bound = await running.listen(self._address)
+            bound, self.admin_target = await running.listen(self._address)
         except BaseException:
             await self._engine.stop()
             running.close()
@@ -162,11 +180,18 @@ class Server:
         running.generation.close_streams(ServiceError(Reason.DRAINING))
         self._health.close()
         self._stats_log.stop()
-        await running.server.stop(FLUSH_S)
+        await running.stop_listening()
         await self._engine.stop()
         running.close()
         self._address.remove()
         _log.info("stopped")
+
+    def _is_going_down(self) -> bool:
+        return (
+            self._stop_requested.is_set()
+            or self._stopped is not None
+            or self._engine.state in (EngineState.FAILED, EngineState.STOPPED)
+        )
 
     def _on_state(self, state: EngineState) -> None:
         self._health.set_ready(state is EngineState.SERVING and not self._stop_requested.is_set())
@@ -197,59 +222,53 @@ class _Running:
             max_prompt_tokens=facts.max_model_len - 1,
             num_threads=config.tokenizer_threads,
         )
+        self._engine = engine
+        self._health = health
         self._exporter = Exporter(os.environ)
         telemetry = Telemetry(config.model_name)
-        validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
+        self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
-        converter = Converter(validator, self.pool, config.model_name, max_sequence_tokens)
-        self.generation = GenerationService(Surroundings(engine, converter, telemetry), validator, config.heartbeat_s)
-        self.server = grpc.aio.server(
-            interceptors=[StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)],
-            options=_options(config.scheduler),
+        conversations = Conversations(config.conversation_ttl_s, config.conversation_tokens)
+        converter = Converter(
+            validator, self.pool, config.model_name, max_sequence_tokens, max_retain_s=conversations.ttl_s
         )
+        surroundings = Surroundings(engine, converter, telemetry, conversations)
+        self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
+        self._interceptors = [StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)]
+        max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
+        self.server = new_server(self._interceptors, max_streams)
+        self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self.server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(config.model_name, version, facts, tokenizer, config.scheduler), self.server
+            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config), self.server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self.server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self.server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self.server)
 
-    async def listen(self, address: Address) -> str:
-        """Raises ListenError."""
-        try:
-            port = self.server.add_insecure_port(str(address))
-        except RuntimeError:
-            raise ListenError(f"--listen {address}: cannot be listened on; is it in use?") from None
+    def add_admin(self, address: Address, is_going_down: Callable[[], bool]) -> None:
+        """Has ``listen`` open the administration there as well."""
+        service = AdminService(self._engine, self._validator, is_going_down)
+        self.admin = AdminListener(address, service, self._health, self._interceptors)
+
+    async def listen(self, address: Address) -> tuple[str, str | None]:
+        """Opens both listeners; returns where they are. Raises ListenError."""
+        bound = bind(self.server, address)
+        admin = None if self.admin is None else self.admin.bind()
         await self.server.start()
-        return str(address) if address.path is not None else address.with_port(port)
+        if self.admin is not None:
+            await self.admin.start()
+        return bound, admin
+
+    async def stop_listening(self) -> None:
+        """Closes both."""
+        await self.server.stop(FLUSH_S)
+        if self.admin is not None:
+            await self.admin.stop()
 
     def close(self) -> None:
         """Ends threads, and sends the last spans."""
         self.pool.close()
         self._exporter.close()
-
-
-def _options(config: SchedulerConfig) -> list[tuple[str, int]]:
-    max_streams = config.max_num_seqs + config.max_queued_requests + _STREAMS_BESIDES
-    return [
-        # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-        # A client whose machine is gone says nothing; its requests must not run on for the hours that TCP would wait.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # With fewer, the first call above it hangs in the client, where nobody sees why.
-        ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        # Between the two, gRPC would refuse at random.
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        # Two services on one port would each get half of the calls.
-        ("grpc.so_reuseport", 0),
-    ]

@@ -49,11 +49,14 @@ class Specials:
         """Whether the model knows a special token as an ordinary piece too, as Unigram and word-level ones may: then
         text that looks like one is split."""
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt."""
-        if not self._splits:
+    def encode(self, text: str, add_special_tokens: bool, *, follows: bool = False) -> list[int]:
+        """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt.
+        ``follows``: it is no beginning, where some tokenizers add a space."""
+        if not self._splits and not follows:
             return self._ids(text, add_special_tokens)
-        split = self._marked(text).replace(_CALLERS, self._splitter)
+        split = self._marked(text).replace(_CALLERS, self._splitter) if self._splits else text
+        if follows:
+            split = self._splitter + split
         return [token_id for token_id in self._ids(split, add_special_tokens) if token_id != self._splitter_id]
 
     def guarded(self, text: str) -> str:
@@ -75,8 +78,8 @@ class Specials:
         """As ``guarded``, for text that a template may put in the middle of a special token: a role."""
         return f"{self.guarded(name)}{_CALLERS}"
 
-    def encode_template(self, rendered: str) -> list[int]:
-        """Ids of what a template made of guarded texts."""
+    def encode_template(self, rendered: str, *, follows: bool = False) -> list[int]:
+        """Ids of what a template made of guarded texts; ``follows``: something comes before it."""
         special_ids: list[int] = []
 
         def alias(match: re.Match[str]) -> str:
@@ -85,7 +88,8 @@ class Specials:
 
         aliased = without_marks(self._templates.sub(alias, rendered))
         in_order = iter(special_ids)
-        ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in self.encode(aliased, False)]
+        encoded = self.encode(aliased, False, follows=follows)
+        ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from penstock.kv.block_hash import hash_blocks
-from penstock.service.chat_template import Message
+from penstock.scheduler.request import Context
+from penstock.service.chat_template import ChatTemplate, Message
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
@@ -84,6 +85,20 @@ class Tokenizer:
         """
         return self._specials.encode_template(self._render(messages, add_generation_prompt))
 
+    def encode_after(self, text: str) -> list[int]:
+        """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
+        that some tokenizers put before a beginning. Raises ServiceError."""
+        _check_size((text,), "text")
+        return self._specials.encode(text, False, follows=True)
+
+    def encode_chat_after(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
+        the messages. Raises ServiceError."""
+        template, guarded = self._guarded(messages)
+        return self._specials.encode_template(
+            template.render_after_answer(guarded, add_generation_prompt), follows=True
+        )
+
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """A conversation as the text that the template makes of it. Raises ServiceError."""
         return without_marks(self._render(messages, add_generation_prompt))
@@ -102,11 +117,16 @@ class Tokenizer:
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        template, guarded = self._guarded(messages)
+        return template.render(guarded, add_generation_prompt)
+
+    def _guarded(self, messages: Sequence[Message]) -> tuple[ChatTemplate, list[Message]]:
         if self._template is None:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE)
         _check_size([text for message in messages for text in message], "chat")
-        guarded = [Message(self._guarded_role(role), self._specials.guarded(content)) for role, content in messages]
-        return self._template.render(guarded, add_generation_prompt)
+        return self._template, [
+            Message(self._guarded_role(role), self._specials.guarded(content)) for role, content in messages
+        ]
 
     def _guarded_role(self, role: str) -> str:
         """A role that the template asks for must reach it as it is, unless it holds a special token or an end of one;
@@ -177,9 +197,27 @@ class TokenizerPool:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
         if not 1 <= len(token_ids) <= self._max_prompt_tokens:
             raise invalid(field, f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {len(token_ids):,}")
-        if max(token_ids) >= self.tokenizer.vocab_size:
-            raise invalid(field, f"ids must be below the vocabulary size, {self.tokenizer.vocab_size:,}")
+        self._check_ids(token_ids, field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
+
+    def continued(self, context: Context, token_ids: list[int], salt: bytes, field: str) -> Prompt:
+        """The same for a prompt that begins with a context: that was checked once, and its known hashes still hold."""
+        whole = context.token_ids + token_ids
+        if len(whole) > self._max_prompt_tokens:
+            raise invalid(
+                field,
+                f"at most {self._max_prompt_tokens:,} tokens together with the context; they are {len(whole):,}, "
+                f"{len(context.token_ids):,} of them the context's",
+            )
+        self._check_ids(token_ids, field)
+        known = context.block_hashes
+        parent = known[-1] if known else b""
+        rest = whole[len(known) * self._block_size :]
+        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, parent))
+
+    def _check_ids(self, token_ids: list[int], field: str) -> None:
+        if token_ids and max(token_ids) >= self.tokenizer.vocab_size:
+            raise invalid(field, f"ids must be below the vocabulary size, {self.tokenizer.vocab_size:,}")
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled."""

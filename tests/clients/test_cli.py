@@ -13,7 +13,7 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("serve", "chat", "generate", "doctor"):
+    for name in ("serve", "chat", "generate", "bench", "top", "explain", "drain", "flush-cache", "settings", "doctor"):
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
 
@@ -32,10 +32,10 @@ def test_an_unknown_command(capsys):
     assert cli.main(["chatt"]) == 2
     assert capsys.readouterr().err == "penstock: no command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
-    assert "there are serve, chat, generate, doctor" in capsys.readouterr().err
+    assert "there are serve, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize("command", ["chat", "generate", "drain", "flush-cache", "settings"])
 def test_every_command_has_help(command, capsys):
     assert cli.main([command, "--help"]) == 0
     assert "examples:" in capsys.readouterr().out

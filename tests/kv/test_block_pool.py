@@ -6,8 +6,28 @@ from hypothesis import given, settings, strategies as st
 from penstock.kv.block_pool import BlockPool
 
 
+def new_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, on_evicted=lambda block_hash: None)
+
+
+def published(pool: BlockPool, *hashes: bytes) -> list[int]:
+    """Held blocks that these hashes find."""
+    blocks = pool.take(len(hashes))
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        assert pool.publish(block, block_hash)
+    return blocks
+
+
+def evicted(pool: BlockPool) -> list[int]:
+    """All blocks that are free, in the order in which they are given out."""
+    order = []
+    while pool.num_free:
+        order += pool.take(1)
+    return order
+
+
 def test_blanks_are_given_out_before_cache_is_evicted():
-    pool = BlockPool(4)
+    pool = new_pool(4)
     blocks = pool.take(3)
     pool.publish(blocks[0], b"a")
     pool.release(blocks)
@@ -19,7 +39,7 @@ def test_blanks_are_given_out_before_cache_is_evicted():
 
 
 def test_a_sequence_loses_its_tail_first_and_the_oldest_sequence_goes_first():
-    pool = BlockPool(6)
+    pool = new_pool(6)
     old, new = pool.take(3), pool.take(3)
     for number, block in enumerate(old + new):
         pool.publish(block, bytes([number]))
@@ -29,7 +49,7 @@ def test_a_sequence_loses_its_tail_first_and_the_oldest_sequence_goes_first():
 
 
 def test_a_hit_makes_a_block_young_again():
-    pool = BlockPool(2)
+    pool = new_pool(2)
     first, second = pool.take(2)
     pool.publish(first, b"first")
     pool.publish(second, b"second")
@@ -41,7 +61,7 @@ def test_a_hit_makes_a_block_young_again():
 
 
 def test_a_shared_block_is_free_when_the_last_holder_is_gone():
-    pool = BlockPool(2)
+    pool = new_pool(2)
     (block,) = pool.take(1)
     pool.share([block])
     pool.release([block])
@@ -53,7 +73,7 @@ def test_a_shared_block_is_free_when_the_last_holder_is_gone():
 
 
 def test_the_first_block_with_a_hash_keeps_it():
-    pool = BlockPool(2)
+    pool = new_pool(2)
     first, second = pool.take(2)
     pool.publish(first, b"same")
     pool.publish(second, b"same")
@@ -64,30 +84,199 @@ def test_the_first_block_with_a_hash_keeps_it():
 
 
 def test_only_held_blocks_are_published():
-    pool = BlockPool(1)
+    pool = new_pool(1)
     with pytest.raises(AssertionError, match="nobody holds"):
         pool.publish(0, b"hash")
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=60))
+def test_retained_blocks_are_evicted_last_and_by_nearest_expiry():
+    pool = new_pool(8)
+    late, soon, plain = published(pool, b"l0", b"l1"), published(pool, b"s0", b"s1"), published(pool, b"p0", b"p1")
+    pool.release(late)
+    pool.retain([b"l0", b"l1"], until=20.0, owner="a")  # when nobody holds it
+    pool.retain([b"s0", b"s1"], until=10.0, owner="b")  # or while somebody does
+    pool.release(soon)
+    pool.release(plain)
+    assert (pool.num_free, pool.num_cached, pool.num_retained) == (8, 6, 4)
+    pool.check([])
+    blanks = [6, 7]
+    assert evicted(pool) == [*blanks, *reversed(plain), *reversed(soon), *reversed(late)]
+    assert pool.find(b"l0") is None
+    assert pool.num_retained == 0
+
+
+def test_a_retained_block_goes_back_to_its_tier_until_its_time_has_come():
+    pool = new_pool(4)
+    blocks = published(pool, b"a", b"b")
+    pool.retain([b"a", b"b"], until=10.0, owner="tenant")
+    pool.release(blocks)
+    pool.share(blocks[:1])
+    assert pool.num_retained == 1
+    pool.check([blocks[:1]])
+    pool.release(blocks[:1])
+    assert pool.num_retained == 2
+    pool.expire(9.0)
+    assert pool.num_retained == 2
+    pool.share(blocks[:1])
+    pool.expire(10.0)
+    # What is used past its time is as young as any; what was not used lapses, and goes first.
+    old = published(pool, b"old")
+    pool.release(old)
+    pool.release(blocks[:1])
+    assert (pool.num_retained, pool.num_cached) == (0, 3)
+    pool.check([])
+    assert evicted(pool)[-3:] == [blocks[1], old[0], blocks[0]]
+
+
+def test_the_longer_of_two_times_counts():
+    pool = new_pool(4)
+    blocks = published(pool, b"a", b"b", b"c")
+    pool.retain([b"a", b"b"], until=30.0, owner="tenant")
+    pool.retain([b"a", b"b", b"c"], until=20.0, owner="tenant")
+    pool.release(blocks)
+    pool.retain([b"a", b"b", b"c"], until=10.0, owner="tenant")
+    pool.expire(20.0)
+    assert pool.num_retained == 2
+    pool.expire(30.0)
+    assert pool.num_retained == 0
+    # They lapsed at different times; the tail goes first all the same.
+    assert evicted(pool)[1:] == list(reversed(blocks))
+
+
+def test_a_branch_is_evicted_before_what_it_branched_from():
+    pool = new_pool(12)
+    trunk = published(pool, b"0", b"1")
+    pool.share(trunk)
+    one, other = trunk + published(pool, b"2"), trunk + published(pool, b"3")
+    pool.retain([b"0", b"1", b"2"], until=10.0, owner="tenant")
+    pool.retain([b"0", b"1", b"3"], until=10.0, owner="tenant")
+    pool.release(other)
+    pool.release(one)
+    pool.share(one)  # the order does not depend on who was released last
+    pool.release(one)
+    assert evicted(pool)[-2:] == list(reversed(trunk))
+
+
+def test_an_owner_keeps_half_of_the_pool_at_most():
+    pool = new_pool(8)
+    other = published(pool, b"other")
+    pool.retain([b"other"], until=1.0, owner="other")
+    pool.release(other)
+    soon, late = published(pool, b"s0", b"s1", b"s2"), published(pool, b"l0", b"l1", b"l2")
+    pool.retain([b"s0", b"s1", b"s2"], until=10.0, owner="greedy")
+    pool.retain([b"l0", b"l1", b"l2"], until=20.0, owner="greedy")
+    pool.release(soon)
+    pool.release(late)
+    pool.check([])
+    assert pool.num_retained == 5
+    assert evicted(pool) == [7, *reversed(soon[1:]), *other, soon[0], *reversed(late)]
+
+
+def test_a_flush_forgets_what_nobody_holds():
+    pool = new_pool(4)
+    kept, held = published(pool, b"a"), published(pool, b"b")
+    pool.retain([b"a", b"b"], until=10.0, owner="tenant")
+    pool.release(kept)
+    blank = pool.take(1)
+    assert pool.flush() == 1
+    pool.check([held, blank])
+    assert (pool.num_free, pool.num_cached) == (2, 0)
+    assert (pool.find(b"a"), pool.find(b"b")) == (None, held[0])
+    pool.release(held)
+    assert pool.num_retained == 1
+    assert pool.flush() == 1
+    pool.check([blank])
+
+
+def test_after_a_reset_nobody_holds_or_finds_anything():
+    pool = new_pool(4)
+    blocks = published(pool, b"a", b"b")
+    pool.retain([b"a", b"b"], until=10.0, owner="tenant")
+    pool.release(blocks[1:])
+    pool.reset()
+    pool.check([])
+    assert (pool.num_free, pool.num_cached, pool.find(b"a")) == (4, 0, None)
+    assert pool.take(2) == [0, 1]
+
+
+def test_blocks_with_one_holder_are_counted():
+    pool = new_pool(4)
+    blocks = pool.take(3)
+    pool.share(blocks[:1])
+    assert pool.num_unshared(blocks) == 2
+
+
+OPERATIONS = st.sampled_from(("take", "release", "publish", "share", "retain", "expire", "flush", "reset"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(OPERATIONS, st.integers(0, 30)), max_size=60))
 def test_the_pool_agrees_with_its_tables_after_any_operations(operations):
-    pool = BlockPool(8)
+    known: set[bytes] = set()
+    pool = BlockPool(8, on_evicted=known.remove)
     tables: list[list[int]] = []
     for operation, number in operations:
-        if operation == 0 and number % 4 <= pool.num_free:
+        family = [bytes([number % 5, index]) for index in range(3)]
+        if operation == "take" and number % 4 <= pool.num_free:
             tables.append(pool.take(number % 4))
-        elif operation == 1 and tables:
+        elif operation == "release" and tables:
             pool.release(tables.pop(number % len(tables)))
-        elif operation == 2 and tables:
-            for index, block in enumerate(tables[number % len(tables)]):
-                pool.publish(block, bytes([number % 5, index]))
-        elif operation == 3:
-            found = [pool.find(bytes([number % 5, index])) for index in range(3)]
+        elif operation == "publish" and tables:
+            for block, block_hash in zip(tables[number % len(tables)], family, strict=False):
+                if pool.publish(block, block_hash):
+                    known.add(block_hash)
+        elif operation == "share":
+            found = [pool.find(block_hash) for block_hash in family]
             prefix = [block for block in found if block is not None]
             pool.share(prefix)
             tables.append(prefix)
+        elif operation == "retain":
+            pool.retain(family, until=float(number), owner=str(number % 2))
+        elif operation == "expire":
+            pool.expire(float(number))
+        elif operation == "flush" and number % 4 == 0:
+            num_cached = pool.num_cached
+            assert pool.flush() == num_cached
+            known &= set(pool.hashes)
+        elif operation == "reset" and number % 8 == 0:
+            pool.reset()
+            tables.clear()
+            known.clear()
         pool.check(tables)
+        assert known == set(pool.hashes)
     for table in tables:
         pool.release(table)
+    pool.check([])
     assert pool.num_free == 8
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)), max_size=8), st.integers(0, 4))
+def test_within_a_sequence_the_tail_is_evicted_before_the_head(turns, now):
+    """Whatever was retained for how long, and whatever of it was used since."""
+    pool = new_pool(16)
+    for branch, length, until in turns:
+        # A trunk of one block; four branches of two more.
+        chain = [b"trunk", bytes([branch, 0]), bytes([branch, 1])][:length]
+        table: list[int] = []
+        for block_hash in chain:
+            block = pool.find(block_hash)
+            if block is None:
+                table += published(pool, block_hash)
+            else:
+                pool.share([block])
+                table.append(block)
+        if until:
+            pool.retain(chain, float(until), "tenant")
+        pool.release(table)
+    if all(until for _, _, until in turns):
+        pool.expire(float(now))
+    gone = []
+    while pool.num_free:
+        before = set(pool.hashes)
+        pool.take(1)
+        gone += before - set(pool.hashes)
+    for branch in range(4):
+        chain = [block_hash for block_hash in (b"trunk", bytes([branch, 0]), bytes([branch, 1])) if block_hash in gone]
+        order = [gone.index(block_hash) for block_hash in chain]
+        assert order == sorted(order, reverse=True)

@@ -18,7 +18,7 @@ def kv():
 def computed(kv, hashes, num_tokens):
     """A table whose full blocks are published."""
     block_ids = kv.allocate([], num_tokens)
-    kv.publish(block_ids, hashes, 0, num_tokens // 4)
+    kv.publish(block_ids, hashes, 0, num_tokens // 4, TOKENS)
     return block_ids
 
 
@@ -97,3 +97,60 @@ def test_a_prefix_being_computed_is_awaited_until_it_is_retracted(kv):
     assert not kv.is_pending(HASHES[4])
     kv.retract(leader, HASHES)
     assert kv.last_pending(HASHES, 0, 21) is None
+
+
+def test_retained_context_is_found_again_when_other_traffic_has_filled_the_pool_twice_over(kv):
+    kv.free(computed(kv, HASHES, 13))
+    kv.retain(HASHES[:3], until=60.0, owner="tenant")
+    assert kv.num_retained == 3
+    for number in range(16):
+        other = list(range(1000 * number, 1000 * number + 4))
+        table = kv.allocate([], 4)
+        kv.publish(table, hash_blocks(other, 4, SALT), 0, 1, other)
+        kv.free(table)
+    kv.expire(59.0)
+    assert len(kv.find_prefix(HASHES, 20)) == 3
+    kv.expire(60.0)
+    assert kv.num_retained == 0
+    assert len(kv.find_prefix(HASHES, 20)) == 3
+    kv.allocate([], 12)
+    assert kv.find_prefix(HASHES, 20) == []
+
+
+def test_retained_blocks_are_free_for_whoever_needs_them(kv):
+    kv.free(computed(kv, HASHES, 12))
+    kv.retain(HASHES[:3], until=60.0, owner="tenant")
+    assert kv.usage == 0.0
+    table = kv.allocate([], 8)
+    assert len(kv.grow(table, 8)) == 6
+    assert kv.num_retained == 0
+
+
+def test_what_is_not_cached_cannot_be_retained(kv):
+    kv.retain(HASHES, until=60.0, owner="tenant")
+    kv.free(computed(kv, HASHES, 20))
+    assert kv.num_retained == 0
+    kv.pool.check([])
+
+
+def test_after_the_worker_died_nothing_is_held_found_or_pending(kv):
+    table = computed(kv, HASHES, 20)
+    kv.retain(HASHES, until=60.0, owner="tenant")
+    kv.announce(object(), HASHES)
+    kv.reset()
+    kv.pool.check([])
+    assert (kv.usage, kv.num_retained, kv.find_prefix(HASHES, 20)) == (0.0, 0, [])
+    assert not kv.is_pending(HASHES[0])
+    assert list(kv.events.hashes) == []
+    assert kv.allocate([], 20) == table
+
+
+def test_what_is_held_is_not_flushed(kv):
+    table = computed(kv, HASHES, 12)
+    rest = kv.allocate(table, 20)
+    kv.publish(rest, HASHES, 3, 5, TOKENS)
+    kv.free(rest)
+    assert kv.num_unshared(table) == 3
+    assert kv.flush() == 2
+    assert kv.find_prefix(HASHES, 21) == table
+    assert list(kv.events.hashes) == HASHES[:3]

@@ -141,7 +141,7 @@ async def test_death_while_loading_is_noticed(tiny_model, worker_config):
     starting = asyncio.ensure_future(process.start())
     await started(process)
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ExecutorError, match=r"SIGKILL .* while it loaded"):
+    with pytest.raises(ExecutorError, match="SIGKILL while it loaded"):
         await starting
 
 

@@ -3,18 +3,20 @@ scheduler with a fake worker that checks everything after every operation."""
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.choice import ChoiceState, sampling_of_choice
-from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.fake_worker import CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.plan import SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
+from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import (
     Accepted,
+    Change,
     Delta,
     Event,
     Finished,
@@ -82,11 +84,13 @@ class Expected:
     num_tokens: int
 
 
-def expected_choice(request: Request, index: int, max_model_len: int, vocab_size: int = VOCAB_SIZE) -> Expected:
+def expected_choice(
+    request: Request, index: int, max_model_len: int, vocab_size: int = VOCAB_SIZE, max_tokens: int | None = None
+) -> Expected:
     next_token = token_of_history(vocab_size)
     sampling = sampling_of_choice(request.sampling, index)
     history = list(request.prompt_token_ids)
-    max_tokens = min(request.max_tokens, max_model_len - len(history))
+    max_tokens = min(max_tokens or request.max_tokens, max_model_len - len(history))
     text = request.make_text()
     fed: list[int] = []
     num_released = 0
@@ -124,6 +128,8 @@ class Received:
     chosen: dict[int, list[float]] = field(default_factory=dict)
     ends: dict[int, Matched] = field(default_factory=dict)
     prompt_logprobs: list[float] = field(default_factory=list)
+    limits: dict[int, int] = field(default_factory=dict)
+    """What the choices' max_tokens came to be, where they were changed."""
     accepted: Accepted | None = None
     finished: Finished | None = None
 
@@ -163,7 +169,8 @@ class Received:
         whole = self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
         num_tokens = 0
         for index in range(request.n):
-            expected = expected_choice(request, index, self.max_model_len, self.vocab_size)
+            limit = self.limits.get(index)
+            expected = expected_choice(request, index, self.max_model_len, self.vocab_size, limit)
             got = self.token_ids.get(index, [])
             assert got == expected.token_ids[: len(got)], f"choice {index}: {got} differs from {expected.token_ids}"
             assert not whole or got == expected.token_ids, f"choice {index}: {got} lacks of {expected.token_ids}"
@@ -215,12 +222,13 @@ class World:
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0
+        self.now = 0.0
         self._new_worker()
+        self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
     def _new_worker(self) -> None:
         slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE)
         self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), slots)
-        self.scheduler = Scheduler(self.facts, self.config, clock=lambda: 0.0)
         self.plans: deque[StepPlan] = deque()
 
     def alive(self) -> list[str]:
@@ -258,6 +266,7 @@ class World:
             make_text=rng.choice(TEXTS),
             n=rng.choice((1, 1, 1, 2, 3)),
             priority=rng.randint(-1, 1),
+            retain_s=rng.choice((0.0, 0.0, 5.0, 20.0)),
         )
         self.add(request)
 
@@ -277,8 +286,59 @@ class World:
             assert self.scheduler.abort(names[random_number % len(names)], FinishReason.CANCELLED)
         assert not self.scheduler.abort("nobody", FinishReason.CANCELLED)
 
+    def hold(self, random_number: int) -> None:
+        """Nobody reads a request's output any more; or everybody's is read again."""
+        names = self.alive()
+        if random_number % 3:
+            if names:
+                self.scheduler.hold(names[random_number % len(names)], True)
+            return
+        for name in names:
+            self.scheduler.hold(name, False)
+
+    def update(self, random_number: int) -> None:
+        """A caller changes a request."""
+        names = self.alive()
+        if not names:
+            return
+        name = names[random_number % len(names)]
+        received = self.received[name]
+        max_tokens = 1 + random_number % 16 if random_number % 2 else None
+        priority = random_number % 3 - 1
+        choices = [choice for choice in self.scheduler._requests[name].choices if choice.delivery.end is None]
+        if max_tokens is not None:
+            limits = {index: max_tokens for index in range(received.request.n) if index not in received.ends}
+            # Those that have more already keep them.
+            limits |= {choice.index: max(max_tokens, choice.delivery.num_tokens) for choice in choices}
+            before, received.limits = received.limits, received.limits | limits
+        try:
+            assert self.scheduler.update_request(name, Change(priority=priority, max_tokens=max_tokens))
+        except Refused:
+            assert max_tokens is not None
+            received.limits = before
+
+    def reconfigure(self, random_number: int) -> None:
+        """The operator changes limits and policy."""
+        rng = random.Random(random_number)
+        budget = self.facts.max_num_batched_tokens
+        self.config = replace(
+            self.config,
+            policy=rng.choice(tuple(Policy)),
+            max_num_seqs=rng.randint(1, self.facts.max_num_seqs),
+            max_num_batched_tokens=rng.randint(min(budget, self.config.max_decode_tokens), budget),
+            max_queued_requests=rng.choice((2, 100)),
+            tenants={"a": TenantLimits(weight=rng.choice((0.5, 3.0)), max_live_requests=rng.choice((None, 4)))},
+        )
+        self.scheduler.reconfigure(self.config)
+
+    def recover(self, blames_step: bool) -> None:
+        """The worker dies; what was in flight is lost, and everybody goes on with a new one."""
+        self.scheduler.recover(blames_step)
+        self._new_worker()
+
     def schedule(self) -> bool:
         """Makes a plan; False if there is none to be made."""
+        self.now += 1.0
         plan = self.scheduler.schedule()
         if plan is None:
             return False
@@ -311,16 +371,18 @@ class World:
         assert not self.alive()
         assert not self.scheduler.num_requests
         self._new_worker()
+        self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
     def check(self) -> None:
         """What must hold after every operation."""
         planner = self.scheduler._planner
-        running = [*planner.running.prefilling, *planner.running.decoding]
-        waiting = planner.waiting.choices
+        running = list(planner.running)
+        waiting = list(planner.waiting.in_order())
         pinned = [choice for choice in waiting if choice.pinned]
         self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
-        assert Counter(map(id, planner._pinned)) == Counter(map(id, pinned))
-        for line in (waiting, planner.running.prefilling, planner.running.decoding):
+        assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
+        lines = (*planner.waiting._lanes.values(), planner.running.prefilling, planner.running.decoding, planner.running.held)
+        for line in lines:
             assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
         live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
         assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
@@ -333,11 +395,20 @@ class World:
             confirmed = max(choice.num_computed, choice.num_planned)
             assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
             request = choice.live.request
-            limit = min(len(request.prompt_token_ids) + request.max_tokens, MAX_MODEL_LEN)
-            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
+            received = self.received[request.request_id]
+            max_tokens = max(received.request.max_tokens, *received.limits.values(), 0)
+            limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN)
+            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit + 2 * len(received.limits)
+        for use in self.scheduler.tenants:
+            assert use.num_rows == sum(choice.live.tenant is use for choice in running)
+            assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
+        held = [choice for choice in running if choice.live.held]
+        assert sorted(map(id, held)) == sorted(map(id, planner.running.held))
 
     def drain(self) -> None:
         """Runs until everything is finished, and checks every end."""
+        for name in self.alive():
+            self.scheduler.hold(name, False)
         for _ in range(5000):
             if not self.alive():
                 break

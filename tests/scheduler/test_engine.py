@@ -362,7 +362,8 @@ def publish_before_the_plan_is_closed(patch):
 
     def begin_and_publish(planner, plan, choice, block_ids, num_cached_blocks):
         begin(planner, plan, choice, block_ids, num_cached_blocks)
-        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, len(choice.token_ids) // planner.kv.block_size)
+        num_full = len(choice.token_ids) // planner.kv.block_size
+        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
 
     patch.setattr(Planner, "_begin", begin_and_publish)
 

@@ -16,6 +16,7 @@ from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.giving_way import GivingWay
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.rows import RowTable
@@ -84,6 +85,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.do(self.world.schedule)
             if len(self.world.plans) == self.world.config.max_plans_in_flight:
                 self.do(self.world.answer)
+
+    @rule(number=NUMBERS)
+    def hold(self, number):
+        self.do(self.world.hold, number)
+
+    @rule(number=NUMBERS)
+    def update(self, number):
+        self.do(self.world.update, number)
+
+    @rule(number=NUMBERS, chance=st.integers(0, 3))
+    def reconfigure(self, number, chance):
+        if chance == 3:
+            self.do(self.world.reconfigure, number)
+
+    @rule(blames_step=st.booleans(), chance=st.integers(0, 3))
+    def recover(self, blames_step, chance):
+        if chance == 3:
+            self.do(self.world.recover, blames_step)
 
     @rule(chance=st.integers(0, 7))
     def die(self, chance):
@@ -163,7 +182,8 @@ def published_when_its_tokens_are_known(patch):
 
     def begin_and_publish(planner, plan, choice, block_ids, num_cached_blocks):
         begin(planner, plan, choice, block_ids, num_cached_blocks)
-        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, len(choice.token_ids) // planner.kv.block_size)
+        num_full = len(choice.token_ids) // planner.kv.block_size
+        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
 
     patch.setattr(Planner, "_begin", begin_and_publish)
 
@@ -277,10 +297,7 @@ def prompt_logprobs_repeated_after_preemption(patch):
 
 
 def victim_of_the_highest_rank(patch):
-    patch.setattr(
-        "penstock.scheduler.lineup.RunningRows.last",
-        lambda running: min((row[0] for row in (running.prefilling, running.decoding) if row), key=lambda c: c.rank),
-    )
+    patch.setattr(GivingWay, "for_row", lambda giving_way, needy: min(giving_way._running, key=lambda c: c.rank))
 
 
 PLANTED_BUGS = [

@@ -22,6 +22,7 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2_grpc import ModelServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -77,11 +78,14 @@ class Service:
     executor: FakeExecutor
     target: str
     channel: grpc.aio.Channel
+    admin_channel: grpc.aio.Channel
+    """To the administration, where the test asked for one."""
 
     def __post_init__(self) -> None:
         self.generation = GenerationServiceStub(self.channel)
         self.model = ModelServiceStub(self.channel)
         self.tokenizer = TokenizerServiceStub(self.channel)
+        self.admin = AdminServiceStub(self.admin_channel)
 
     @property
     def blocks_in_use(self) -> float:
@@ -111,9 +115,11 @@ async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService
             server = Server(ServerConfig(**settings), engine, tokenizer or byte_tokenizer)
             target = await server.start()
             stack.push_async_callback(server.stop)
-            channel = grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
-            stack.push_async_callback(channel.close)
-            return Service(server, engine, executor, target, channel)
+            channels = []
+            for where in (target, server.admin_target or "unix:/nowhere"):
+                channels.append(grpc.aio.insecure_channel(where, options=[("grpc.use_local_subchannel_pool", 1)]))
+                stack.push_async_callback(channels[-1].close)
+            return Service(server, engine, executor, target, *channels)
 
         yield start
 

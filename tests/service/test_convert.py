@@ -7,7 +7,10 @@ import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.request import Context
+from penstock.service import tokenizer as tokenizer_module
 from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.conversations import Conversations
 from penstock.service.convert import (
     MAX_LOGPROB_ENTRIES,
     MAX_TOKENS_IN_ALL,
@@ -33,7 +36,7 @@ def make_converter(byte_tokenizer):
         pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
         pools.append(pool)
         validator = Validator(ModelLimits(tokenizer.vocab_size, max_model_len))
-        return Converter(validator, pool, "bytes", max_sequence_tokens or max_model_len)
+        return Converter(validator, pool, "bytes", max_sequence_tokens or max_model_len, max_retain_s=600.0)
 
     yield make
     for pool in pools:
@@ -42,11 +45,11 @@ def make_converter(byte_tokenizer):
 
 @pytest.fixture
 def convert(make_converter):
-    async def convert(start, converter=None, tenant="default", answer=Answer.STREAMED, **origin):
+    async def convert(start, converter=None, tenant="default", answer=Answer.STREAMED, context=None, **origin):
         converter = converter or make_converter()
         converter.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await converter.prepare(start, whose, lambda event: None, answer)
+        return await converter.prepare(start, whose, lambda event: None, answer, context)
 
     return convert
 
@@ -274,10 +277,109 @@ async def test_masks_that_leave_something_are_not(convert, sampling):
     assert await convert(start(**sampling))
 
 
-async def test_continue_from_is_not_there_yet(convert):
-    with pytest.raises(ServiceError) as error:
-        await convert(pb.Start(continue_from="x"))
-    assert error.value.code is grpc.StatusCode.UNIMPLEMENTED
+class TestContinueFrom:
+    """What comes after a context that is kept."""
+
+    @pytest.fixture
+    def kept(self):
+        """Of the tenant "default": x, 40 times."""
+        ids = [ord("x")] * 40
+        conversations = Conversations(600.0, 1_000_000)
+        hashes = hash_blocks(ids, 16, tenant_salt("bytes", "default"))
+        assert conversations.keep("R", "default", Context(ids, hashes), wanted=True)
+        return conversations.find("R", "default")
+
+    @pytest.mark.parametrize(
+        ("prompt", "expected"),
+        [
+            ({"text": "<|end|>"}, [*b"<|end|>"]),
+            ({"text": ""}, []),
+            ({}, []),
+            ({"token_ids": pb.TokenIds(ids=[EOS, 5])}, [EOS, 5]),
+            (
+                {"chat": pb.Chat(messages=[pb.ChatMessage(role="user", content="so?")])},
+                [EOS, 257, *b"user\nso?", EOS, 257, *b"assistant\n"],
+            ),
+        ],
+    )
+    async def test_what_is_new_follows_the_context(self, convert, kept, prompt, expected):
+        request = await convert(pb.Start(continue_from="R", **prompt), context=kept)
+        assert request.prompt_token_ids == [ord("x")] * 40 + expected
+        assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
+        assert request.max_tokens == 4096 - 40 - len(expected)
+
+    @pytest.mark.parametrize("num_hashes", [0, 1, 2])
+    async def test_hashes_that_are_known_are_gone_on_from(self, convert, kept, num_hashes, monkeypatch):
+        kept.hashes = kept.hashes[: 32 * num_hashes]
+        hashed = []
+
+        def counted(ids, *rest):
+            hashed.append(len(ids))
+            return hash_blocks(ids, *rest)
+
+        monkeypatch.setattr(tokenizer_module, "hash_blocks", counted)
+        request = await convert(pb.Start(continue_from="R", text="y" * 30), context=kept)
+        assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
+        assert hashed == [70 - 16 * num_hashes]
+
+    async def test_all_bounds_are_those_of_the_whole(self, convert, make_converter, kept):
+        converter = make_converter(max_model_len=64)
+        request = await convert(pb.Start(continue_from="R", text="y" * 23), converter, context=kept)
+        assert (len(request.prompt_token_ids), request.max_tokens) == (63, 1)
+        error = await refusal(convert(pb.Start(continue_from="R", text="y" * 24), converter, context=kept))
+        assert error.field == "text"
+        assert "63 tokens together with the context; they are 64, 40 of them the context's" in error.message
+        error = await refusal(convert(pb.Start(continue_from="R"), make_converter(max_model_len=40), context=kept))
+        assert error.field == "continue_from"
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="y" * 30)])
+        error = await refusal(convert(pb.Start(continue_from="R", chat=chat), converter, context=kept))
+        assert error.field == "chat"
+        ids = pb.TokenIds(ids=[258])
+        error = await refusal(convert(pb.Start(continue_from="R", token_ids=ids), converter, context=kept))
+        assert error.field == "token_ids.ids[0]"
+        sampling = pb.Sampling(max_tokens=20)
+        short = pb.Start(continue_from="R", text="y" * 5, sampling=sampling)
+        error = await refusal(convert(short, converter, context=kept))
+        assert "at most 19, which a prompt of 45 tokens leaves" in error.message
+
+    async def test_cost_counts_the_context(self, convert, make_converter, kept):
+        converter = make_converter(max_model_len=1 << 20)
+        sampling = pb.Sampling(n=64, max_tokens=MAX_TOKENS_IN_ALL // 64 - 40)
+        assert await convert(pb.Start(continue_from="R", sampling=sampling), converter, context=kept)
+        sampling.max_tokens += 1
+        error = await refusal(convert(pb.Start(continue_from="R", sampling=sampling), converter, context=kept))
+        assert error.field == "sampling.n"
+
+    @pytest.mark.parametrize(
+        ("fields", "retain_s"),
+        [
+            ({"text": "x"}, 0),
+            ({"continue_from": "R"}, 600),
+            ({"text": "x", "retain_ms": 1500}, 1.5),
+            ({"continue_from": "R", "retain_ms": 0}, 0),
+            ({"text": "x", "retain_ms": 86_400_000}, 600),
+        ],
+    )
+    async def test_how_long_kv_is_retained(self, convert, kept, fields, retain_s):
+        request = await convert(pb.Start(**fields), context=kept if "continue_from" in fields else None)
+        assert request.retain_s == retain_s
+
+
+async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert, make_converter):
+    converter = make_converter(max_model_len=1 << 20)
+    request = await convert(start("x" * 100, n=64, max_tokens=10, min_tokens=3), converter)
+    converter.check_max_tokens(request, 3)
+    converter.check_max_tokens(request, MAX_TOKENS_IN_ALL // 64 - 100)
+    for max_tokens, problem in (
+        (2, "must be at least min_tokens, 3"),
+        (MAX_TOKENS_IN_ALL // 64 - 99, "n x .prompt tokens . max_tokens. is at most"),
+        ((1 << 20) - 99, "at most 1,048,476, which the prompt leaves"),
+    ):
+        with pytest.raises(ServiceError, match=problem):
+            converter.check_max_tokens(request, max_tokens)
+    request = await convert(start(output=pb.Output(logprobs=20), max_tokens=10), converter)
+    with pytest.raises(ServiceError, match=r"n x max_tokens x \(logprobs"):
+        converter.check_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
 
 
 def test_a_text_far_too_long_is_refused_before_it_waits_for_a_thread(make_converter):

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.service.errors import ServiceError
 from penstock.service.identity import ACCESS, ApiKeys, Caller, KeyFileError
-from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 KEY, GATEWAY_KEY = "k" * 40, "g" * 40
 
@@ -41,6 +41,17 @@ def start(**fields):
 def test_keys_are_known_by_their_hashes(keys):
     assert keys.authenticate(bearer(KEY)) == Caller("acme")
     assert keys.authenticate(bearer(GATEWAY_KEY)) == Caller("gateway", may_act_for_others=True)
+
+
+def test_a_key_may_have_several_rights_in_any_order(tmp_path):
+    path = tmp_path / "keys"
+    for rights, caller in (
+        ("admin", Caller("acme", may_administer=True)),
+        ("admin act-for-others", Caller("acme", may_act_for_others=True, may_administer=True)),
+        ("act-for-others admin", Caller("acme", may_act_for_others=True, may_administer=True)),
+    ):
+        path.write_text(f"{hash_key(KEY)} acme {rights}\n")
+        assert ApiKeys.load(path).authenticate(bearer(KEY)) == caller
 
 
 @pytest.mark.parametrize(
@@ -76,7 +87,8 @@ def test_anything_else_is_nobody(keys, metadata):
         (f"{hash_key(KEY)}", ":1: the second word"),
         (f"\n{hash_key(KEY)} a/b", ":2: the second word"),
         (f"{hash_key(KEY)} {'a' * 65}", ":1: the second word"),
-        (f"{hash_key(KEY)} acme admin", ":1: after the tenant"),
+        (f"{hash_key(KEY)} acme administrator", ":1: after the tenant"),
+        (f"{hash_key(KEY)} acme admin admin", ":1: after the tenant"),
         (f"{hash_key(KEY)} acme act-for-others now", ":1: after the tenant"),
         (f"{hash_key(KEY)} acme\n{hash_key(KEY)} other", ":2: the key is in the file already"),
     ],
@@ -187,7 +199,7 @@ async def test_without_a_key_file_nobody_names_a_tenant(start_service):
 def test_every_served_method_has_a_rule():
     ours = {
         f"/{service.full_name}/{method.name}"
-        for file in (pb, model_pb2, tokenizer_pb2, health_pb2)
+        for file in (admin_pb2, pb, model_pb2, tokenizer_pb2, health_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from penstock.service import bounds
 from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
@@ -31,7 +31,7 @@ def request_messages() -> dict[str, Descriptor]:
             if field.message_type is not None:
                 visit(field.message_type)
 
-    for file in (pb, model_pb2, tokenizer_pb2):
+    for file in (admin_pb2, pb, model_pb2, tokenizer_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 visit(method.input_type)
@@ -48,11 +48,12 @@ def bad_numbers(bound: bounds.Number, field: FieldDescriptor) -> Iterator[float]
     low, high = bound.low, LIMITS.resolve(bound.high)
     if bound.above_low:
         yield low
-    if low > 0 or field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_SINT32):
+    is_float = field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
+    if low >= 1 or is_float or field.type == FieldDescriptor.TYPE_SINT32:
         yield low - 1
-    if field.type == FieldDescriptor.TYPE_FLOAT:
+    if is_float:
         yield from (math.nan, math.inf, -math.inf, low - 1e-3, high * 1.001 + 1e-3)
-    if high < bounds.UINT32_MAX:
+    if high < (bounds.UINT64_MAX if field.type == FieldDescriptor.TYPE_UINT64 else bounds.UINT32_MAX):
         yield high + 1
 
 
@@ -73,6 +74,9 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
             yield ["x"] * (high + 1), ""
             yield [""], "[0]"
             yield ["x", "x" * (each.high + 1)], "[1]"
+        case bounds.Items(high=high, each=bounds.Nested()):
+            yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
+            yield [admin_pb2.TenantSettings(tenant="x"), admin_pb2.TenantSettings(weight=-1)], "[1].weight"
         case bounds.Ids(high=high):
             high = int(LIMITS.resolve(high))
             yield [0] * (high + 1), ""
@@ -109,7 +113,7 @@ def set_field(message: Any, name: str, value: Any) -> None:
 
 def message_types() -> dict[str, Any]:
     return {
-        name: getattr(module, name) for module in (pb, model_pb2, tokenizer_pb2) for name in FIELD_BOUNDS
+        name: getattr(module, name) for module in (admin_pb2, pb, model_pb2, tokenizer_pb2) for name in FIELD_BOUNDS
         if hasattr(module, name)
     }  # fmt: skip
 
@@ -145,6 +149,8 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
                 bad.role = "user"
             start.chat.messages.append(bad)
             path = f"chat.messages[0].{path}"
+        case admin_pb2.TenantSettings():
+            return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
         case pb.Cancel():
             return "Generate", pb.GenerateRequest(cancel=bad), path
         case pb.Update():
@@ -166,6 +172,9 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.Generate(iter([request])).read()
     elif method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
+    elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:
+        call = getattr(service.admin, method)(request)
+        await (call.read() if method.startswith("Watch") else call)
     else:
         await getattr(service.tokenizer, method)(request)
 
@@ -193,7 +202,8 @@ def test_reliability_figure_11_validator_refuses_at_once(bad, path):
 
 async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_service, details_of, monkeypatch):
     """Over a socket: each refusal names the field, and the engine hears of none."""
-    service = await start_service()
+    service = await start_service(admin_listen="127.0.0.1:0")
+    monkeypatch.setattr(service.engine, "reconfigure", lambda config: pytest.fail("a bad request reached the engine"))
     monkeypatch.setattr(service.engine, "submit", lambda request: pytest.fail("a bad request reached the engine"))
     for parameters in bad_messages():
         bad, path = parameters.values

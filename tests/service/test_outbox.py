@@ -6,7 +6,8 @@ import pytest
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
-from penstock.service import outbox as outbox_module
+from penstock.service import backlog as backlog_module, outbox as outbox_module
+from penstock.service.backlog import Backlog
 from penstock.service.batch import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.messages import stream_message
@@ -22,6 +23,9 @@ class Writer:
 
     def __init__(self):
         self.messages = []
+        self.stalls = []
+        self.pace = None
+        """Set for each message that it takes, where it is not None."""
         self.open = asyncio.Event()
         self.open.set()
 
@@ -29,6 +33,9 @@ class Writer:
         self.messages.append(message)
         await asyncio.sleep(0)
         await self.open.wait()
+        if self.pace is not None:
+            await self.pace.wait()
+            self.pace.clear()
 
 
 @pytest.fixture
@@ -36,9 +43,17 @@ async def make_outbox():
     """Outboxes whose ``run`` is a task."""
     tasks = []
 
-    def make(pacer=None, heartbeat_s=60.0, run=True):
+    def make(pacer=None, heartbeat_s=60.0, run=True, backlog=None):
         writer = Writer()
-        outbox = Outbox(writer.write, stream_message, pacer or Pacer(), lambda: pb.SERVICE_STATE_SERVING, heartbeat_s)
+        outbox = Outbox(
+            writer.write,
+            stream_message,
+            pacer or Pacer(),
+            backlog or Backlog(),
+            lambda: pb.SERVICE_STATE_SERVING,
+            writer.stalls.append,
+            heartbeat_s,
+        )
         task = asyncio.create_task(outbox.run()) if run else None
         if task is not None:
             tasks.append(task)
@@ -271,19 +286,136 @@ async def test_a_busy_stream_has_none(make_outbox):
     assert not any(message.HasField("heartbeat") for message in writer.messages)
 
 
-async def test_a_reader_that_stalls_is_cut_off_and_holds_no_memory(make_outbox, monkeypatch):
-    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 200_000)
+def pending(outbox):
+    return outbox._backlog.num_bytes
+
+
+async def fill(outbox, num_bytes):
+    """In parts of 1 KB, as steps bring them."""
+    for _ in range(num_bytes // 1000):
+        outbox.delta(1, delta("x" * 952, []), TEXT, False)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Bounds that a test fills at once."""
+    monkeypatch.setattr(backlog_module, "MAX_STREAM_BYTES", 200_000)
+    monkeypatch.setattr(outbox_module, "MAX_STALLED_BYTES", 400_000)
+    monkeypatch.setattr(outbox_module, "BLOCKED_S", 0.0)
+
+
+async def test_a_stream_that_is_not_read_is_stalled_and_goes_on_when_it_has_drained(make_outbox, small):
     outbox, writer, task = make_outbox()
     writer.open.clear()
+    await fill(outbox, 199_000)
+    assert (writer.stalls, outbox.is_stalled) == ([], False)
+    await fill(outbox, 101_000)  # what was under way
+    assert (writer.stalls, outbox.is_stalled) == ([True], True)
+    assert pending(outbox) >= 300_000
+    writer.pace = asyncio.Event()
+    writer.open.set()
+    while pending(outbox) > 100_000:
+        assert outbox.is_stalled
+        await turns(2)
+        writer.pace.set()
     await turns()
-    for _ in range(1000):
-        outbox.delta(1, delta("x" * 1000), TEXT, False)
-        await asyncio.sleep(0)
+    assert (writer.stalls, outbox.is_stalled) == ([True, False], False)
+    writer.pace = None
+    outbox.close()
+    await task
+    assert sum(len(d.text) for message in writer.messages for d in message.deltas) == 300 * 952
+    assert pending(outbox) == 0
+
+
+async def test_who_fills_a_stream_is_told_later_and_never_amid_a_call(make_outbox, small):
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.delta(1, delta("x" * 50_000, []), TEXT, False)
+    for _ in range(5):
+        outbox.delta(1, delta("x" * 50_000, []), TEXT, False)
+        assert not writer.stalls
+    await turns(1)
+    assert writer.stalls == [True]
+
+
+async def test_a_stalled_reader_that_takes_nothing_is_cut_off_and_holds_no_memory(make_outbox, small, monkeypatch):
+    monkeypatch.setattr(outbox_module, "STALLED_S", 0.05)
+    monkeypatch.setattr(outbox_module, "SLOWEST_BYTES_PER_S", 1e9)
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    await fill(outbox, 250_000)
+    assert not task.done()
     with pytest.raises(ServiceError) as error:
         await task
     assert error.value.reason is Reason.READER_TOO_SLOW
     assert len(writer.messages) == 1
-    assert not outbox._batches
+    assert not outbox._has_more
+    assert pending(outbox) == 0
+
+
+async def test_a_slow_reader_that_takes_something_is_not_cut_off(make_outbox, small, monkeypatch):
+    """A message of 64 KB at 1 KB/s takes longer than the time in which a reader must take something."""
+    monkeypatch.setattr(outbox_module, "STALLED_S", 0.05)
+    monkeypatch.setattr(outbox_module, "SLOWEST_BYTES_PER_S", 100_000)
+    outbox, writer, task = make_outbox()
+    writer.pace = asyncio.Event()
+    await fill(outbox, 250_000)
+    for _ in range(4):
+        assert outbox.is_stalled
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        writer.pace.set()
+    await turns()
+    assert writer.stalls == [True, False]
+
+
+async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, small):
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    await fill(outbox, 500_000)
+    with pytest.raises(ServiceError) as error:
+        await task
+    assert error.value.reason is Reason.READER_TOO_SLOW
+    assert pending(outbox) == 0
+
+
+async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_first(make_outbox, monkeypatch):
+    monkeypatch.setattr(backlog_module, "MAX_TOTAL_BYTES", 2_000_000)
+    backlog = Backlog()
+    streams = [make_outbox(backlog=backlog) for _ in range(12)]
+    for _, writer, _ in streams:
+        writer.open.clear()
+    first = streams[0][0]
+    while not first.is_stalled:
+        await fill(first, 1_000)
+    assert 1_000_000 <= backlog.num_bytes < 1_010_000  # alone it has half
+    while not all(outbox.is_stalled for outbox, _, _ in streams[:10]):
+        for outbox, _, _ in streams[:10]:
+            if not outbox.is_stalled:
+                await fill(outbox, 1_000)
+    assert 1_900_000 < backlog.num_bytes <= 2_000_000
+    reader, writer, _ = streams[11]
+    writer.open.set()
+    await fill(reader, 1_000_000)
+    assert not reader.is_stalled  # it is read, however slow the others are
+    held = [task for _, _, task in streams]
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert backlog.num_bytes == 0
+
+
+async def test_a_message_that_cannot_be_made_ends_the_stream(make_outbox, monkeypatch):
+    """Even where it is made early, because the next one begins: whoever put it in is not to blame."""
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    await turns()
+    monkeypatch.setattr(outbox, "_encode", lambda batch: 1 / 0)
+    await fill(outbox, 200_000)
+    writer.open.set()
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert pending(outbox) == 0
 
 
 async def test_a_reader_that_comes_back_gets_everything(make_outbox):
@@ -336,4 +468,4 @@ async def test_last_words_come_after_all_that_waits(make_outbox):
     assert error.value.reason is Reason.DRAINING
     assert len(writer.messages) == 1
     outbox.delta(1, delta(), TEXT, False)
-    assert not outbox._batches
+    assert not outbox._has_more

@@ -357,6 +357,7 @@ class Start(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RETAIN_MS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request: unique among the live ones of its stream; may be used again after `finished`.
     Any uint32, 0 included. A duplicate of a live ref ends the stream with INVALID_ARGUMENT.
@@ -364,15 +365,18 @@ class Start(_message.Message):
     text: _builtins.str
     """Plain text, tokenized by the server; special tokens written in it are ordinary text. At most 4 MiB of UTF-8."""
     continue_from: _builtins.str
-    """The `request_id` of a finished request whose context this one continues. At most 64 bytes. Default: none.
-    Not available yet: answered in band with UNIMPLEMENTED.
+    """The `request_id` of a finished request of the same tenant, whose context (its prompt, and the output that was sent)
+    comes before this prompt, so that it need not be sent again. One whose `finished.may_continue` was true, and not
+    longer ago than the service keeps contexts: else NOT_FOUND, and the whole context must be sent. Any number of
+    requests may continue the same one. `text` and `token_ids` are appended as they are; `chat` holds the new messages
+    alone, and what the template puts after the last answer comes before them. At most 64 bytes. Default: none.
     """
     timeout_ms: _builtins.int
     """The request's own deadline, in milliseconds from its arrival: 1 to 86,400,000. Default: the call's deadline on the
     single-request methods, none on a Generate stream.
     """
     priority: _builtins.int
-    """Under the `priority` policy lower runs first: -1,000 to 1,000. Default: 0. Ignored under `fcfs`."""
+    """Under the `priority` policy lower runs first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str
     """For whom this is, by a caller that may act for others (a gateway's key); 1 to 64 characters of [A-Za-z0-9_.-].
     Default: the caller's own tenant. PERMISSION_DENIED for anyone else who names another.
@@ -381,6 +385,11 @@ class Start(_message.Message):
     """W3C trace context of this request: 55 bytes, "00-<trace id>-<span id>-<flags>". Default: the call's metadata."""
     client_request_id: _builtins.str
     """The caller's own id: echoed in `accepted` and in logs, never used as a key. At most 128 bytes of printable ASCII."""
+    retain_ms: _builtins.int
+    """How long after its end the KV cache of this request's context is kept in preference to ordinary cache, for requests
+    that continue it, in milliseconds: 0 to 86,400,000, and at most what the service allows. What is evicted all the same
+    is computed again. Default: the service's own where `continue_from` is set, else 0.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids; at most the model's context less one, each below the tokenizer's vocabulary size."""
@@ -412,19 +421,24 @@ class Start(_message.Message):
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
+        retain_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "client_request_id", b"client_request_id", "continue_from", b"continue_from", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "client_request_id", b"client_request_id", "continue_from", b"continue_from", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__retain_ms: _TypeAlias = _typing.Literal["retain_ms"]  # noqa: Y015
+    _WhichOneofArgType__retain_ms: _TypeAlias = _typing.Literal["_retain_ms", b"_retain_ms"]  # noqa: Y015
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_ms) -> _WhichOneofReturnType__retain_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
     @_typing.overload
@@ -753,7 +767,9 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Update(_message.Message):
-    """Changes a live request. Not available yet: answered in band, by an `update_refused`, with UNIMPLEMENTED."""
+    """Changes a live request, within two steps. What can't be done is answered in band, by an `update_refused`, and changes
+    nothing.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -768,7 +784,9 @@ class Update(_message.Message):
     priority: _builtins.int
     """A new priority, -1,000 to 1,000. Default: unchanged."""
     max_tokens: _builtins.int
-    """A new limit on the output: 1 to what the context leaves. Default: unchanged."""
+    """A new limit on each choice's output: 1 to what the context leaves. A choice that has as many tokens already, or more,
+    ends with FINISH_REASON_LENGTH. Default: unchanged.
+    """
     def __init__(
         self,
         *,
@@ -876,7 +894,9 @@ class Accepted(_message.Message):
     queue_position: _builtins.int
     """Requests ahead in the queue at arrival; 0 is next."""
     predicted_ttft_ms: _builtins.int
-    """Not available yet: always absent. Predicted time to the first token, in milliseconds."""
+    """Predicted time from arrival to the first token, in milliseconds. Absent until the service has learnt how long its
+    steps take.
+    """
     client_request_id: _builtins.str
     """The caller's id, echoed."""
     def __init__(
@@ -1075,7 +1095,7 @@ class Finished(_message.Message):
     ref: _builtins.int
     """The request's ref."""
     may_continue: _builtins.bool
-    """Not available yet: always false. Whether `continue_from` may name it."""
+    """Whether `continue_from` may name it from now on. Never of a request with several choices."""
     reason: Global___FinishReason.ValueType
     """Why it ended. With several choices: the last one's reason."""
     seed: _builtins.int
@@ -1157,6 +1177,7 @@ class Timings(_message.Message):
     FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
     TOTAL_US_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
     queued_us: _builtins.int
     """Until its first step began."""
     prefill_us: _builtins.int
@@ -1167,6 +1188,8 @@ class Timings(_message.Message):
     """Until its end."""
     preemptions: _builtins.int
     """How many times it lost its cache to others and was computed again."""
+    restarts: _builtins.int
+    """How many times the worker died under it and it was computed again."""
     def __init__(
         self,
         *,
@@ -1175,10 +1198,11 @@ class Timings(_message.Message):
         first_token_us: _builtins.int = ...,
         total_us: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "queued_us", b"queued_us", "total_us", b"total_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_us", b"first_token_us", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "queued_us", b"queued_us", "restarts", b"restarts", "total_us", b"total_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,30 @@
+"""A message as plain data, for programs: every field by its name, numbers as numbers."""
+
+import os
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """None where a field is absent; enums by their names in small letters, without what the names have in common."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Any, field: FieldDescriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        return [_plain(item, field) for item in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    return _plain(value, field)
+
+
+def _plain(value: Any, field: FieldDescriptor) -> Any:
+    if field.message_type is not None:
+        return as_dict(value)
+    if field.enum_type is not None:
+        names = [known.name for known in field.enum_type.values]
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name.removeprefix(os.path.commonprefix(names)).lower()
+    return value

@@ -1,0 +1,113 @@
+"""How long prompts and outputs are: the distributions that ``penstock bench`` draws lengths from."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Lengths(Protocol):
+    """A distribution of lengths in tokens, 1 and more."""
+
+    @property
+    def most(self) -> int | None:
+        """The greatest length that can come; None if there is none."""
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every length from ``least`` to ``greatest`` alike; one length alone where they are equal."""
+
+    least: int
+    greatest: int
+
+    @property
+    def most(self) -> int:
+        """Its end."""
+        return self.greatest
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return rng.randint(self.least, self.greatest)
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.greatest else f"uniform:{self.least}-{self.greatest}"
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Around a mean; what is drawn below 1 becomes 1."""
+
+    mean: float
+    deviation: float
+
+    @property
+    def most(self) -> None:
+        """There is none."""
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        return max(1, round(rng.gauss(self.mean, self.deviation)))
+
+    def __str__(self) -> str:
+        return f"normal:{self.mean:g},{self.deviation:g}"
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Few long ones among many short ones, as people's prompts are. ``mean`` and ``deviation`` are those of the lengths
+    themselves, not of their logarithms."""
+
+    mean: float
+    deviation: float
+
+    @property
+    def most(self) -> None:
+        """There is none."""
+
+    def draw(self, rng: random.Random) -> int:
+        """One of them."""
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        return max(1, round(rng.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))))
+
+    def __str__(self) -> str:
+        return f"lognormal:{self.mean:g},{self.deviation:g}"
+
+
+_FORMS = "512, uniform:128-1024, normal:MEAN,DEVIATION or lognormal:MEAN,DEVIATION"
+
+
+def parse_lengths(text: str) -> Lengths:
+    """A distribution as the command line has it. Raises ValueError, which says what is possible."""
+    kind, colon, values = text.partition(":")
+    try:
+        if not colon:
+            return _uniform([kind, kind])
+        match kind:
+            case "uniform":
+                return _uniform(values.split("-"))
+            case "normal":
+                return Normal(*_mean_and_deviation(values))
+            case "lognormal":
+                return LogNormal(*_mean_and_deviation(values))
+    except (ValueError, TypeError):
+        pass
+    raise ValueError(f"expected {_FORMS}, each 1 or more, got {text}")
+
+
+def _uniform(ends: Sequence[str]) -> Uniform:
+    least, greatest = map(int, ends)
+    if not 1 <= least <= greatest:
+        raise ValueError
+    return Uniform(least, greatest)
+
+
+def _mean_and_deviation(values: str) -> tuple[float, float]:
+    mean, deviation = map(float, values.split(","))
+    if not (1 <= mean < math.inf and 0 <= deviation < math.inf):
+        raise ValueError
+    return mean, deviation

@@ -1,0 +1,90 @@
+"""``penstock explain``: what a request waited for, which steps it was in, and where its time went."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import grpc
+
+from penstock.clients.admin_client import AdminClient
+from penstock.clients.connection import Connection, add_admin_flags, admin_connection
+from penstock.clients.errors import PenstockError, RequestFailed
+from penstock.clients.timeline_text import describe
+from penstock.v1 import admin_pb2 as pb
+
+_PREFIX = "TIMELINE_KIND_"
+
+_EPILOG = """\
+examples:
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --admin gpu1:50052
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --json | jq '.timeline[] | select(.kind == "waited")'
+
+The service gives a request its id: it is in accepted.request_id and finished.request_id, in the details of an error,
+in the log, and penstock chat says it with every error. Requests that live can be explained, and the last ones that
+ended (penstock serve --explain-requests).
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; the status is 1 if nothing is known of the request."""
+    parser = argparse.ArgumentParser(
+        prog="penstock explain",
+        description="Tells what became of a request: waiting, chunks, decoding, preemptions, restarts, in order of time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("id", metavar="ID", help="the service's id of the request")
+    parser.add_argument("--json", action="store_true", help="print it for programs (default: a timeline to read)")
+    add_admin_flags(parser)
+    arguments = parser.parse_args(argv)
+    told = asyncio.run(_ask(admin_connection(arguments), arguments.id))
+    if arguments.json:
+        print(json.dumps(as_dict(told), indent=2))
+        return 0
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in describe(told, colours=colours, unicode=_shows_unicode(sys.stdout.encoding)):
+        print(line.rstrip())
+    return 0
+
+
+async def _ask(service: Connection, request_id: str) -> pb.ExplainResponse:
+    async with AdminClient.opened(service) as client:
+        try:
+            told: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))
+        except RequestFailed as failure:
+            if failure.code is grpc.StatusCode.NOT_FOUND:
+                raise PenstockError(f"{request_id}: {failure.message}") from None
+            raise
+        return told
+
+
+def as_dict(told: pb.ExplainResponse) -> dict[str, Any]:
+    """Every field of the answer by its name; None where it is absent."""
+    fields: dict[str, Any] = {
+        field.name: _value(told, field.name) for field in told.DESCRIPTOR.fields if field.name != "timeline"
+    }
+    fields["timeline"] = [
+        {field.name: _value(entry, field.name) for field in entry.DESCRIPTOR.fields} for entry in told.timeline
+    ]
+    return fields
+
+
+def _value(message: Any, name: str) -> Any:
+    if name == "kind":
+        return pb.TimelineKind.Name(message.kind).removeprefix(_PREFIX).lower()
+    if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
+        return None
+    return getattr(message, name)
+
+
+def _shows_unicode(encoding: str | None) -> bool:
+    try:
+        "░▓█◆".encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

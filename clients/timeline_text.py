@@ -1,0 +1,185 @@
+"""A request's timeline as text: for whoever was woken up, and wants to see at once where the time went."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from penstock.v1 import admin_pb2 as pb
+
+_WIDTH = 32
+"""Of the bars, from the request's arrival to its end."""
+
+_RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _DIM = "31", "32", "33", "34", "35", "36", "2"
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How entries of one kind are shown."""
+
+    bar: str
+    plain_bar: str
+    """Where the terminal has no such characters."""
+    colour: str
+
+
+_INSTANT = "◆", "+"
+_LOOKS = {
+    pb.TIMELINE_KIND_ACCEPTED: _Look(*_INSTANT, _DIM),
+    pb.TIMELINE_KIND_WAITED: _Look("░", ".", _YELLOW),
+    pb.TIMELINE_KIND_BEGAN: _Look(*_INSTANT, _DIM),
+    pb.TIMELINE_KIND_PREFILLED: _Look("▓", "#", _BLUE),
+    pb.TIMELINE_KIND_DECODED: _Look("█", "=", _GREEN),
+    pb.TIMELINE_KIND_PREEMPTED: _Look(*_INSTANT, _MAGENTA),
+    pb.TIMELINE_KIND_RESTARTED: _Look(*_INSTANT, _RED),
+    pb.TIMELINE_KIND_HELD: _Look("▒", "~", _MAGENTA),
+    pb.TIMELINE_KIND_UPDATED: _Look(*_INSTANT, _CYAN),
+    pb.TIMELINE_KIND_ENDED: _Look(*_INSTANT, _DIM),
+}
+_UNKNOWN = _Look("?", "?", _DIM)
+_SHARES = (
+    (pb.TIMELINE_KIND_WAITED, "waiting"),
+    (pb.TIMELINE_KIND_HELD, "held back"),
+    (pb.TIMELINE_KIND_PREFILLED, "computing its prompt"),
+    (pb.TIMELINE_KIND_DECODED, "decoding"),
+)
+_GOOD_ENDS = frozenset({"STOP", "LENGTH"})
+
+
+def describe(told: pb.ExplainResponse, *, colours: bool, unicode: bool) -> Iterator[str]:
+    """Lines for a terminal. ``unicode``: whether it shows more than ASCII."""
+    yield from _Text(told, colours, unicode).lines()
+
+
+class _Text:
+    def __init__(self, told: pb.ExplainResponse, colours: bool, unicode: bool) -> None:
+        self._told = told
+        self._colours = colours
+        self._unicode = unicode
+        self._total_us = max((entry.at_us + entry.duration_us for entry in told.timeline), default=0)
+
+    def lines(self) -> Iterator[str]:
+        yield from self._header()
+        yield ""
+        choice = "  choice" if self._told.num_choices > 1 else ""
+        yield f"{'at, s':>9} {'for, s':>9}  {'':{_WIDTH}}{choice}"
+        # What is left out is the middle: the first half of the entries came before it.
+        gap = len(self._told.timeline) // 2 if self._told.omitted_entries else -1
+        for index, entry in enumerate(self._told.timeline):
+            if index == gap:
+                yield self._paint(f"{'':20} ... {self._told.omitted_entries:,} more entries are not kept ...", _DIM)
+            yield self._entry(entry)
+
+    def _header(self) -> Iterator[str]:
+        told = self._told
+        total = _span(self._total_us)
+        if told.ended:
+            state = self._paint(f"ended: {told.ended}, after {total}", _GREEN if told.ended in _GOOD_ENDS else _RED)
+        else:
+            state = self._paint(f"has lived for {total}", _CYAN)
+        yield f"request      {told.request_id}  {state}"
+        own_id = f"  (the caller's id: {told.client_request_id})" if told.client_request_id else ""
+        yield f"tenant       {told.tenant}{own_id}"
+        arrived = datetime.fromtimestamp(told.arrived_unix_us / 1e6, UTC)
+        yield f"arrived      {arrived:%Y-%m-%d %H:%M:%S}.{arrived.microsecond // 1000:03d} UTC"
+        choices = f" for each of {told.num_choices} choices" if told.num_choices > 1 else ""
+        yield f"prompt       {told.prompt_tokens:,} tokens; up to {told.max_tokens:,} of output{choices}"
+        yield f"first token  {self._first_token()}"
+        if self._total_us and not told.omitted_entries:
+            yield f"time         {self._shares()}"
+
+    def _first_token(self) -> str:
+        told = self._told
+        real = f"after {_span(told.first_token_us)}" if told.HasField("first_token_us") else "none"
+        if not told.ended and not told.HasField("first_token_us"):
+            real = "none yet"
+        if not told.HasField("predicted_ttft_ms"):
+            return f"{real}; none was predicted"
+        return f"{real}; predicted after {_span(told.predicted_ttft_ms * 1000)}"
+
+    def _shares(self) -> str:
+        """What the first choice's time went to."""
+        spent = {
+            kind: sum(entry.duration_us for entry in self._told.timeline if entry.kind == kind and not entry.choice)
+            for kind, _ in _SHARES
+        }
+        shares = [f"{100 * spent[kind] / self._total_us:.0f} % {words}" for kind, words in _SHARES if spent[kind]]
+        of_first = " (of choice 0)" if self._told.num_choices > 1 else ""
+        return ", ".join(shares or ["nothing was computed"]) + of_first
+
+    def _entry(self, entry: pb.TimelineEntry) -> str:
+        look = _LOOKS.get(entry.kind, _UNKNOWN)
+        lasted = f"{entry.duration_us / 1e6:9.3f}" if entry.duration_us else " " * 9
+        choice = f"  #{entry.choice:<5}" if self._told.num_choices > 1 else ""
+        goes_on = bool(not self._told.ended and entry.duration_us and self._end(entry) == self._total_us)
+        text = self._paint(_words(entry, goes_on), look.colour if look.colour not in (_GREEN, _BLUE) else "")
+        return f"{entry.at_us / 1e6:9.3f} {lasted}  {self._bar(entry, look)}{choice}  {text}"
+
+    def _bar(self, entry: pb.TimelineEntry, look: _Look) -> str:
+        scale = _WIDTH / max(1, self._total_us)
+        start = min(_WIDTH - 1, int(entry.at_us * scale))
+        stop = max(start + 1, min(_WIDTH, round(self._end(entry) * scale)))
+        mark = look.bar if self._unicode else look.plain_bar
+        return " " * start + self._paint(mark * (stop - start), look.colour) + " " * (_WIDTH - stop)
+
+    @staticmethod
+    def _end(entry: pb.TimelineEntry) -> int:
+        return entry.at_us + entry.duration_us
+
+    def _paint(self, text: str, colour: str) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._colours and colour and text else text
+
+
+def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
+    """What happened. Texts of the service are shown as they are."""
+    detail = "".join(character if character.isprintable() else "?" for character in entry.detail)
+    match entry.kind:
+        case pb.TIMELINE_KIND_ACCEPTED:
+            return f"accepted: {detail}"
+        case pb.TIMELINE_KIND_WAITED:
+            return f"{'waits' if goes_on else 'waited'}: {detail}"
+        case pb.TIMELINE_KIND_BEGAN:
+            cached = f"{entry.num_tokens:,} tokens from the cache" if entry.num_tokens else "nothing from the cache"
+            return f"began: {cached}{_steps(entry)}"
+        case pb.TIMELINE_KIND_PREFILLED:
+            return f"computed {entry.num_tokens:,} tokens{_chunks(entry)}{_steps(entry)}"
+        case pb.TIMELINE_KIND_DECODED:
+            so_far = " so far" if goes_on else ""
+            return f"put out {entry.num_tokens:,} tokens{so_far}{_speed(entry)}{_steps(entry)}"
+        case pb.TIMELINE_KIND_PREEMPTED:
+            return f"preempted: {detail}{_steps(entry)}"
+        case pb.TIMELINE_KIND_RESTARTED:
+            return f"restarted: {detail}{_steps(entry)}"
+        case pb.TIMELINE_KIND_HELD:
+            return f"{'is' if goes_on else 'was'} held: {detail}"
+        case pb.TIMELINE_KIND_UPDATED:
+            return f"changed by its caller: {detail}"
+        case pb.TIMELINE_KIND_ENDED:
+            return f"ended: {detail}"
+        case _:
+            return detail
+
+
+def _chunks(entry: pb.TimelineEntry) -> str:
+    num_chunks = entry.last_step - entry.first_step + 1
+    return f" in {num_chunks} chunks of {entry.num_tokens // num_chunks:,}" if num_chunks > 1 else ""
+
+
+def _speed(entry: pb.TimelineEntry) -> str:
+    return f", {entry.num_tokens / entry.duration_us * 1e6:,.0f} a second" if entry.duration_us else ""
+
+
+def _steps(entry: pb.TimelineEntry) -> str:
+    if not entry.HasField("first_step"):
+        return ""
+    if entry.first_step >= entry.last_step:
+        return f" (step {entry.first_step})"
+    return f" (steps {entry.first_step} to {entry.last_step})"
+
+
+def _span(microseconds: int) -> str:
+    seconds = microseconds / 1e6
+    if seconds < 0.1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s"
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"

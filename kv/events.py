@@ -1,0 +1,172 @@
+"""What a mirror of the prefix map needs to know: which blocks can be found, and what changed since it last heard.
+
+Knows hashes and tokens, neither blocks nor who listens. Nothing is kept of a change but its hash: what is told of it is
+whether it can be found now. So telling something twice does no harm, and changes that cancel out cost nothing.
+"""
+
+import secrets
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+class StoredBlock(NamedTuple):
+    """A block that can be found."""
+
+    block_hash: bytes
+    parent_hash: bytes
+    """Empty for the first block of a sequence."""
+    token_ids: tuple[int, ...]
+
+
+class KvChanges(NamedTuple):
+    """To be applied to a mirror in this order: ``cleared``, ``removed``, ``stored``."""
+
+    sequence: int
+    """The mirror then has every change up to this one, and may go on from it; 0 while all there is has not been told."""
+    cleared: bool
+    removed: list[bytes]
+    stored: list[StoredBlock]
+
+
+class KvEventLog:
+    """Every block that can be found, and the last changes, numbered."""
+
+    def __init__(self, block_size: int, max_changes: int) -> None:
+        """A reader that falls more than ``max_changes`` behind is told everything anew."""
+        self.block_size = block_size
+        self.stream_id = secrets.token_hex(8)
+        """Sequence numbers are those of this log alone."""
+        self.sequence = 1
+        """Of the last change; the empty cache was the first one."""
+        # Hashes of the last changes, up to ``sequence``.
+        self._recent: deque[bytes] = deque(maxlen=max_changes)
+        self._pack = struct.Struct(f"<{block_size}I")
+        # Hash -> the parent's hash and the token ids: a bytes object of 130 bytes for 16 tokens.
+        self._contents: dict[bytes, bytes] = {}
+        self._wakes: list[Callable[[], None]] = []
+
+    # What happens ---------------------------------------------------------------------------------------------------
+
+    def stored(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> None:
+        """A block can be found from now on."""
+        self._contents[block_hash] = parent_hash + self._pack.pack(*token_ids)
+        self._recent.append(block_hash)
+        self.sequence += 1
+        if self._wakes:
+            self._wake()
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block can no longer be found."""
+        del self._contents[block_hash]
+        self._recent.append(block_hash)
+        self.sequence += 1
+        if self._wakes:
+            self._wake()
+
+    def cleared(self, but: Iterable[bytes] = ()) -> None:
+        """No block can be found any more, ``but`` these."""
+        self._contents = {block_hash: self._contents[block_hash] for block_hash in but}
+        self._recent.clear()
+        self.sequence += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            wake()
+
+    # What is told ---------------------------------------------------------------------------------------------------
+
+    def wake_once(self, wake: Callable[[], None]) -> None:
+        """Calls ``wake`` at the next change, in the midst of it: it may read nothing yet, and must not raise."""
+        self._wakes.append(wake)
+
+    def forget_wake(self, wake: Callable[[], None]) -> None:
+        """Does not call it, if it was not called yet."""
+        if wake in self._wakes:
+            self._wakes.remove(wake)
+
+    def knows_since(self, sequence: int) -> bool:
+        """Whether all changes after this one are still known."""
+        return self.sequence - len(self._recent) <= sequence <= self.sequence
+
+    def changed_since(self, sequence: int) -> Iterable[bytes]:
+        """Hashes that were stored or removed after ``sequence``, from the first change on; some may come twice."""
+        recent = list(islice(reversed(self._recent), self.sequence - sequence))
+        recent.reverse()
+        return recent
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """Of every block that can be found."""
+        return self._contents.keys()
+
+    def find(self, block_hash: bytes) -> StoredBlock | None:
+        """The block, if it can be found now."""
+        content = self._contents.get(block_hash)
+        if content is None:
+            return None
+        split = len(content) - self._pack.size
+        return StoredBlock(block_hash, content[:split], self._pack.unpack(content[split:]))
+
+
+class KvEventReader:
+    """One subscriber's place in a log."""
+
+    def __init__(self, log: KvEventLog, stream_id: str = "", after_sequence: int = 0) -> None:
+        """Goes on after a change that another reader of the same log was told, where the log still knows what came
+        since; otherwise, and by default, it begins anew."""
+        self._log = log
+        self._told = after_sequence if stream_id == log.stream_id else 0
+        # Changes up to here are told already, or among the pending.
+        self._taken = self._told
+        self._pending: deque[bytes] = deque()
+
+    def read(self, max_bytes: int) -> KvChanges:
+        """What the mirror is to be told next: some ``max_bytes`` at most on the wire, and at least one block. Empty when
+        there is nothing new."""
+        cleared = not self._log.knows_since(self._taken)
+        if cleared:
+            self._told = 0
+            self._take(self._log.hashes)
+        elif not self._pending:
+            self._take(dict.fromkeys(self._log.changed_since(self._taken)))
+        removed, stored = self._tell(max_bytes)
+        if not self._pending:
+            self._told = self._taken
+        return KvChanges(self._told, cleared, removed, stored)
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether there is nothing to be told."""
+        return self._told == self._log.sequence
+
+    def _take(self, hashes: Iterable[bytes]) -> None:
+        self._pending = deque(hashes)
+        self._taken = self._log.sequence
+
+    def _tell(self, max_bytes: int) -> tuple[list[bytes], list[StoredBlock]]:
+        removed: list[bytes] = []
+        stored: list[StoredBlock] = []
+        num_bytes = 0
+        while self._pending and num_bytes < max_bytes:
+            block_hash = self._pending.popleft()
+            block = self._log.find(block_hash)
+            if block is None:
+                removed.append(block_hash)
+                num_bytes += _PART_BYTES + len(block_hash)
+            else:
+                stored.append(block)
+                num_bytes += _block_bytes(block)
+        return removed, stored
+
+
+_PART_BYTES = 8
+"""Tags and lengths of a part of a message."""
+
+
+def _block_bytes(block: StoredBlock) -> int:
+    """On the wire, at 5 bytes a token at most."""
+    return _PART_BYTES + len(block.block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)

@@ -1,0 +1,110 @@
+"""Which of the blocks that nobody holds are kept in preference to others, until when, and for whom.
+
+Knows neither reference counts nor hashes. A block is given up by nearest expiry; among blocks of one lease, in the order
+in which they were put. Each owner's share is bounded.
+"""
+
+from bisect import insort
+
+
+class Lease:
+    """Keeps a sequence's blocks for ``owner`` until ``until``, by ``time.monotonic()``."""
+
+    __slots__ = ("blocks", "expiry", "owner", "until")
+
+    def __init__(self, until: float, owner: str, number: int) -> None:
+        """Of leases that expire at the same time, the one with the lower ``number`` gives up its blocks first."""
+        self.until = until
+        self.owner = owner
+        self.expiry = (until, number)
+        self.blocks: dict[int, None] = {}
+        """Those that nobody holds, the first to be given up first."""
+
+
+def _expiry(lease: Lease) -> tuple[float, int]:
+    return lease.expiry
+
+
+class Retention:
+    """The leases that keep blocks, and how many for whom."""
+
+    def __init__(self, max_blocks_per_owner: int) -> None:
+        self._max_blocks_per_owner = max_blocks_per_owner
+        # Leases with blocks, by expiry. They are few: one for each conversation that pauses.
+        self._leases: list[Lease] = []
+        self._num_blocks = 0
+        self._num_by_owner: dict[str, int] = {}
+        self._above_bound: set[str] = set()
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def put(self, block: int, lease: Lease) -> None:
+        """From now on ``lease`` keeps this block."""
+        if not lease.blocks:
+            insort(self._leases, lease, key=_expiry)
+        lease.blocks[block] = None
+        self._num_blocks += 1
+        owner = lease.owner
+        num_owned = self._num_by_owner[owner] = self._num_by_owner.get(owner, 0) + 1
+        if num_owned > self._max_blocks_per_owner:
+            self._above_bound.add(owner)
+
+    def remove(self, block: int, lease: Lease) -> None:
+        """``lease`` no longer keeps this block."""
+        del lease.blocks[block]
+        self._num_blocks -= 1
+        owner = lease.owner
+        self._num_by_owner[owner] -= 1
+        if not self._num_by_owner[owner]:
+            del self._num_by_owner[owner]
+        if not lease.blocks:
+            self._leases.remove(lease)
+
+    def pop(self) -> int:
+        """Gives up the block whose time comes first."""
+        lease = self._leases[0]
+        block = next(iter(lease.blocks))
+        self.remove(block, lease)
+        return block
+
+    def pop_expired(self, now: float) -> list[int]:
+        """Gives up the blocks whose time has come, in the order of ``pop``."""
+        expired = []
+        while self._leases and self._leases[0].until <= now:
+            expired.append(self.pop())
+        return expired
+
+    def pop_excess(self) -> list[int]:
+        """Gives up what is above the owners' bounds: of each owner, the blocks whose time comes first."""
+        excess = []
+        while self._above_bound:
+            owner = self._above_bound.pop()
+            num_excess = self._num_by_owner.get(owner, 0) - self._max_blocks_per_owner
+            for lease in [lease for lease in self._leases if lease.owner == owner]:
+                for block in list(lease.blocks)[: max(0, num_excess)]:
+                    self.remove(block, lease)
+                    excess.append(block)
+                    num_excess -= 1
+        return excess
+
+    def clear(self) -> None:
+        """Gives up every block."""
+        for lease in self._leases:
+            lease.blocks.clear()
+        self._leases.clear()
+        self._num_by_owner.clear()
+        self._above_bound.clear()
+        self._num_blocks = 0
+
+    def check(self) -> None:
+        """Asserts that the leases agree with each other, with the counts and with the bound."""
+        assert all(lease.blocks for lease in self._leases), "a lease that keeps no block is listed"
+        assert self._leases == sorted(self._leases, key=_expiry), "leases are out of order"
+        counts: dict[str, int] = {}
+        for lease in self._leases:
+            counts[lease.owner] = counts.get(lease.owner, 0) + len(lease.blocks)
+        assert counts == self._num_by_owner, "the owners' counts differ from their leases"
+        assert sum(counts.values()) == self._num_blocks, "the count of retained blocks differs from the leases"
+        assert all(count <= self._max_blocks_per_owner for count in counts.values()), "an owner is above its bound"
+        assert not self._above_bound

@@ -1,0 +1,224 @@
+"""When a request's first and last token will come, by a fluid model of the queue. Knows counts and seconds alone.
+
+All that is ahead of a request is work of the same worker, whoever's it is, so seconds add up:
+
+- Steps pass until the prompts ahead and the request's own are computed, chunk by chunk, and until a row and its blocks
+  are free, whichever is more. Each costs its constant, and what the rows cost that decode in it.
+- To these come the tokens of the prompts, each once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.scheduler.step_model import StepModel, StepWork
+
+_PRUDENCE = 0.05
+"""A request's own output is taken to be so long that only this share of the outputs known was longer."""
+_MAX_KNOWN = 512
+"""Outputs that are known; then they count half, so that new ones show."""
+_PRIOR = 0.1
+"""Outputs, half of which ended by themselves, that every length is taken to have been known by before the first."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What there is to do when a request arrives."""
+
+    in_flight_s: float
+    """Until the plans in flight are answered, as predicted."""
+    decodes: int
+    decode_kv: int
+    """Of the rows that decode: how many, and their lengths summed."""
+    prefill_tokens: int
+    """Of the rows that run: what is not planned yet of their histories."""
+    ahead_requests: int
+    ahead_tokens: int
+    """What waits and will have a row sooner: how many, and their prompts' tokens."""
+    remaining: Sequence[int]
+    """Output tokens that each row that runs may still have at most, in any order."""
+    free_rows: int
+    max_rows: int
+    free_blocks: int
+    num_blocks: int
+    block_size: int
+    prefill_kv: int = 0
+    """What ``prefill_tokens`` will see: how many tokens each of them, summed."""
+
+
+class Prediction(NamedTuple):
+    """Seconds from now."""
+
+    ttft_s: float
+    """To the first token."""
+    total_s: float
+    """To the last."""
+
+
+class Forecast:
+    """Predicts; and learns how long outputs are, which is often less than they may be."""
+
+    def __init__(self, model: StepModel, budget: int, target_itl_s: float | None) -> None:
+        self._model = model
+        self._budget = budget
+        self._target_itl_s = target_itl_s
+        self._lengths = OutputLengths()
+
+    def configure(self, budget: int, target_itl_s: float | None) -> None:
+        """The limits of a step have changed."""
+        self._budget = budget
+        self._target_itl_s = target_itl_s
+
+    def learn(self, num_output: int, max_tokens: int) -> None:
+        """An output that might have had ``max_tokens`` ended, by itself or because of that limit."""
+        self._lengths.learn(num_output, num_output < max_tokens)
+
+    def predict(self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
+        """For a request that arrives now, and of whose prompt ``num_new_tokens`` are not cached; None while too little
+        is known."""
+        num_rows = len(load.remaining)
+        joining = max(0, min(load.max_rows, num_rows + load.ahead_requests) - load.decodes)
+        kv_each = (load.decode_kv + load.prefill_tokens + load.ahead_tokens + num_prompt_tokens) / (
+            num_rows + load.ahead_requests + 1
+        )
+        # Whoever is ahead decodes as soon as it has begun: of the steps until then, in half of them.
+        decodes = load.decodes + joining / 2
+        decode_kv = load.decode_kv + kv_each * joining / 2
+        chunk = self._chunk(decodes, decode_kv, num_prompt_tokens)
+        own_chunks = math.ceil(num_new_tokens / chunk)
+        num_tokens = load.prefill_tokens + load.ahead_tokens + num_new_tokens
+        steps = max(math.ceil(num_tokens / chunk), self._steps_to_row(load, num_prompt_tokens) + own_chunks)
+        own = _prompt(num_new_tokens, num_prompt_tokens, own_chunks)
+        seconds = self._model.predict(_sum(own, _prompts_ahead(load, chunk), decodes * steps, decode_kv * steps), steps)
+        if seconds is None:
+            return None
+        rows = min(load.max_rows, num_rows + load.ahead_requests + 1)
+        ttft_s = load.in_flight_s + seconds
+        return Prediction(ttft_s, ttft_s + self._decoding_s(rows, kv_each * rows, max_tokens))
+
+    def service_s(
+        self, load_decodes: int, load_decode_kv: int, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int
+    ) -> float | None:
+        """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
+        chunk = self._chunk(load_decodes, load_decode_kv, num_prompt_tokens)
+        steps = math.ceil(num_new_tokens / chunk)
+        own = _prompt(num_new_tokens, num_prompt_tokens, steps)
+        seconds = self._model.predict(_sum(own, _NOTHING, load_decodes * steps, load_decode_kv * steps), steps)
+        if seconds is None:
+            return None
+        return seconds + self._decoding_s(load_decodes + 1, load_decode_kv + num_prompt_tokens, max_tokens)
+
+    def _chunk(self, decodes: float, decode_kv: float, num_prompt_tokens: int) -> int:
+        """Tokens of prompts in a step."""
+        budget = max(1, self._budget - int(decodes))
+        if self._target_itl_s is None:
+            return budget
+        context = num_prompt_tokens // 2
+        return self._model.max_prefill(int(decodes), int(decode_kv), context, self._target_itl_s, budget)
+
+    def _steps_to_row(self, load: Load, num_prompt_tokens: int) -> int:
+        """Until enough of the rows that run have ended for a request to begin that has so many others ahead of it."""
+        num_rows = len(load.remaining)
+        if not num_rows:
+            return 0
+        missing_rows = load.ahead_requests + 1 - load.free_rows
+        needed_blocks = (load.ahead_tokens + num_prompt_tokens) / load.block_size + load.ahead_requests + 1
+        blocks_each = max(1.0, (load.num_blocks - load.free_blocks) / num_rows)
+        missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
+        if missing <= 0:
+            return 0
+        # When all that run have ended, those that took their places are next, and so on.
+        rounds, index = divmod(missing - 1, num_rows)
+        steps = self._lengths.expected(sorted(load.remaining)[index])
+        if rounds:
+            steps += rounds * self._lengths.expected(max(load.remaining))
+        return math.ceil(steps)
+
+    def _decoding_s(self, rows: float, kv: float, max_tokens: int) -> float:
+        """What follows a first token: as many steps as the output may well need, prolonged by others' prompts."""
+        steps = self._lengths.long(max_tokens, _PRUDENCE) - 1
+        seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
+        return 0.0 if seconds is None else seconds * self._model.slowdown
+
+
+class OutputLengths:
+    """How long outputs would be if nothing limited them, in octaves: [1, 1], [2, 3], [4, 7] and so on.
+
+    For each octave is counted how many outputs got there, and how many of these ended there by themselves. So an output
+    that was cut short still tells of the lengths before.
+    """
+
+    _NUM_OCTAVES = 32
+
+    def __init__(self) -> None:
+        self._entered = [_PRIOR] * self._NUM_OCTAVES
+        self._ended = [_PRIOR / 2] * self._NUM_OCTAVES
+
+    def learn(self, length: int, ended: bool) -> None:
+        """An output of ``length`` ended by itself, or was cut short there."""
+        octave = max(1, length).bit_length() - 1
+        for index in range(octave + 1):
+            self._entered[index] += 1
+        self._ended[octave] += ended
+        if self._entered[0] > _MAX_KNOWN:
+            self._entered = [count / 2 for count in self._entered]
+            self._ended = [count / 2 for count in self._ended]
+
+    def expected(self, limit: int) -> float:
+        """The mean length of outputs that ``limit`` cuts short."""
+        mean, alive, begin = 0.0, 1.0, 1
+        for entered, ended in zip(self._entered, self._ended, strict=True):
+            if begin > limit:
+                break
+            share = min(begin, limit - begin + 1) / begin
+            ending = ended / entered
+            mean += alive * begin * share * (1 - ending * share / 2)
+            alive *= 1 - ending
+            begin *= 2
+        return mean
+
+    def long(self, limit: int, longer: float) -> int:
+        """The length, at most ``limit``, that a share ``longer`` of the outputs exceeds."""
+        alive, begin = 1.0, 1
+        for entered, ended in zip(self._entered, self._ended, strict=True):
+            if begin > limit:
+                break
+            ending = ended / entered
+            if alive * (1 - ending) <= longer:
+                return min(limit, begin + int(begin * (1 - longer / alive) / ending))
+            alive *= 1 - ending
+            begin *= 2
+        return limit
+
+
+_NOTHING = StepWork(0, 0, 0, 0)
+
+
+def _prompt(num_new_tokens: int, num_prompt_tokens: int, chunks: int) -> StepWork:
+    """The last tokens of one prompt, in so many chunks."""
+    mean_context = num_prompt_tokens - num_new_tokens / 2
+    return StepWork(num_new_tokens, num_new_tokens * mean_context, 0, 0, chunks, chunks * mean_context)
+
+
+def _prompts_ahead(load: Load, chunk: int) -> StepWork:
+    """Of the rows that run, and of those that will begin sooner."""
+    kv: float = load.prefill_kv
+    chunks = math.ceil(load.prefill_tokens / chunk)
+    chunk_kv = kv / chunk
+    if load.ahead_requests:
+        kv += load.ahead_tokens * load.ahead_tokens / load.ahead_requests / 2
+        chunks += load.ahead_requests
+        chunk_kv += load.ahead_tokens
+    return StepWork(load.prefill_tokens + load.ahead_tokens, kv, 0, 0, chunks, chunk_kv)
+
+
+def _sum(one: StepWork, other: StepWork, decodes: float, decode_kv: float) -> StepWork:
+    return StepWork(
+        one.prefill_tokens + other.prefill_tokens,
+        one.prefill_kv + other.prefill_kv,
+        decodes,
+        decode_kv,
+        one.chunks + other.chunks,
+        one.chunk_kv + other.chunk_kv,
+    )

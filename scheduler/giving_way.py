@@ -1,0 +1,88 @@
+"""Which row gives way when blocks or rows are short. Knows rows and their blocks, and takes none.
+
+Rows whose output nobody reads go first. Then those that come after whoever is in need, by the policy: the lowest
+priority, or the tenant with the most rows for its weight; among them the one that has the least to compute again.
+"""
+
+from collections.abc import Callable, Iterable
+
+from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.choice import Choice
+from penstock.scheduler.lineup import RunningRows
+from penstock.scheduler.policy import Policy
+from penstock.scheduler.tenants import Tenants
+
+
+def _alike(choice: Choice) -> float:
+    return 0.0
+
+
+def _priority(choice: Choice) -> float:
+    return choice.rank[0]
+
+
+def _excess(choice: Choice) -> float:
+    return choice.live.tenant.num_rows / choice.live.tenant.limits.weight
+
+
+_PLACE: dict[Policy, Callable[[Choice], float]] = {
+    Policy.FCFS: _alike,
+    Policy.PRIORITY: _priority,
+    Policy.DEADLINE: _alike,
+    Policy.FAIR: _excess,
+}
+"""Those with the highest give way first."""
+
+
+class GivingWay:
+    """Chooses who."""
+
+    def __init__(self, policy: Policy, running: RunningRows, kv: KVCacheManager, tenants: Tenants) -> None:
+        self._policy = policy
+        self._running = running
+        self._kv = kv
+        self._tenants = tenants
+
+    def for_row(self, needy: Choice) -> Choice:
+        """Whose blocks a decoding row takes: its own, if nobody comes after it. Rows are planned in order of rank, so
+        whoever is chosen is not in the plan yet."""
+        running = self._running
+        if running.held:
+            return self._cheapest(running.held)
+        rank = needy.rank
+        later = [choice for line in (running.prefilling, running.decoding) for choice in line if choice.rank > rank]
+        return self._cheapest(self._last(later)) if later else needy
+
+    def for_waiting(self, choice: Choice, num_blocks: int, max_rows: int) -> Choice | None:
+        """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
+        if it would not be enough."""
+        if self._running.held:
+            return self._cheapest(self._running.held)
+        inferior = [other for other in self._running if self._comes_after(other, choice, max_rows)]
+        if not inferior or self._kv.pool.num_free + sum(len(other.block_ids) for other in inferior) < num_blocks:
+            return None
+        return self._cheapest(self._last(inferior))
+
+    def _comes_after(self, running: Choice, waiting: Choice, max_rows: int) -> bool:
+        if self._policy is Policy.PRIORITY:
+            return running.rank[0] > waiting.rank[0]
+        if self._policy is not Policy.FAIR:
+            return False
+        # A tenant with fewer rows than its share takes one from a tenant with more than its own, and never more than
+        # that, so no row goes to and fro.
+        num_rows = min(max_rows, len(self._running) + 1)
+        poor, rich = waiting.live.tenant, running.live.tenant
+        return (
+            poor.num_rows + 1 <= max(1.0, num_rows * self._tenants.share(poor))
+            and rich.num_rows - 1 >= max(1.0, num_rows * self._tenants.share(rich))
+        )  # fmt: skip
+
+    def _last(self, choices: Iterable[Choice]) -> list[Choice]:
+        place = _PLACE[self._policy]
+        placed = [(place(choice), choice) for choice in choices]
+        highest = max(value for value, _ in placed)
+        return [choice for value, choice in placed if value == highest]
+
+    def _cheapest(self, choices: Iterable[Choice]) -> Choice:
+        """The one that shares the most of its blocks, or has the fewest, has the least to compute again."""
+        return min(choices, key=lambda choice: (self._kv.num_unshared(choice.block_ids), -choice.rank[1]))

@@ -1,0 +1,126 @@
+"""What is to be expected: of steps, of waiting, of a request's deadline. Looks at rows and the queue; changes nothing."""
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from penstock.scheduler.choice import LiveRequest
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.forecast import Forecast, Load, Prediction
+from penstock.scheduler.planner import Planner
+from penstock.scheduler.request import Request
+from penstock.scheduler.step_model import StepModel, StepWork
+
+NUM_RECENT_STEPS = 128
+
+
+class Outlook:
+    """Predicts, from what steps and requests took so far."""
+
+    def __init__(
+        self, planner: Planner, model: StepModel, block_size: int, config: SchedulerConfig, clock: Callable[[], float]
+    ) -> None:
+        self._planner = planner
+        self._model = model
+        self._block_size = block_size
+        self._clock = clock
+        self._in_flight: deque[StepWork] = deque()
+        self._answered_at = clock()
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._forecast = Forecast(model, planner.budget, config.target_itl_s)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Limits are as ``config`` has them from now on. The planner has them already."""
+        self._forecast.configure(self._planner.budget, config.target_itl_s)
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def planned(self, work: StepWork) -> None:
+        """A step of so much work is on its way."""
+        if not self._in_flight:
+            self._answered_at = self._clock()
+        self._in_flight.append(work)
+
+    def answered(self, seconds: float) -> None:
+        """The oldest step is answered; it took so long."""
+        self._model.observe(self._in_flight.popleft(), seconds)
+        self._recent_s.append(seconds)
+        self._answered_at = self._clock()
+
+    def restart(self) -> None:
+        """What was on its way is lost."""
+        self._in_flight.clear()
+
+    @property
+    def median_step_s(self) -> float:
+        """Of the last steps; 0 before the first."""
+        return median(self._recent_s) if self._recent_s else 0.0
+
+    @property
+    def oldest_step_s(self) -> float | None:
+        """What the step that is being computed is predicted to take; None while nothing is known, or nothing computed."""
+        return self._model.predict(self._in_flight[0]) if self._in_flight else None
+
+    # Requests -------------------------------------------------------------------------------------------------------
+
+    def ended(self, live: LiveRequest) -> None:
+        """A request ended by itself: its output tells what others' may be."""
+        for choice in live.choices:
+            self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+
+    def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
+        """For a request that enters the queue now, behind so many others; None while too little is known."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return self._forecast.predict(
+            self._load(num_ahead), num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
+        )
+
+    def service_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
+        """What a request takes if it begins now; None while too little is known."""
+        planner = self._planner
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return self._forecast.service_s(
+            len(planner.running.decoding),
+            planner.decode_kv,
+            num_prompt_tokens - num_cached_tokens,
+            num_prompt_tokens,
+            request.max_tokens,
+        )
+
+    def is_late(self, live: LiveRequest) -> bool:
+        """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
+
+        One that could not meet it in any case runs until its deadline: its caller gets what there is by then.
+        """
+        request = live.request
+        if request.deadline is None:
+            return False
+        service_s = self.service_s(request)
+        if service_s is None:
+            return False
+        return self._clock() + service_s > request.deadline and request.arrival + service_s <= request.deadline
+
+    def _load(self, num_ahead: int) -> Load:
+        planner = self._planner
+        running, waiting, pool = planner.running, planner.waiting, planner.kv.pool
+        in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
+        # Those ahead have their share of the prompts that wait: who is behind whom may depend on their ranks.
+        share = min(1.0, num_ahead / len(waiting)) if len(waiting) else 0.0
+        return Load(
+            in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
+            decodes=len(running.decoding),
+            decode_kv=planner.decode_kv,
+            prefill_tokens=sum(choice.prefill_end - choice.num_planned for choice in running.prefilling),
+            ahead_requests=num_ahead,
+            ahead_tokens=round(share * waiting.num_tokens),
+            remaining=[choice.length_limit - choice.length_bound for choice in running],
+            free_rows=planner.max_rows - len(running),
+            max_rows=planner.max_rows,
+            free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            block_size=self._block_size,
+            prefill_kv=sum(
+                (choice.prefill_end - choice.num_planned) * (choice.prefill_end + choice.num_planned) // 2
+                for choice in running.prefilling
+            ),
+        )

@@ -1,0 +1,175 @@
+"""How long a step takes, learned while the service runs. Knows work and seconds; no rows and no requests.
+
+The time of a step is taken to be
+
+    constant + a * prefill_tokens + b * prefill_kv + c * decodes + d * decode_kv + e * chunks + f * chunk_kv
+
+with no coefficient below zero. They have the least squares of the relative errors, and older steps count less and less.
+"""
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import NamedTuple
+
+from penstock.scheduler.plan import StepPlan
+
+MIN_CHUNK = 16
+"""Prompt tokens that a step takes at least, whatever its target: a prompt always goes on."""
+
+_MIN_STEPS = 4
+"""Steps seen before anything is said: the first are not like the others."""
+_FIT_EVERY = 8
+"""Steps from one fit to the next, unless one was a surprise."""
+_SURPRISE = 0.25
+"""The relative error of a prediction that is learned from at once."""
+_MEMORY = 256
+"""Steps of a kind, after which one counts 1/e."""
+_SWEEPS = 8
+"""Over the coefficients, each fit: they start from where they were, so they need not arrive."""
+_DAMPING = 1e-3
+"""A coefficient that was hardly ever needed moves slowly, so that noise cannot drive it far."""
+_SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4)
+"""Of the terms above, in their order: they are all about 1 then."""
+
+
+class StepWork(NamedTuple):
+    """What a step, or several together, have to compute. Whole numbers, but for estimates."""
+
+    prefill_tokens: float
+    """Tokens in chunks of histories."""
+    prefill_kv: float
+    """How many tokens each of these sees, summed."""
+    decodes: float
+    """Rows that are continued."""
+    decode_kv: float
+    """Their lengths, summed."""
+    chunks: float = 0
+    chunk_kv: float = 0
+    """The chunks' ends, summed: what is read for them, however few tokens they have."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, decode_kv: int) -> "StepWork":
+        """That of a plan whose decoding rows have ``decode_kv`` tokens together."""
+        tokens = kv = end = 0
+        for chunk in plan.chunks:
+            num = chunk.end - chunk.start
+            tokens += num
+            kv += num * (chunk.start + chunk.end) // 2
+            end += chunk.end
+        return cls(tokens, kv, len(plan.decodes), decode_kv, len(plan.chunks), end)
+
+
+class _Moments:
+    """Sums over steps, the older the lighter: of products of the terms, and of the terms."""
+
+    def __init__(self) -> None:
+        self.products = [[0.0] * len(_SCALES) for _ in _SCALES]
+        self.sums = [0.0] * len(_SCALES)
+
+    def add(self, steps: Sequence[Sequence[float]]) -> None:
+        """``steps``: the terms of each, divided by its time."""
+        keep = math.exp(-len(steps) / _MEMORY)
+        self.sums = [keep * value for value in self.sums]
+        self.products = [[keep * value for value in row] for row in self.products]
+        for terms in steps:
+            for index, term in enumerate(terms):
+                if term:
+                    self.sums[index] += term
+                    row = self.products[index]
+                    self.products[index] = [value + term * other for value, other in zip(row, terms, strict=True)]
+
+
+class StepModel:
+    """Predicts the time of a step from those of earlier ones.
+
+    Errors are relative, so a step that took far too long for once hardly counts, the first one included.
+    """
+
+    def __init__(self) -> None:
+        self._coefficients = [0.0] * len(_SCALES)
+        self._num_steps = 0
+        # Apart, so that a long time of decoding does not wipe out what is known of chunks.
+        self._decoding, self._chunked = _Moments(), _Moments()
+        self._new_decoding: list[Sequence[float]] = []
+        self._new_chunked: list[Sequence[float]] = []
+        # Means over the steps with decoding rows: predicted for the whole of each, and for these rows alone.
+        self._whole_s = self._decoding_s = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """By what factor chunks have prolonged the steps of decoding rows lately."""
+        return self._whole_s / self._decoding_s if self._decoding_s > 0 else 1.0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step of so much work took so long; about 10 us."""
+        terms = _terms(work, 1)
+        seconds = max(seconds, 1e-6)
+        predicted = _dot(self._coefficients, terms)
+        surprise = abs(predicted / seconds - 1) > _SURPRISE
+        if work.decodes:
+            decoding = predicted
+            if work.chunks:
+                decoding = _dot(self._coefficients, _terms(StepWork(0, 0, work.decodes, work.decode_kv), 1))
+            self._whole_s += (predicted - self._whole_s) / _MEMORY
+            self._decoding_s += (decoding - self._decoding_s) / _MEMORY
+        new = self._new_chunked if work.chunks else self._new_decoding
+        new.append([term / seconds for term in terms])
+        self._num_steps += 1
+        if surprise or len(self._new_chunked) + len(self._new_decoding) >= _FIT_EVERY:
+            self._fit()
+
+    def predict(self, work: StepWork, steps: float = 1) -> float | None:
+        """Seconds that so much work takes, in so many steps together; None while too little is known."""
+        if self._num_steps < _MIN_STEPS:
+            return None
+        return _dot(self._coefficients, _terms(work, steps))
+
+    def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float, at_most: int) -> int:
+        """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
+        within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is known."""
+        rest = self.predict(StepWork(0, 0, decodes, decode_kv, 1, context))
+        if rest is None:
+            return at_most
+        per_token, per_kv, per_end = (self._coefficients[index] * _SCALES[index] for index in (1, 2, 6))
+        # rest + linear * n + square * n^2 = target_s, as the mean token of the chunk sees context + n / 2 tokens.
+        linear, square = per_token + per_kv * context + per_end, per_kv / 2
+        left = target_s - rest
+        if left <= 0:
+            tokens = 0.0
+        elif linear <= 0 and square <= 0:
+            tokens = at_most
+        else:
+            # The root in the form that loses nothing where the square hardly counts.
+            tokens = 2 * left / (linear + math.sqrt(linear * linear + 4 * square * left))
+        return max(min(MIN_CHUNK, at_most), min(at_most, int(tokens)))
+
+    def _fit(self) -> None:
+        if self._new_decoding:
+            self._decoding.add(self._new_decoding)
+            self._new_decoding = []
+        if self._new_chunked:
+            self._chunked.add(self._new_chunked)
+            self._new_chunked = []
+        sums = [one + other for one, other in zip(self._decoding.sums, self._chunked.sums, strict=True)]
+        products = [
+            [one + other for one, other in zip(row, others, strict=True)]
+            for row, others in zip(self._decoding.products, self._chunked.products, strict=True)
+        ]
+        damping = [_DAMPING * products[index][index] for index in range(len(_SCALES))]
+        # Coordinate descent, each time from where the last fit came to.
+        coefficients = self._coefficients
+        for _ in range(_SWEEPS):
+            for index, row in enumerate(products):
+                weight = row[index] + damping[index]
+                if weight > 0:
+                    change = (sums[index] - _dot(row, coefficients)) / weight
+                    coefficients[index] = max(0.0, coefficients[index] + change)
+
+
+def _terms(work: StepWork, steps: float) -> tuple[float, ...]:
+    return tuple(map(mul, _SCALES, (steps, *work)))
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(map(mul, one, other), 0.0)

@@ -1,0 +1,102 @@
+"""What each tenant has and was served: the turns of the ``fair`` policy, and the counts behind caps and statistics.
+
+A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant that comes back from having
+nothing to do is lifted to the lowest turn of those that are busy, so that nobody saves up turns; work is never held
+back for a tenant that has none. Knows neither blocks nor rows, but how many rows each has.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+
+MAX_REMEMBERED = 4096
+"""Tenants without a live request whose turn is still remembered."""
+
+
+class TenantUse:
+    """One tenant's."""
+
+    __slots__ = ("limits", "name", "num_live", "num_rows", "served", "turn")
+
+    def __init__(self, name: str, limits: TenantLimits) -> None:
+        self.name = name
+        self.limits = limits
+        self.num_live = 0
+        """Requests that have not finished."""
+        self.num_rows = 0
+        """Of those that run."""
+        self.served = 0
+        """Tokens computed for its prompts and chosen for its outputs."""
+        self.turn = 0.0
+
+    def charge(self, num_tokens: int) -> None:
+        """So many tokens were served to it."""
+        self.served += num_tokens
+        self.turn += num_tokens / self.limits.weight
+
+
+class Tenants:
+    """Those that have live requests, and those whose turn is remembered."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._uses: dict[str, TenantUse] = {}
+        self._busy: dict[str, TenantUse] = {}
+        self._total_weight = 0.0
+        """Of the busy ones."""
+
+    def __iter__(self) -> Iterator[TenantUse]:
+        """Those with live requests."""
+        return iter(self._busy.values())
+
+    def num_live(self, name: str) -> int:
+        """A tenant's requests that have not finished."""
+        use = self._busy.get(name)
+        return 0 if use is None else use.num_live
+
+    def enter(self, name: str) -> TenantUse:
+        """A request begins to live."""
+        use = self._uses.get(name)
+        if use is None:
+            use = self._uses[name] = TenantUse(name, self._config.tenant(name))
+        if not use.num_live:
+            if self._busy:
+                use.turn = max(use.turn, min(other.turn for other in self._busy.values()))
+            self._busy[name] = use
+            self._total_weight += use.limits.weight
+        use.num_live += 1
+        return use
+
+    def leave(self, use: TenantUse) -> None:
+        """A request of it is over."""
+        use.num_live -= 1
+        if use.num_live:
+            return
+        del self._busy[use.name]
+        # Anew, so that no rounding error stays.
+        self._total_weight = sum(other.limits.weight for other in self._busy.values())
+        if len(self._uses) > 2 * MAX_REMEMBERED:
+            self._forget()
+
+    def share(self, use: TenantUse) -> float:
+        """The part of everything that is a busy tenant's, 0 to 1."""
+        return use.limits.weight / self._total_weight
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Weights and caps are as ``config`` has them from now on."""
+        self._config = config
+        for use in self._uses.values():
+            use.limits = config.tenant(use.name)
+        self._total_weight = sum(use.limits.weight for use in self._busy.values())
+
+    def busiest(self, limit: int) -> list[TenantUse]:
+        """Those with the most live requests."""
+        return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
+
+    def _forget(self) -> None:
+        """Those that were served least since they were lifted lose the least by it."""
+        idle = sorted((use for use in self._uses.values() if not use.num_live), key=lambda use: use.turn)
+        for use in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
+            del self._uses[use.name]

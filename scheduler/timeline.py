@@ -1,0 +1,332 @@
+"""What became of each request: what it waited for, which steps it was in, and why. Decides nothing.
+
+It is told of changes alone: a row that decodes costs nothing in a step, and a choice that waits for what it waited for
+in the step before costs a comparison. No token is kept, and no request: only counts, times and short sentences.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.scheduler.request import Change, Request
+
+MAX_ENTRIES = 512
+"""Of one timeline; beyond, the middle is left out."""
+MIN_WAIT_S = 0.001
+"""A wait that was shorter is not told: it is the ordinary time until the next plan."""
+
+
+class Kind(Enum):
+    """What an entry tells."""
+
+    ACCEPTED = auto()
+    WAITED = auto()
+    BEGAN = auto()
+    PREFILLED = auto()
+    DECODED = auto()
+    PREEMPTED = auto()
+    RESTARTED = auto()
+    HELD = auto()
+    UPDATED = auto()
+    ENDED = auto()
+
+
+class Cause(Enum):
+    """What a choice waits for, as a sentence whose gaps are the numbers that ``Timeline.waits`` is given."""
+
+    TURN = "behind {} others"
+    NEXT_PLAN = "the next step"
+    ROWS = "all {} rows run"
+    BLOCKS = "{} free blocks, {} needed"
+    BUDGET = "the step's {} tokens are spent on others"
+    PREFIX = "its prefix is being computed by another request"
+    PROMPT = "its prompt is being computed by its first choice"
+    LAST_ANSWER = "the answer of the step that it was last in"
+    ROOM_FOR_OLDER = "an older request that needs {} blocks goes first"
+    WORKER = "the new worker"
+    SUSPECT = "it was in a step that ended the worker: it runs again when fewer run beside it"
+    UNREAD = "nobody reads its stream"
+
+
+_HOLDS = frozenset({Cause.SUSPECT, Cause.UNREAD})
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What happened, or went on for a while. Times are by the register's clock."""
+
+    kind: Kind
+    at: float
+    until: float | None
+    """None: it goes on."""
+    choice: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    num_tokens: int = 0
+    """Of all steps from the first to the last; chunks of one entry are equally long, one in each step."""
+    detail: str = ""
+
+
+class _Track:
+    """Where one choice is: what it waits for, or which stretch of steps it is in."""
+
+    __slots__ = ("cause", "entry", "num_output_tokens")
+
+    def __init__(self) -> None:
+        self.cause: Cause | None = None
+        self.entry: Entry | None = None
+        """The one that goes on."""
+        self.num_output_tokens = 0
+        """Of the stretches that are over."""
+
+
+class Timeline:
+    """One request's. Every method is called by the scheduler, in order of time."""
+
+    __slots__ = (
+        "_clock",
+        "_hold",
+        "_last",
+        "_num_entries",
+        "_start",
+        "_tracks",
+        "arrival",
+        "client_request_id",
+        "ended_at",
+        "ended_by",
+        "first_token_at",
+        "max_tokens",
+        "num_choices",
+        "predicted_ttft_s",
+        "prompt_tokens",
+        "request_id",
+        "tenant",
+    )
+
+    def __init__(self, request: Request, clock: Callable[[], float]) -> None:
+        self.request_id = request.request_id
+        self.client_request_id = request.client_request_id
+        self.tenant = request.tenant
+        self.arrival = request.arrival
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.max_tokens = request.max_tokens
+        self.num_choices = request.n
+        self.predicted_ttft_s: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.ended_by = ""
+        """The name of a ``FinishReason``; empty while it lives."""
+        self._clock = clock
+        self._tracks = [_Track() for _ in range(request.n)]
+        self._hold: Entry | None = None
+        self._start: list[Entry] = []
+        self._last: deque[Entry] | None = None
+        """Once ``_start`` has its half of ``MAX_ENTRIES``."""
+        self._num_entries = 0
+
+    # What the reader gets -----------------------------------------------------------------------------------------
+
+    @property
+    def num_omitted(self) -> int:
+        """Entries that are no longer known: between entry ``MAX_ENTRIES // 2 - 1`` and the next one."""
+        return self._num_entries - len(self._start) - len(self._last or ())
+
+    def entries(self) -> list[Entry]:
+        """In order of time, those that go on included."""
+        going_on = [track.entry for track in self._tracks if track.entry is not None]
+        if self._hold is not None:
+            going_on.append(self._hold)
+        if self._last is None:
+            return sorted(self._start + going_on, key=_beginning)
+        return sorted(self._start, key=_beginning) + sorted([*self._last, *going_on], key=_beginning)
+
+    def so_far(self, choice: int, step: int, num_output_tokens: int) -> None:
+        """Before somebody reads: ``step`` is the first one that the choice is not in, and it has so many output tokens
+        in all."""
+        track = self._tracks[choice]
+        if track.entry is not None and track.entry.kind is Kind.DECODED:
+            track.entry.last_step = step - 1
+            track.entry.num_tokens = num_output_tokens - track.num_output_tokens
+
+    # The queue ----------------------------------------------------------------------------------------------------
+
+    def accepted(self, position: int, predicted_ttft_s: float | None) -> None:
+        """It entered the queue, behind ``position`` others."""
+        self.predicted_ttft_s = predicted_ttft_s
+        self._tell(Kind.ACCEPTED, detail=f"position {position} in the queue")
+        if position:
+            self.waits(0, Cause.TURN, position)
+        else:
+            self.waits(0, Cause.NEXT_PLAN)
+
+    def waits(self, choice: int, cause: Cause, *numbers: int) -> None:
+        """A plan passed the waiting choice over. While the cause stays the same nothing is noted: the numbers that are
+        told are the first ones."""
+        track = self._tracks[choice]
+        if track.cause is cause or self._hold is not None:
+            return
+        kind = Kind.HELD if cause in _HOLDS else Kind.WAITED
+        self._go_on(track, self._open(kind, choice, detail=cause.value.format(*numbers)))
+        track.cause = cause
+
+    def held(self, why: str = Cause.UNREAD.value) -> None:
+        """The whole request is held back. Its choices wait for nothing else meanwhile."""
+        if self._hold is None:
+            for track in self._tracks:
+                if track.cause is not None:
+                    self._go_on(track, None)
+            self._hold = self._open(Kind.HELD, 0, detail=why)
+
+    def released(self) -> None:
+        """It is held back no longer."""
+        if self._hold is not None:
+            self._close(self._hold, self._clock())
+            self._hold = None
+
+    # Rows ---------------------------------------------------------------------------------------------------------
+
+    def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
+        """It got a row, with so many tokens of its history from the prefix cache."""
+        self._go_on(self._tracks[choice], None)
+        self._tell(Kind.BEGAN, choice, step, num_cached_tokens)
+
+    def prefilled(self, choice: int, step: int, num_tokens: int) -> None:
+        """So many tokens of its history are computed in this step."""
+        track = self._tracks[choice]
+        entry = track.entry
+        if entry is not None and entry.kind is Kind.PREFILLED and entry.last_step == step - 1:
+            assert entry.first_step is not None
+            if entry.num_tokens == num_tokens * (step - entry.first_step):
+                entry.last_step = step
+                entry.num_tokens += num_tokens
+                return
+        self._go_on(track, self._open(Kind.PREFILLED, choice, step, num_tokens))
+
+    def decodes(self, choice: int, step: int) -> None:
+        """This step chooses a token; from the next one on its row goes on by itself."""
+        self._go_on(self._tracks[choice], self._open(Kind.DECODED, choice, step))
+
+    def first_token(self) -> None:
+        """Its first output token is there."""
+        self.first_token_at = self._clock()
+
+    def left(self, choice: int, step: int, num_output_tokens: int) -> None:
+        """It is in no step from this one on, for whatever reason, and has so many output tokens in all."""
+        track = self._tracks[choice]
+        self.so_far(choice, step, num_output_tokens)
+        if track.entry is not None and track.entry.kind is Kind.DECODED:
+            track.num_output_tokens = num_output_tokens
+        self._go_on(track, None)
+
+    def preempted(self, choice: int, step: int, why: str) -> None:
+        """Its row was ended for another's sake, when this step was planned; it waits again."""
+        self._tell(Kind.PREEMPTED, choice, step, detail=why)
+        self.waits(choice, Cause.NEXT_PLAN)
+
+    def restarted(self, step: int) -> None:
+        """The worker died before this step was planned, and with it all that was computed of the request."""
+        self._tell(Kind.RESTARTED, 0, step, detail="the worker died; what it had is computed again")
+
+    # The request --------------------------------------------------------------------------------------------------
+
+    def updated(self, change: Change) -> None:
+        """Its caller changed it."""
+        changes = []
+        if change.priority is not None:
+            changes.append(f"priority {change.priority}")
+        if change.deadline is not None:
+            changes.append(f"deadline in {change.deadline - self._clock():.1f} s")
+        if change.max_tokens is not None:
+            changes.append(f"at most {change.max_tokens} tokens")
+        self._tell(Kind.UPDATED, detail=", ".join(changes))
+
+    def ended(self, reason: str) -> None:
+        """Nothing follows."""
+        for track in self._tracks:
+            self._go_on(track, None)
+        self.released()
+        self.ended_by = reason
+        self.ended_at = self._clock()
+        self._tell(Kind.ENDED, detail=reason)
+
+    # Entries ------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, track: _Track, entry: Entry | None) -> None:
+        """What the choice was in is over; it is in ``entry`` now."""
+        if track.entry is not None:
+            self._close(track.entry, self._clock() if entry is None else entry.at)
+        track.entry = entry
+        track.cause = None
+
+    def _open(self, kind: Kind, choice: int, step: int | None = None, num_tokens: int = 0, detail: str = "") -> Entry:
+        return Entry(kind, self._clock(), None, choice, step, step, num_tokens, detail)
+
+    def _close(self, entry: Entry, now: float) -> None:
+        entry.until = now
+        if entry.kind is not Kind.WAITED or now - entry.at >= MIN_WAIT_S:
+            self._add(entry)
+
+    def _tell(
+        self, kind: Kind, choice: int = 0, step: int | None = None, num_tokens: int = 0, detail: str = ""
+    ) -> None:
+        now = self._clock()
+        self._add(Entry(kind, now, now, choice, step, step, num_tokens, detail))
+
+    def _add(self, entry: Entry) -> None:
+        self._num_entries += 1
+        if len(self._start) < MAX_ENTRIES // 2:
+            self._start.append(entry)
+            return
+        if self._last is None:
+            self._last = deque(maxlen=MAX_ENTRIES // 2)
+        self._last.append(entry)
+
+
+class Timelines:
+    """Those of the requests that live, and of the last ``max_ended`` that ended."""
+
+    def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
+        self.max_ended = max_ended
+        self._clock = clock
+        self._live: dict[str, Timeline] = {}
+        self._ended: dict[str, Timeline] = {}
+        """The oldest first."""
+
+    def open(self, request: Request) -> Timeline:
+        """A new request's."""
+        timeline = self._live[request.request_id] = Timeline(request, self._clock)
+        return timeline
+
+    def close(self, timeline: Timeline) -> None:
+        """The request ended."""
+        del self._live[timeline.request_id]
+        self._ended[timeline.request_id] = timeline
+        self._trim()
+
+    def find(self, request_id: str) -> Timeline | None:
+        """What is known of a request."""
+        return self._live.get(request_id) or self._ended.get(request_id)
+
+    def resize(self, max_ended: int) -> None:
+        """From now on so many are kept."""
+        self.max_ended = max_ended
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._ended) > self.max_ended:
+            del self._ended[next(iter(self._ended))]
+
+
+def lacked_blocks(needy: str, num_blocks: int) -> str:
+    """Why a row was preempted: ``needy``, another request or "it", had to have so many more blocks to go on."""
+    return f"no block was free, and {needy} needed {num_blocks}"
+
+
+def made_room(request_id: str) -> str:
+    """Why a row was preempted: a request that comes before it, by the policy, found no room."""
+    return f"there was no room for {request_id}, which goes first"
+
+
+def _beginning(entry: Entry) -> float:
+    return entry.at

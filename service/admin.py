@@ -1,0 +1,53 @@
+"""AdminService: operators and routers ask what a running service does and why, and change what may be changed.
+
+Nothing happens here: each request is held against the bounds, and handed to the part that answers it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.engine import Engine
+from penstock.service.bounds import Validator
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.settings import LiveSettings
+from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminService(pb_grpc.AdminServiceServicer):
+    """The servicer. The engine has started."""
+
+    def __init__(self, engine: Engine, validator: Validator, is_going_down: Callable[[], bool]) -> None:
+        """``is_going_down``: whether the process ends, so that nothing new can be taken ever again."""
+        self._engine = engine
+        self._validator = validator
+        self._is_going_down = is_going_down
+        self._settings = LiveSettings(engine)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Whoever watches the engine's state does the rest."""
+        self._engine.drain()
+        return pb.DrainResponse(live_requests=self._engine.stats().requests)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """Also where nothing was drained."""
+        if self._is_going_down():
+            raise ServiceError(Reason.GOING_DOWN)
+        self._engine.resume()
+        return pb.ResumeResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        """What rows hold stays."""
+        return pb.FlushCacheResponse(flushed_blocks=self._engine.flush_cache())
+
+    async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
+        """As they are now."""
+        return pb.GetSettingsResponse(settings=self._settings.get())
+
+    async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
+        """All or nothing."""
+        self._validator.check(request)
+        return pb.UpdateSettingsResponse(settings=self._settings.update(request))

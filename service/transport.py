@@ -1,0 +1,55 @@
+"""A gRPC server as every listener of the service has it, and how it is bound to its address."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+
+from penstock.service.listen import Address, ListenError
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
+MAX_METADATA_BYTES = 16 << 10
+
+
+def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int) -> grpc.aio.Server:
+    """Not bound yet. ``max_streams``: calls on a connection at a time; one more waits in the client, unseen."""
+    options = [
+        # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+        # A client whose machine is gone says nothing; its requests must not run on for the hours that TCP would wait.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # Between the two, gRPC would refuse at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # Two services on one port would each get half of the calls.
+        ("grpc.so_reuseport", 0),
+    ]
+    return grpc.aio.server(interceptors=interceptors, options=options)
+
+
+def bind(server: grpc.aio.Server, address: Address) -> str:
+    """Binds a server that has not started; returns the address with the port that was bound. Raises ListenError."""
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError:
+        raise ListenError(f"{address.flag} {address}: cannot be listened on; is it in use?") from None
+    return str(address) if address.path is not None else address.with_port(port)
+
+
+@contextmanager
+def for_this_user_alone() -> Iterator[None]:
+    """A Unix socket that is made inside the block has mode 0600 from its first moment on."""
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)

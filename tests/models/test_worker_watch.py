@@ -1,0 +1,157 @@
+"""A worker that ended, hangs or was stopped: found in time, reported as what it is, and started anew."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from penstock.models import launch
+from penstock.models.launch import WorkerProcess
+from penstock.models.vital_signs import MemoryKills
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
+
+PLAN = StepPlan(0, [], [AddedRow(0, 0, [1, 2, 3], 3, 0, [0], SamplingParams())], [], [Chunk(0, 0, 3)], [])
+
+
+@pytest.fixture
+async def worker(tiny_model, worker_config):
+    process = WorkerProcess(worker_config(tiny_model("llama").path))
+    await process.start()
+    yield process
+    await process.stop()
+
+
+async def end_of(worker):
+    """What is said of its end."""
+    with pytest.raises(ExecutorError) as caught:
+        await anext(worker.results())
+    return caught.value
+
+
+async def restarted(worker):
+    """It works again after ``stop`` and ``start``."""
+    await worker.stop()
+    await worker.start()
+    worker.submit(PLAN)
+    return (await anext(worker.results())).rows[0].token_ids
+
+
+async def test_reliability_figure_10_a_stopped_worker_is_found_within_5_seconds(worker):
+    pid = worker.pid
+    worker.submit(PLAN)
+    await anext(worker.results())
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    error = await end_of(worker)
+    assert time.monotonic() - began < 5
+    assert "stopped by a signal" in str(error)
+    assert not error.blames_step
+    assert await restarted(worker)
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_worker_that_is_stopped_while_it_loads_is_found_too(tiny_model, worker_config):
+    process = WorkerProcess(worker_config(tiny_model("llama").path))
+    starting = asyncio.ensure_future(process.start())
+    while process._link is None:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(ExecutorError, match="stopped by a signal"):
+        await asyncio.wait_for(starting, 20)
+
+
+async def test_a_worker_that_goes_on_in_time_is_left_alone(worker):
+    os.kill(worker.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.6)
+    os.kill(worker.pid, signal.SIGCONT)
+    worker.submit(PLAN)
+    assert (await anext(worker.results())).rows[0].token_ids
+
+
+@pytest.fixture
+def silent_env(tmp_path):
+    """Has a worker say nothing of its own accord."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any('penstock.models.worker' in argument for argument in sys.orig_argv):\n"
+        "    from penstock.models import worker\n"
+        "    worker.ALIVE_INTERVAL_S = 3600\n"
+    )
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+async def test_a_worker_that_gives_no_sign_of_life_is_to_blame(tiny_model, worker_config, silent_env, monkeypatch):
+    process = WorkerProcess(worker_config(tiny_model("llama").path), env=silent_env)
+    await process.start()
+    monkeypatch.setattr(launch, "MAX_SILENCE_S", 0.6)
+    error = await end_of(process)
+    assert "no sign of life" in str(error)
+    assert error.blames_step
+    await process.stop()
+
+
+async def test_time_that_our_own_loop_lost_is_not_held_against_the_worker(worker, monkeypatch):
+    monkeypatch.setattr(launch, "MAX_SILENCE_S", 0.9)
+    for _ in range(2):
+        time.sleep(1.1)  # noqa: ASYNC251 - what a service does that was stopped, or starved
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.6)
+    worker.submit(PLAN)
+    assert (await anext(worker.results())).rows[0].token_ids
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+async def test_who_is_blamed_for_a_signal(worker, number):
+    os.kill(worker.pid, number)
+    error = await end_of(worker)
+    assert number.name in str(error)
+    assert error.blames_step == (number is not signal.SIGKILL)
+
+
+async def test_a_kill_for_memory_is_held_against_the_step(worker, monkeypatch):
+    monkeypatch.setattr(MemoryKills, "have_grown", lambda kills: True)
+    os.kill(worker.pid, signal.SIGKILL)
+    error = await end_of(worker)
+    assert "memory ran out" in str(error)
+    assert error.blames_step
+
+
+async def test_an_exception_is_held_against_the_step(worker):
+    worker.submit(StepPlan(0, [5], [], [], [], []))  # row 5 does not exist
+    error = await end_of(worker)
+    assert "row 5" in str(error)
+    assert error.blames_step
+    assert await restarted(worker)
+
+
+async def test_a_condemned_worker_ends_at_once(worker):
+    pid = worker.pid
+    worker.condemn("a step took 31 s")
+    worker.condemn("and again")
+    error = await end_of(worker)
+    assert str(error) == "a step took 31 s"
+    assert error.blames_step
+    await worker.stop()
+    worker.condemn("nobody")
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_worker_with_other_facts_is_none(tiny_model, worker_config, monkeypatch):
+    process = WorkerProcess(worker_config(tiny_model("llama").path))
+    monkeypatch.setattr(process, "_facts", FakeExecutor().facts)  # of the last one
+    with pytest.raises(ExecutorError, match=r"num_blocks is \d+, and was 1024; .*restart the service"):
+        await process.start()
+    assert process._link is None
+
+
+async def test_the_kernel_would_rather_end_the_worker_than_the_service(worker):
+    def score(pid):
+        with open(f"/proc/{pid}/oom_score_adj") as file:  # noqa: ASYNC230 - not a real file
+            return int(file.read())
+
+    assert score(worker.pid) > score(os.getpid())
