@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from penstock.clients.channel import Tls
     from penstock.clients.client import AsyncClient, RequestStream
     from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, StreamBroken, Unreachable
-    from penstock.clients.events import Accepted, Completion, Delta, Finished, FinishReason, PromptLogprobs
+    from penstock.clients.events import (
+        Accepted,
+        Completion,
+        Delta,
+        Finished,
+        FinishReason,
+        PromptLogprobs,
+        UpdateRefused,
+    )
     from penstock.clients.sync_client import Client, SyncRequestStream
 
 __all__ = [
@@ -32,13 +40,14 @@ __all__ = [
     "SyncRequestStream",
     "Tls",
     "Unreachable",
+    "UpdateRefused",
 ]
 
 _MODULES = {
     "channel": {"Tls"},
     "client": {"AsyncClient", "RequestStream"},
     "errors": {"InvalidOption", "PenstockError", "RequestFailed", "StreamBroken", "Unreachable"},
-    "events": {"Accepted", "Completion", "Delta", "FinishReason", "Finished", "PromptLogprobs"},
+    "events": {"Accepted", "Completion", "Delta", "FinishReason", "Finished", "PromptLogprobs", "UpdateRefused"},
     "sync_client": {"Client", "SyncRequestStream"},
 }
 

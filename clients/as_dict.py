@@ -1,6 +1,6 @@
 """A message as plain data, for programs: every field by its name, numbers as numbers."""
 
-import os
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -13,7 +13,7 @@ def as_dict(message: Any) -> dict[str, Any]:
 
 def _field(message: Any, field: FieldDescriptor) -> Any:
     value = getattr(message, field.name)
-    if field.is_repeated:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(item, field) for item in value]
     if field.has_presence and not message.HasField(field.name):
         return None
@@ -24,7 +24,7 @@ def _plain(value: Any, field: FieldDescriptor) -> Any:
     if field.message_type is not None:
         return as_dict(value)
     if field.enum_type is not None:
-        names = [known.name for known in field.enum_type.values]
+        prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
         known = field.enum_type.values_by_number.get(value)
-        return value if known is None else known.name.removeprefix(os.path.commonprefix(names)).lower()
+        return value if known is None else known.name.removeprefix(prefix).lower()
     return value

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from penstock.clients.bench_call import Caller
 from penstock.clients.bench_flags import arrivals, options, parse_arguments
 from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_load import ClosedLoop, Load, RandomLoad
-from penstock.clients.bench_plot import check_plot, plot
+from penstock.clients.bench_load import Load, RandomLoad, WarmUp
+from penstock.clients.bench_plot import plot
 from penstock.clients.bench_report import Report
 from penstock.clients.bench_run import Progress, run
 from penstock.clients.bench_table import table
@@ -76,8 +76,10 @@ async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str
             "load": str(load),
             "options": options(arguments),
         }
-        if not await _warm_up(arguments, service, stop):
-            return None, about
+        if arguments.warmup:
+            warm_up = WarmUp(load, arguments.warmup, service.vocab_size)
+            if (await run(warm_up, service.caller, stop=stop)).was_stopped:
+                return None, about
         with _progress(arguments, load) as on_progress:
             report = await run(
                 load,
@@ -88,24 +90,6 @@ async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str
                 on_progress=on_progress,
             )
     return report, about
-
-
-async def _warm_up(arguments: argparse.Namespace, service: _Service, stop: asyncio.Event) -> bool:
-    """Requests that don't count; false if they were stopped."""
-    if not arguments.warmup:
-        return True
-    load = RandomLoad(
-        vocab_size=service.vocab_size,
-        arrivals=ClosedLoop(min(arguments.warmup, 16)),
-        num_requests=arguments.warmup,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        seed=f"warm-up/{arguments.seed}",  # other prompts, so that nothing of the load is cached by them
-        options=options(arguments),
-        max_model_len=service.max_model_len,
-    )
-    report = await run(load, service.caller, stop=stop)
-    return not report.was_stopped
 
 
 def _load(arguments: argparse.Namespace, service: _Service) -> Load:
@@ -156,16 +140,11 @@ async def _service(arguments: argparse.Namespace) -> AsyncIterator[_Service]:
 
 @asynccontextmanager
 async def _openai_service(arguments: argparse.Namespace, timeout_s: float | None) -> AsyncIterator[_Service]:
-    try:
-        from penstock.clients.bench_openai import OpenAiCaller
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").startswith("penstock"):
-            raise
-        raise PenstockError(
-            f"--api openai needs {missing.name}, which is not installed: pip install 'penstock[bench]'"
-        ) from None
+    # Imported here: the bare install has no aiohttp.
+    from penstock.clients.bench_openai import DEFAULT_ENDPOINT, OpenAiCaller
+
     where = connection(arguments, arguments.target or _DEFAULT_HTTP)
-    named, endpoint = arguments.model or "", arguments.endpoint
+    named, endpoint = arguments.model or "", arguments.endpoint or DEFAULT_ENDPOINT
     async with OpenAiCaller(where, model=named, endpoint=endpoint, timeout_s=timeout_s) as caller:
         model = await caller.model()
         yield _Service(caller, where.target, model.name, arguments.vocab_size, model.max_model_len)
@@ -248,4 +227,4 @@ def _check_files(arguments: argparse.Namespace) -> None:
         if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
             raise PenstockError(f"{flag}: cannot write {path}")
     if arguments.plot is not None:
-        check_plot()
+        import matplotlib  # noqa: F401 - the bare install has none

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from penstock.clients.bench_load import Request
@@ -20,9 +19,9 @@ class Record:
     sent_s: float
     late_s: float = 0.0
     """How long after its time it was sent."""
-    message_s: "array[float]" = field(default_factory=partial(array, "d"))
+    message_s: "array[float]" = field(default_factory=lambda: array("d"))
     """When each message with tokens came."""
-    message_tokens: "array[int]" = field(default_factory=partial(array, "I"))
+    message_tokens: "array[int]" = field(default_factory=lambda: array("I"))
     """How many tokens it brought."""
     token_ids: list[int] = field(default_factory=list)
     """The output; empty where the server doesn't tell them."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _DEFAULT_CONCURRENCY = 16
 _DEFAULT_REQUESTS = 100
-_OWN_OPTIONS = {"max_tokens", "continue_from"}
+_OWN_OPTIONS = {"max_tokens", "continue_from", "n"}
 
 _EPILOG = """\
 Times are the client's own, from the moment at which a request is sent. The same seed asks the same, of any server.
@@ -79,7 +79,7 @@ def options(arguments: argparse.Namespace) -> dict[str, object]:
     read = setting if arguments.api == "grpc" else _body_setting
     given = dict(map(read, arguments.settings))
     if mine := sorted(_OWN_OPTIONS & given.keys()):
-        raise InvalidOption(mine[0], "the load has its own; see --output-tokens and --turns")
+        raise InvalidOption(mine[0], "each request has its own; see --output-tokens and --turns")
     return {**DEFAULT_OPTIONS, **given}
 
 

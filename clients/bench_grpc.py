@@ -142,6 +142,7 @@ class _Receiver:
                     self._record.tokens(time.perf_counter(), event.token_ids, len(event.token_ids))
             case Accepted():
                 self._record.request_id = event.request_id
+                self._record.prompt_tokens = event.prompt_tokens
                 if event.predicted_ttft_ms is not None:
                     self._record.predicted_ttft_s = event.predicted_ttft_ms / 1000
             case Finished():

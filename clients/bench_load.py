@@ -6,7 +6,7 @@ It knows nothing of how a service is called or what is measured.
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.clients.bench_lengths import Lengths, Uniform
@@ -110,8 +110,8 @@ class RandomLoad:
         needed = self.prefix_tokens + self.turns * sum(most)
         if self.max_model_len is not None and needed > self.max_model_len:
             raise PenstockError(
-                f"prefix, prompts and outputs of {self.turns} turn(s) have up to {needed:,} tokens, and the model takes "
-                f"{self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
+                f"prefix, prompts and outputs of {self.turns} turn(s) have up to {needed:,} tokens, and the model "
+                f"takes {self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
             )
 
     @property
@@ -159,6 +159,23 @@ class RandomLoad:
         if self.turns > 1:
             shape.append(f"{self.turns} turns")
         return ", ".join([*shape, f"seed {self.seed}"])
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The first questions of a load, as long as they are there but about something else: nothing of the load itself is
+    cached by them."""
+
+    load: Load
+    num_requests: int
+    vocab_size: int
+    concurrency: int = 16
+
+    def conversations(self) -> Iterator[Sequence[Request]]:
+        """One turn each."""
+        for number, turns in enumerate(itertools.islice(self.load.conversations(), self.num_requests)):
+            ids = random_ids(random.Random(f"warm-up/{number}"), len(turns[0].prompt_token_ids), self.vocab_size)
+            yield [replace(turns[0], prompt_token_ids=ids, arrival_s=None)]
 
 
 def arrival_times(arrivals: Arrivals, seed: int | str) -> Iterator[float | None]:

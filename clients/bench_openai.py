@@ -31,21 +31,12 @@ _BODY: dict[str, object] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "return_token_ids": True,
 }
-_WORDS = (
-    "about after again also always and another any are away back because been before began being below best better "
-    "between big both bring but called came can carry change children city close come could country cut day did "
-    "different does done door down draw during each early earth end enough even every face family far father feet few "
-    "find first five food for found four from gave get give go good great ground group grow had half hand hard has have "
-    "head hear help her here high him his home house how idea if important in into it its just keep kind knew know land "
-    "large last later learn left letter life light like line list little live long look made make man many may mean men "
-    "might mile more most mother mountain move much must name near need never new next night no north not now number of "
-    "off often old on once one only open or other our out over own page paper part people picture place plant play point "
-    "put question quick quite rain ran read real right river room round run said same saw say school sea second see seem "
-    "set she should show side small so some song soon sound spell stand start state stay still stop story study such "
-    "sun take talk tell than that the their them then there these they thing think this those thought three through time "
-    "to together too took tree try turn two under until up us use very walk want was watch water way we well went were "
-    "what when where which while white who why will with word work world would write year you young your"
-).split()
+_TEXT = """
+    the of and to in is that it was for on are with as his they at be this from have or by one had not but what all were
+    when we there can an your which their said if do will each about how up out them then she many some so these would
+    other into has more her two like him see time could no make than first been its who now people my made over did
+"""
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class OpenAiCaller:
                     raise PenstockError(f"{url} answers HTTP {response.status}: {body[:_MAX_SHOWN]}")
                 models = {str(each["id"]): each for each in json.loads(body)["data"]}
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise PenstockError(f"no server answers at {self._base}: {error or type(error).__name__}") from None
+            raise PenstockError(f"no server answers at {self._base}: {str(error) or type(error).__name__}") from None
         except (ValueError, KeyError, TypeError):
             raise PenstockError(f"{url} answers something else than a list of models") from None
         name = self._model or next(iter(models), "")

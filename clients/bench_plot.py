@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clients.bench_report import Report, Slo, quantile
-from penstock.clients.errors import PenstockError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,14 +13,6 @@ _PANELS = (("ttft", "time to first token"), ("itl", "time between messages"), ("
 _MAX_BARS = 60
 _LINES = (("p50", 0.5, "-"), ("p90", 0.9, "--"), ("p99", 0.99, ":"))
 _COLOUR, _SECOND = "#3b6ea5", "#c8553d"
-
-
-def check_plot() -> None:
-    """Raises PenstockError if there is nothing to draw with; asked before a run, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise PenstockError("--plot needs matplotlib, which is not installed: pip install 'penstock[bench]'") from None
 
 
 def plot(report: Report, title: str, path: Path, slo: Slo | None = None) -> None:
@@ -60,12 +51,13 @@ def _distribution(axis: "Axes", values: Sequence[float], label: str, bound: floa
 def _course(axis: "Axes", report: Report) -> None:
     """Tokens a second, and how many requests were on their way."""
     width = max(report.seconds / _MAX_BARS, 1e-3)
-    tokens, running = [0.0] * (_MAX_BARS + 1), [0] * (_MAX_BARS + 1)
+    tokens, running = [0.0] * (_MAX_BARS + 1), [0.0] * (_MAX_BARS + 1)
     for record in report.records:
         for when, count in zip(record.message_s, record.message_tokens, strict=True):
             tokens[_bar(when - report.began_s, width)] += count / width
-        for bar in range(_bar(record.sent_s - report.began_s, width), _bar(record.ended_s - report.began_s, width) + 1):
-            running[bar] += 1
+        sent, ended = record.sent_s - report.began_s, record.ended_s - report.began_s
+        for bar in range(_bar(sent, width), _bar(ended, width) + 1):
+            running[bar] += max(0.0, min(ended, (bar + 1) * width) - max(sent, bar * width)) / width
     starts = [bar * width for bar in range(_MAX_BARS)]
     axis.step(starts, tokens[:_MAX_BARS], where="post", color=_COLOUR, label="output tokens/s")
     axis.set_ylim(bottom=0)

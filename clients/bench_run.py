@@ -46,8 +46,8 @@ async def run(
     """Sends everything and waits for the ends.
 
     After ``duration_s`` nothing more is sent. A conversation whose time comes while ``max_outstanding`` are on their
-    way is not sent: its record says so. ``stop`` ends what runs and returns what there is. ``on_progress`` is called ten
-    times a second.
+    way is not sent: its record says so. ``stop`` ends what runs and returns what there is. ``on_progress`` is called
+    ten times a second.
     """
     sender = _Sender(load, caller, duration_s, max_outstanding)
     meter = asyncio.create_task(_measure(sender, on_progress))

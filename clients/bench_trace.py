@@ -55,7 +55,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class TraceReader:
-    """What a line's request needs besides the line. Prompts of which only the length is known are drawn from ``seed``."""
+    """What a line's request needs besides the line. Prompts known by length alone are drawn from ``seed``."""
 
     vocab_size: int
     arrivals: Arrivals | None = None

@@ -18,7 +18,7 @@ from penstock.clients.connection import (
 )
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
-from penstock.clients.events import Delta, Finished, FinishReason, Usage
+from penstock.clients.events import Delta, Finished, FinishReason
 from penstock.clients.requests import ChatMessage, Options
 from penstock.clients.sync_client import Client
 from penstock.clients.terminal import Screen, line_reader, read_message
@@ -43,6 +43,10 @@ examples:
 """
 
 _USUAL_MAX_TOKENS = 1024
+_RETAIN_MS = 600_000
+"""How long a person may think about an answer before its context has to be computed again."""
+_GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
+"""How a service says that it cannot go on from a context: it has it no more, or its chat template cannot do that."""
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells know it."""
@@ -57,13 +61,13 @@ class Answer:
     ended: float = 0.0
     text: str = ""
     num_tokens: int = 0
-    usage: Usage | None = None
+    finished: Finished | None = None
     ended_by: str = FinishReason.CANCELLED.value
 
     @property
     def has_begun(self) -> bool:
         """Whether anything came: a question that was refused has no answer."""
-        return self.first is not None or self.usage is not None
+        return self.first is not None or self.finished is not None
 
     def __str__(self) -> str:
         if self.first is None:
@@ -71,8 +75,9 @@ class Answer:
         seconds = self.ended - self.first
         rate = f"{(self.num_tokens - 1) / seconds:,.1f} tokens/s" if self.num_tokens > 1 and seconds > 0 else "no rate"
         prompt = ""
-        if self.usage is not None:
-            prompt = f"; prompt of {self.usage.prompt_tokens:,} tokens, {self.usage.cached_tokens:,} of them cached"
+        if self.finished is not None:
+            usage = self.finished.usage
+            prompt = f"; prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
         waited = (self.first - self.began) * 1000
         return f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}, {self.ended_by}{prompt}"
 
@@ -92,12 +97,16 @@ class Chat:
     def ask(self, text: str) -> bool:
         """Sends the user's message and shows the answer as it comes. Ctrl-C ends the answer; what came of it is kept,
         and False is returned. Raises RequestFailed and TooLong; a message that got no answer is forgotten."""
-        if dropped := self.conversation.ask(text, self._room()):
-            what = "turn is" if dropped == 1 else f"{dropped} turns are"
-            self._screen.note(f"[the context is full: the oldest {what} forgotten]")
+        self._tell_dropped(self.conversation.ask(text, self._room()))
         answer = Answer()
         try:
-            self._receive(answer)
+            try:
+                self._receive(answer)
+            except RequestFailed as failure:
+                if not self.conversation.continue_from or failure.code not in _GONE:
+                    raise
+                self._tell_dropped(self.conversation.send_all(self._room()))
+                self._receive(answer)
             return True
         except KeyboardInterrupt:
             self._screen.end_answer()
@@ -108,12 +117,14 @@ class Chat:
             answer.ended = time.monotonic()
             if answer.has_begun:
                 self._answers.append(answer)
-            self.conversation.answer(answer.text)
+            self.conversation.answer(answer.text, answer.finished)
 
     def set(self, name: str, value: object) -> None:
         """Changes an option; None is its default. Raises InvalidOption."""
         if name in ("n", "format"):
             raise InvalidOption(name, "a chat has one answer at a time, as text")
+        if name == "continue_from":
+            raise InvalidOption(name, "a chat goes on from its own last answer")
         if name == "timeout_ms":
             self._timeout = value / 1000 if isinstance(value, int) else None
         elif value is None:
@@ -138,8 +149,9 @@ class Chat:
         return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
 
     def _receive(self, answer: Answer) -> None:
-        options: Options = {**self.options}  # type: ignore[typeddict-item]  # checked when they were set
-        with self._client.generate(self.conversation.messages, timeout=self._timeout, **options) as request:
+        options: Options = {"retain_ms": _RETAIN_MS, **self.options}  # type: ignore[typeddict-item]  # checked before
+        options["continue_from"] = self.conversation.continue_from or None
+        with self._client.generate(self.conversation.unsent, timeout=self._timeout, **options) as request:
             for event in request:
                 if isinstance(event, Delta):
                     answer.first = answer.first or time.monotonic()
@@ -147,8 +159,13 @@ class Chat:
                     answer.num_tokens += len(event.token_ids)
                     self._screen.answer(event.text)
                 elif isinstance(event, Finished):
-                    answer.usage = event.usage
+                    answer.finished = event
                     answer.ended_by = f"ended by {event.reason.value}"
+
+    def _tell_dropped(self, dropped: int) -> None:
+        if dropped:
+            what = "turn is" if dropped == 1 else f"{dropped} turns are"
+            self._screen.note(f"[the context is full: the oldest {what} forgotten]")
 
     def _room(self) -> int:
         """Tokens to keep free for the answer."""

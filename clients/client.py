@@ -16,7 +16,7 @@ import grpc
 from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
-from penstock.clients.requests import ChatMessage, Options, Prompt, build_chat, build_start
+from penstock.clients.requests import ChatMessage, Options, Prompt, build_chat, build_start, build_update
 from penstock.clients.stream import Call, GenerateStream, Mailbox
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -49,6 +49,8 @@ class RequestStream:
         self._ended = False
         self._cancelled = False
         self._give_up_at: float | None = None
+        self._limit: asyncio.Timeout | None = None
+        """What keeps it, while events are awaited."""
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -91,6 +93,19 @@ class RequestStream:
         if self._carrier is not None:
             self._carrier.cancel(self._ref)
 
+    def update(
+        self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        """Changes the request while it runs; ``timeout`` is in seconds from now. What the service cannot do comes as an
+        ``UpdateRefused`` among the events, and changes nothing. Raises InvalidOption."""
+        update = build_update(timeout, priority, max_tokens)
+        if self._carrier is None:
+            self._amend(update)
+        elif not self._ended:
+            self._carrier.update(self._ref, update)
+            if update.HasField("timeout_ms"):
+                self._expect_end_within(update.timeout_ms / 1000)
+
     def leave(self) -> None:
         """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
         if not self._ended:
@@ -105,16 +120,29 @@ class RequestStream:
             if self._cancelled:
                 self._carrier.cancel(self._ref)
             if self._start.HasField("timeout_ms"):
-                # The service keeps the deadline. This is for one that does not answer at all.
-                now = asyncio.get_running_loop().time()
-                self._give_up_at = now + self._start.timeout_ms / 1000 + _DEADLINE_GRACE_SECONDS
+                self._expect_end_within(self._start.timeout_ms / 1000)
+
+    def _amend(self, update: pb.Update) -> None:
+        """Nothing is sent yet."""
+        if update.HasField("priority"):
+            self._start.priority = update.priority
+        if update.HasField("max_tokens"):
+            self._start.sampling.max_tokens = update.max_tokens
+        if update.HasField("timeout_ms"):
+            self._start.timeout_ms = update.timeout_ms
+
+    def _expect_end_within(self, seconds: float) -> None:
+        """The service keeps the deadline. This is for one that does not answer at all."""
+        self._give_up_at = asyncio.get_running_loop().time() + seconds + _DEADLINE_GRACE_SECONDS
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(self._give_up_at)
 
     async def _receive(self, *, rest: bool) -> list[Event]:
         if self._ended:
             return []
         self._begin()
         try:
-            async with asyncio.timeout_at(self._give_up_at):
+            async with asyncio.timeout_at(self._give_up_at) as self._limit:
                 events = await self._mailbox.take(rest=rest)
         except TimeoutError:
             self.leave()
@@ -126,6 +154,8 @@ class RequestStream:
             if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
                 return [failure.finished]
             raise
+        finally:
+            self._limit = None
         self._ended = isinstance(events[-1], Finished)
         return events
 
@@ -161,10 +191,12 @@ class AsyncClient:
         await self.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
-        """A request as a stream of events: Accepted, PromptLogprobs, Delta, Finished.
+        """A request as a stream of events: Accepted, PromptLogprobs, Delta, UpdateRefused, Finished.
 
         ``prompt`` is text, token ids, or a conversation as a list of {"role", "content"}; ``timeout`` is in seconds;
-        options have the contract's names. Raises InvalidOption at once; nothing is sent before the stream is used.
+        options have the contract's names. With ``continue_from`` the prompt is what is new: after a chat, the new
+        messages alone; an empty text goes on with the output. Raises InvalidOption at once; nothing is sent before the
+        stream is used.
         """
         return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
 

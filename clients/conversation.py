@@ -1,64 +1,121 @@
 """A conversation that stays within the model's context. Knows no terminal."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from penstock.clients.errors import PenstockError
+from penstock.clients.events import Finished
 from penstock.clients.requests import ChatMessage
 
 CountTokens = Callable[[Sequence[ChatMessage]], int]
 """How many tokens the prompt of a conversation has."""
+
+_BETWEEN_TURNS = 16
+"""More tokens than a chat template puts between an answer and the next message."""
 
 
 class TooLong(PenstockError):
     """The last message alone leaves no room for an answer."""
 
 
+class _Kept(NamedTuple):
+    """What the service has of the conversation: all up to the last answer."""
+
+    request_id: str
+    num_tokens: int
+    """At most."""
+
+
 class Conversation:
-    """The messages so far: a system message that stays, then turns of the user and the assistant."""
+    """The messages so far: a system message that stays, then turns of the user and the assistant.
+
+    Where the service kept the context of the last answer, only what is new need be sent.
+    """
 
     def __init__(self, max_tokens: int, count_tokens: CountTokens) -> None:
         self._context = max_tokens
         self._count_tokens = count_tokens
         self._turns: list[ChatMessage] = []
-        self.system = ""
+        self._system = ""
+        self._kept: _Kept | None = None
+
+    @property
+    def system(self) -> str:
+        """What the model is told first."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        self._system = text
+        self._kept = None
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """What the service is to see."""
-        first: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
-        return first + self._turns
+        """What the model is to see."""
+        return self._first + self._turns
+
+    @property
+    def _first(self) -> list[ChatMessage]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    @property
+    def continue_from(self) -> str:
+        """The request whose context the service has; empty where all is to be sent."""
+        return "" if self._kept is None else self._kept.request_id
+
+    @property
+    def unsent(self) -> list[ChatMessage]:
+        """What the service is to be sent: all, or the user's last message."""
+        return self.messages if self._kept is None else self._turns[-1:]
 
     @property
     def num_turns(self) -> int:
         """How many messages of the user there are."""
-        return sum(message["role"] == "user" for message in self._turns)
+        return _num_questions(self._turns)
 
     def ask(self, text: str, room: int) -> int:
         """Adds the user's message and drops the oldest turns until ``room`` tokens are left for the answer; returns how
         many. Raises TooLong, and keeps all as it was, if even this message alone leaves no room."""
-        before = list(self._turns)
-        self._turns.append({"role": "user", "content": text})
-        dropped = 0
+        question: ChatMessage = {"role": "user", "content": text}
+        self._turns.append(question)
         try:
-            while (used := self._count_tokens(self.messages)) + room > self._context:
-                if self.num_turns == 1:
-                    raise TooLong(
-                        f"this message makes a prompt of {used:,} tokens; the model's context of {self._context:,} "
-                        f"leaves no room for an answer of {room:,}"
-                    )
-                self._drop_oldest_turn()
-                dropped += 1
+            if self._kept is not None:
+                used = self._kept.num_tokens + _BETWEEN_TURNS + self._count_tokens([question])
+                if used + room <= self._context:
+                    return 0
+            return self.send_all(room)
         except BaseException:
-            self._turns = before
+            self.take_back()
             raise
+
+    def send_all(self, room: int) -> int:
+        """Has all be sent, and drops the oldest turns as ``ask`` does; returns how many. Raises TooLong, and then
+        nothing has changed."""
+        turns = list(self._turns)
+        dropped = 0
+        while (used := self._count_tokens(self._first + turns)) + room > self._context:
+            if _num_questions(turns) == 1:
+                raise TooLong(
+                    f"this message makes a prompt of {used:,} tokens; the model's context of {self._context:,} "
+                    f"leaves no room for an answer of {room:,}"
+                )
+            _drop_oldest_turn(turns)
+            dropped += 1
+        self._turns = turns
+        self._kept = None
         return dropped
 
-    def answer(self, text: str) -> None:
-        """Adds the assistant's answer; an answer without text takes back the question."""
-        if text:
-            self._turns.append({"role": "assistant", "content": text})
-        else:
+    def answer(self, text: str, finished: Finished | None = None) -> None:
+        """Adds the assistant's answer, and how its request ended, if that is known; an answer without text takes back
+        the question."""
+        if not text:
             self.take_back()
+            return
+        self._turns.append({"role": "assistant", "content": text})
+        self._kept = None
+        if finished is not None and finished.may_continue:
+            usage = finished.usage
+            self._kept = _Kept(finished.request_id, usage.prompt_tokens + usage.output_tokens)
 
     def take_back(self) -> None:
         """Removes the user's last message, if it has no answer."""
@@ -68,8 +125,14 @@ class Conversation:
     def reset(self) -> None:
         """Forgets all turns; the system message stays."""
         self._turns.clear()
+        self._kept = None
 
-    def _drop_oldest_turn(self) -> None:
-        self._turns.pop(0)
-        while self._turns[0]["role"] != "user":
-            self._turns.pop(0)
+
+def _num_questions(turns: Sequence[ChatMessage]) -> int:
+    return sum(message["role"] == "user" for message in turns)
+
+
+def _drop_oldest_turn(turns: list[ChatMessage]) -> None:
+    turns.pop(0)
+    while turns[0]["role"] != "user":
+        turns.pop(0)

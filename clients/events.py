@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.clients.errors import RequestFailed, failure_from_status
 from penstock.v1 import generation_pb2 as pb
 
 
@@ -69,6 +70,9 @@ class Timings:
     first_token_us: int = 0
     total_us: int = 0
     preemptions: int = 0
+    """How often its cache went to others."""
+    restarts: int = 0
+    """How often the service's worker died under it."""
 
 
 @dataclass(slots=True)
@@ -162,6 +166,7 @@ class Finished:
     seed: int | None = None
     """What it was sampled with; the same request with this seed repeats the output where the service can."""
     may_continue: bool = False
+    """Whether ``continue_from`` may name it."""
 
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
@@ -176,6 +181,7 @@ class Finished:
                 first_token_us=timings.first_token_us,
                 total_us=timings.total_us,
                 preemptions=timings.preemptions,
+                restarts=timings.restarts,
             ),
             request_id=message.request_id,
             seed=message.seed if message.HasField("seed") else None,
@@ -183,7 +189,20 @@ class Finished:
         )
 
 
-Event = Accepted | PromptLogprobs | Delta | Finished
+@dataclass(slots=True)
+class UpdateRefused:
+    """An update was not carried out; the request goes on as it was."""
+
+    failure: RequestFailed
+    """Why. It is told, not raised."""
+
+    @classmethod
+    def from_proto(cls, message: pb.UpdateRefused) -> "UpdateRefused":
+        """The same, copied."""
+        return cls(failure_from_status(message.status))
+
+
+Event = Accepted | PromptLogprobs | Delta | UpdateRefused | Finished
 
 
 @dataclass(slots=True)

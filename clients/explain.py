@@ -5,17 +5,16 @@ import asyncio
 import json
 import os
 import sys
-from typing import Any
 
 import grpc
 
 from penstock.clients.admin_client import AdminClient
+from penstock.clients.as_dict import as_dict
 from penstock.clients.connection import Connection, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed
+from penstock.clients.terminal import shows
 from penstock.clients.timeline_text import describe
 from penstock.v1 import admin_pb2 as pb
-
-_PREFIX = "TIMELINE_KIND_"
 
 _EPILOG = """\
 examples:
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if nothing is known of the request."""
     parser = argparse.ArgumentParser(
         prog="penstock explain",
-        description="Tells what became of a request: waiting, chunks, decoding, preemptions, restarts, in order of time.",
+        description="Tells what a request waited for, which steps it was in, and where its time went.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_dict(told), indent=2))
         return 0
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for line in describe(told, colours=colours, unicode=_shows_unicode(sys.stdout.encoding)):
+    for line in describe(told, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
         print(line.rstrip())
     return 0
 
@@ -61,30 +60,3 @@ async def _ask(service: Connection, request_id: str) -> pb.ExplainResponse:
                 raise PenstockError(f"{request_id}: {failure.message}") from None
             raise
         return told
-
-
-def as_dict(told: pb.ExplainResponse) -> dict[str, Any]:
-    """Every field of the answer by its name; None where it is absent."""
-    fields: dict[str, Any] = {
-        field.name: _value(told, field.name) for field in told.DESCRIPTOR.fields if field.name != "timeline"
-    }
-    fields["timeline"] = [
-        {field.name: _value(entry, field.name) for field in entry.DESCRIPTOR.fields} for entry in told.timeline
-    ]
-    return fields
-
-
-def _value(message: Any, name: str) -> Any:
-    if name == "kind":
-        return pb.TimelineKind.Name(message.kind).removeprefix(_PREFIX).lower()
-    if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
-        return None
-    return getattr(message, name)
-
-
-def _shows_unicode(encoding: str | None) -> bool:
-    try:
-        "░▓█◆".encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

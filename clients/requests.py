@@ -72,6 +72,8 @@ class Options(TypedDict, total=False):
     priority: int | None
     tenant: str | None
     continue_from: str | None
+    """The id of a request that ended with ``may_continue``: what is sent here is added to its prompt and output."""
+    retain_ms: int | None
     traceparent: str | None
     client_request_id: str | None
 
@@ -83,6 +85,7 @@ _START = {
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
     if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
+_UPDATE = pb.Update.DESCRIPTOR.fields_by_name
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
 
 OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, "add_generation_prompt"})
@@ -156,6 +159,17 @@ def build_chat(messages: Sequence[ChatMessage], add_generation_prompt: bool | No
     if add_generation_prompt is not None:
         chat.add_generation_prompt = add_generation_prompt
     return chat
+
+
+def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.Update:
+    """An ``Update`` without its ref; None leaves things as they are. Raises InvalidOption."""
+    update = pb.Update()
+    for name, value in (("priority", priority), ("max_tokens", max_tokens)):
+        if value is not None:
+            _set_field(update, _UPDATE[name], value)
+    if timeout is not None:
+        update.timeout_ms = timeout_ms(timeout)
+    return update
 
 
 def timeout_ms(seconds: float) -> int:

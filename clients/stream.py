@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from penstock.clients.errors import RequestFailed, StreamBroken, failure_from_call, failure_from_status
-from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, merge
+from penstock.clients.events import Accepted, Delta, Event, Finished, PromptLogprobs, UpdateRefused, merge
 from penstock.v1 import generation_pb2 as pb
 
 T = TypeVar("T")
@@ -152,6 +152,12 @@ class GenerateStream:
         if self.is_open and ref in self._live:
             self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=[ref])))
 
+    def update(self, ref: int, update: pb.Update) -> None:
+        """Changes a request. Nothing happens if it has ended."""
+        if self.is_open and ref in self._live:
+            update.ref = ref
+            self._outgoing.put_nowait(pb.GenerateRequest(update=update))
+
     async def close(self) -> None:
         """Cancels what is live, lets the service end the stream, and cuts it if that takes more than a second."""
         if self.is_open:
@@ -202,6 +208,8 @@ class GenerateStream:
             self._put(delta.ref, Delta.from_proto(delta))
         for finished in response.finished:
             self._finish(finished)
+        for refused in response.update_refused:
+            self._put(refused.ref, UpdateRefused.from_proto(refused))
 
     def _put(self, ref: int, event: Event) -> None:
         if (receiver := self._live.get(ref)) is not None:

@@ -106,6 +106,16 @@ class SyncRequestStream:
         """Asks for an early end. Events go on until ``Finished``, which has the usage so far."""
         self._thread.call(self._request.cancel)
 
+    def update(
+        self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        """Changes the request while it runs. See ``RequestStream.update``."""
+
+        async def update() -> None:
+            self._request.update(timeout=timeout, priority=priority, max_tokens=max_tokens)
+
+        self._thread.run(update())
+
     def leave(self) -> None:
         """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
         self._thread.call(self._request.leave)
@@ -132,7 +142,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> SyncRequestStream:
-        """A request as a stream of events: Accepted, PromptLogprobs, Delta, Finished. See ``AsyncClient.generate``."""
+        """A request as a stream of events. See ``AsyncClient.generate``."""
         return SyncRequestStream(self._client.generate(prompt, timeout=timeout, **options), self._thread, self)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Delta]:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 _DIM, _RED, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
@@ -45,6 +46,15 @@ class Screen:
 
     def _tell(self, text: str, colour: str) -> None:
         print(f"{colour}{text}{_PLAIN}" if self._has_colours else text, file=sys.stderr, flush=True)
+
+
+def shows(characters: str, stream: TextIO) -> bool:
+    """Whether what reads the stream expects an encoding that has these."""
+    try:
+        characters.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def line_reader() -> ReadLine:

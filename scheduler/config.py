@@ -8,7 +8,6 @@ from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.policy import Policy
 
-
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 MAX_TARGET_ITL_S = 60.0
 

@@ -1,4 +1,5 @@
-"""The step loop: submits plans, applies answers in order, and ends what must end. The one asynchronous part.
+"""The step loop: submits plans, applies answers in order, replaces a worker that is gone, and ends what must end. The
+one asynchronous part.
 
 Knows neither gRPC nor processes. All of it runs on one event loop, without locks: ``submit`` and ``abort`` change the
 scheduler at once, and ask for plans to be made in the loop's next turn, so that requests that arrive together are
@@ -17,10 +18,17 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
+from penstock.scheduler.restarts import FIRST_DELAY_S, Failure, Restarts
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.tenants import TenantUse
 from penstock.scheduler.timeline import Timeline
+from penstock.scheduler.watchdog import StepWatchdog
 
 logger = logging.getLogger(__name__)
+
+STEP_LIMIT_S = 30.0
+"""A step may take so long, or ten times what was predicted for it."""
+MIN_RETRY_MS = 1000
 
 
 class EngineState(Enum):
@@ -33,7 +41,7 @@ class EngineState(Enum):
     DRAINING = auto()
     """Finishes what it has; takes nothing new."""
     FAILED = auto()
-    """The worker is gone, and so are the requests."""
+    """No worker can be had, or our own bookkeeping failed; the requests have ended."""
     STOPPED = auto()
 
 
@@ -59,12 +67,31 @@ class EngineStats:
     output_tokens: int
     preemptions: int
     finished: int
+    stalled: int = 0
+    """Requests that are held back, because nobody reads their output."""
+    retained_blocks: int = 0
+    """Those of the cached blocks that are kept for who continues a request."""
+    refused: int = 0
+    """Requests that were not admitted."""
+    restarts: int = 0
+    """Workers that were replaced."""
+    step_s: float = 0.0
+    """How long a step took, at the median of the last ones."""
+    predicted_ttft_s: float | None = None
+    """Of a short request that came now; None while nothing is known."""
 
 
 class Engine:
     """Serves requests from one executor."""
 
-    def __init__(self, executor: Executor, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig | None = None,
+        *,
+        step_limit_s: float = STEP_LIMIT_S,
+        restart_delay_s: float = FIRST_DELAY_S,
+    ) -> None:
         self.state = EngineState.STARTING
         self._executor = executor
         self._config = config or SchedulerConfig()
@@ -78,6 +105,11 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         self._num_finished = 0
+        self._num_refused = 0
+        self._is_draining = False
+        self._load_s = 0.0
+        self._restarts = Restarts(restart_delay_s)
+        self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -93,14 +125,14 @@ class Engine:
         """Starts the executor, then serves. Raises ExecutorError."""
         assert self._scheduler is None, "an engine starts once"
         try:
-            self._facts = await self._executor.start()
+            self._facts = await self._start_executor()
         except Exception:
             self._set_state(EngineState.FAILED)
             raise
         self._scheduler = Scheduler(self._facts, self._config, on_finished=self._on_finished)
-        self._task = asyncio.create_task(self._apply_results(), name="penstock engine")
-        if self.state is EngineState.STARTING:
-            self._set_state(EngineState.SERVING)
+        self._task = asyncio.create_task(self._run(), name="penstock engine")
+        self._watchdog.start()
+        self._set_ready()
         return self._facts
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -108,7 +140,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Takes a request; its sink has ``Accepted`` when this returns. Raises Refused."""
         if self.state is not EngineState.SERVING or self._scheduler is None:
-            raise _refusal(self.state)
+            self._num_refused += 1
+            raise self._refusal()
         # Before it is added, since its sink may end it at once.
         self._idle.clear()
         if request.deadline is not None:
@@ -152,6 +185,14 @@ class Engine:
                 self._scheduler.hold(request_id, held)
             self._pump_soon()
 
+    def _refusal(self) -> Refused:
+        if self._is_draining or self.state is EngineState.STOPPED:
+            return Refused(RefusalKind.DRAINING, "the service is shutting down")
+        retry_ms = None
+        if self.state is EngineState.RECOVERING:
+            retry_ms = max(MIN_RETRY_MS, round(1000 * self._load_s))
+        return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
+
     # Operation ----------------------------------------------------------------------------------------------------
 
     @property
@@ -173,6 +214,10 @@ class Engine:
     def explain(self, request_id: str) -> Timeline | None:
         """What became of a request that lives, or that ended lately."""
         return None if self._scheduler is None else self._scheduler.explain(request_id)
+
+    def busiest_tenants(self, limit: int) -> list[TenantUse]:
+        """Of those with live requests."""
+        return [] if self._scheduler is None else self._scheduler.tenants.busiest(limit)
 
     def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
         # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
@@ -207,25 +252,41 @@ class Engine:
 
     def _pump(self) -> None:
         """Submits plans until the executor has as many as it may."""
-        if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
+        if self._scheduler is None or self.state not in (EngineState.SERVING, EngineState.DRAINING):
             return
         with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
             while (plan := self._scheduler.schedule()) is not None:
                 self._executor.submit(plan)
+                self._watchdog.submitted()
 
-    async def _apply_results(self) -> None:
-        assert self._scheduler is not None
+    async def _run(self) -> None:
         try:
-            async for result in self._executor.results():
-                self._scheduler.update(result)
-                self._pump()
-                await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
-            self._fail(FinishReason.WORKER_DIED, "the worker has stopped")
-        except ExecutorError as error:
-            self._fail(FinishReason.WORKER_DIED, str(error))
+            goes_on = True
+            while goes_on:
+                goes_on = await self._replace_worker(await self._apply_results())
         except Exception:
             logger.exception("the scheduler failed")
             self._fail(FinishReason.INTERNAL, "the scheduler failed")
+
+    async def _apply_results(self) -> ExecutorError:
+        """Until the worker is gone; returns how it ended."""
+        assert self._scheduler is not None
+        try:
+            async for result in self._executor.results():
+                self._watchdog.answered()
+                self._restarts.answered()
+                self._scheduler.update(result)
+                self._pump()
+                await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
+        except ExecutorError as error:
+            return error
+        return ExecutorError("the worker has stopped")
+
+    def _predicted_step_s(self) -> float | None:
+        return None if self._scheduler is None else self._scheduler.outlook.oldest_step_s
+
+    def _on_step_expired(self, limit_s: float) -> None:
+        self._executor.condemn(f"a step took more than {limit_s:.3g} s")
 
     @contextmanager
     def _failing_as_a_whole(self) -> Iterator[None]:
@@ -247,18 +308,60 @@ class Engine:
         self._set_state(EngineState.FAILED)
         self._scheduler.abandon(reason, message)
 
+    # A worker that is gone ----------------------------------------------------------------------------------------
+
+    async def _replace_worker(self, error: ExecutorError) -> bool:
+        """Starts another one, for which all that was admitted waits; False if there is nothing to go on with."""
+        if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return False
+        self._set_state(EngineState.RECOVERING)
+        blames_step = error.blames_step and self._watchdog.num_unanswered > 0
+        self._watchdog.restarted()
+        self._scheduler.recover(blames_step)
+        self._restarts.died(Failure.IN_A_STEP if blames_step else _failure(error))
+        logger.error("%s; %d requests wait for another worker", error, self._scheduler.num_requests)
+        began = time.monotonic()
+        while not self._restarts.is_hopeless:
+            await self._executor.stop()
+            await asyncio.sleep(self._restarts.delay_s)
+            try:
+                await self._start_executor()
+            except ExecutorError as failure:
+                logger.error("another worker did not start: %s", failure)
+                self._restarts.failed(_failure(failure))
+                error = failure
+                continue
+            self._restarts.succeeded()
+            duration = time.monotonic() - began
+            logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
+            self._set_ready()
+            self._pump()
+            return True
+        self._fail(FinishReason.WORKER_DIED, str(error))
+        return False
+
+    async def _start_executor(self) -> WorkerFacts:
+        began = time.monotonic()
+        facts = await self._executor.start()
+        self._load_s = time.monotonic() - began
+        return facts
+
     # The end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that were admitted go on."""
+        """From now on new requests are refused; those that were admitted go on, also where the worker must be replaced
+        first."""
+        self._is_draining = True
         if self.state in (EngineState.STARTING, EngineState.SERVING):
             self._set_state(EngineState.DRAINING)
 
     def resume(self) -> bool:
-        """Takes new requests again after ``drain``; False where the engine is not draining."""
-        if self.state is not EngineState.DRAINING:
+        """Takes new requests again after ``drain``; False where the engine was not draining, or takes none for good."""
+        if not self._is_draining or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
-        self._set_state(EngineState.SERVING)
+        self._is_draining = False
+        if self.state is EngineState.DRAINING:
+            self._set_state(EngineState.STARTING if self._scheduler is None else EngineState.SERVING)
         return True
 
     async def wait_idle(self) -> None:
@@ -275,15 +378,18 @@ class Engine:
         self._set_state(EngineState.STOPPED)
         if self._scheduler is not None:
             self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")
-        await self._executor.stop()
-        if self._task is not None:
+        self._watchdog.stop()
+        if self._task is not None:  # before the executor, which it may be about to start
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
+        await self._executor.stop()
+
+    def _set_ready(self) -> None:
+        self._set_state(EngineState.DRAINING if self._is_draining else EngineState.SERVING)
 
     def _set_state(self, state: EngineState) -> None:
-        if self.state is EngineState.STOPPED:
-            return  # for good
+        if self.state in (state, EngineState.STOPPED):
+            return  # that one is for good
         self.state = state
         for callback in self._callbacks:
             callback(state)
@@ -291,7 +397,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot, cheap enough for every second."""
         if self._scheduler is None:
-            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
+            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, refused=self._num_refused)
         scheduler, counters = self._scheduler, self._scheduler.counters
         return EngineStats(
             state=self.state,
@@ -302,15 +408,19 @@ class Engine:
             cached_blocks=scheduler.kv.pool.num_cached,
             steps=counters.steps,
             prefill_tokens=counters.prefill_tokens,
-            cached_tokens=counters.cached_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
             decode_rows=counters.decode_rows,
             output_tokens=counters.output_tokens,
             preemptions=counters.preemptions,
             finished=self._num_finished,
+            stalled=scheduler.num_held,
+            retained_blocks=scheduler.kv.num_retained,
+            refused=self._num_refused + counters.refused,
+            restarts=self._restarts.total,
+            step_s=scheduler.outlook.median_step_s,
+            predicted_ttft_s=scheduler.outlook.short_ttft_s,
         )
 
 
-def _refusal(state: EngineState) -> Refused:
-    if state in (EngineState.DRAINING, EngineState.STOPPED):
-        return Refused(RefusalKind.DRAINING, "the service is shutting down")
-    return Refused(RefusalKind.WORKER_DOWN, "the worker is not running")
+def _failure(error: ExecutorError) -> Failure:
+    return Failure.BY_ITSELF if error.blames_step else Failure.KILLED

@@ -2,10 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT, ExecutorError
-from penstock.scheduler.fake_worker import CheckedSlots, FakeWorker, NextToken, Slots, token_of_history
+from penstock.scheduler.fake_worker import (
+    CheckedSlots,
+    FakeRow,
+    FakeWorker,
+    NextToken,
+    Slots,
+    WorkerKilled,
+    token_of_history,
+)
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
 
 
@@ -14,6 +22,9 @@ class FakeExecutor:
 
     ``next_token`` chooses a row's next token; by default it is a function of the history alone. ``slots`` checks what
     the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.
+
+    Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after ``stop``
+    brings another one.
     """
 
     def __init__(
@@ -28,7 +39,8 @@ class FakeExecutor:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         seconds_per_step: float = 0.0,
-        slots: Slots | None = None,
+        slots: Callable[[], Slots] | None = None,
+        kills: Callable[[FakeRow], bool] = lambda row: False,
     ) -> None:
         self.facts = WorkerFacts(
             num_blocks=num_blocks,
@@ -46,23 +58,36 @@ class FakeExecutor:
         )
         self.plans: deque[StepPlan] = deque()
         """Plans that are not answered."""
-        self._worker = FakeWorker(
-            self.facts, next_token or token_of_history(vocab_size), slots or CheckedSlots(num_blocks, block_size)
-        )
+        self.fails_to_start: deque[ExecutorError] = deque()
+        """One for each of the next starts."""
+        self._next_token = next_token or token_of_history(vocab_size)
+        self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size))
+        self._kills = kills
+        self._worker = self._new_worker()
         self._delay_plans = delay_plans
         self._seconds_per_step = seconds_per_step
         self._changed = asyncio.Event()
-        self._death: str | None = None
+        self._death: ExecutorError | None = None
         self._stopped = False
 
     async def start(self) -> WorkerFacts:
         """At once."""
+        if self.fails_to_start:
+            raise self.fails_to_start.popleft()
+        if self._stopped:
+            self.plans.clear()
+            self._worker = self._new_worker()
+            self._death = None
+            self._stopped = False
         return self.facts
+
+    def _new_worker(self) -> FakeWorker:
+        return FakeWorker(self.facts, self._next_token, self._new_slots(), self._kills)
 
     def submit(self, plan: StepPlan) -> None:
         """Takes a plan."""
         if self._death is not None:
-            raise ExecutorError(self._death)
+            raise self._death
         assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are unanswered"
         self.plans.append(plan)
         self._changed.set()
@@ -76,8 +101,14 @@ class FakeExecutor:
             if self._stopped:
                 return
             if self._death is not None:
-                raise ExecutorError(self._death)
-            yield self._worker.run(self.plans.popleft())
+                raise self._death
+            try:
+                result = self._worker.run(self.plans[0])
+            except WorkerKilled as killed:
+                self._death = ExecutorError(str(killed), blames_step=True)
+                raise self._death from killed
+            self.plans.popleft()
+            yield result
 
     async def _wait_for_plan(self) -> None:
         while not self.plans and not self._stopped and self._death is None:
@@ -89,10 +120,14 @@ class FakeExecutor:
                 return
             await asyncio.sleep(0)
 
-    def die(self, message: str = "the worker was killed") -> None:
+    def die(self, message: str = "the worker was killed", blames_step: bool = False) -> None:
         """What a crash of the worker looks like from here: plans on their way are lost."""
-        self._death = message
+        self._death = ExecutorError(message, blames_step)
         self._changed.set()
+
+    def condemn(self, why: str) -> None:
+        """It dies of it."""
+        self.die(why, blames_step=True)
 
     async def stop(self) -> None:
         """Ends ``results``."""

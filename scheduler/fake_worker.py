@@ -28,6 +28,10 @@ class BrokenPlan(AssertionError):
     """A plan that would make a real worker compute nonsense."""
 
 
+class WorkerKilled(Exception):
+    """What a step did to the worker."""
+
+
 def token_of_history(vocab_size: int) -> NextToken:
     """A token that depends on the history's length, its last eight tokens and the seed: one token lost, repeated or
     changed changes all that follow."""
@@ -171,16 +175,24 @@ class UncheckedSlots:
 class FakeWorker:
     """Runs plans, one at a time."""
 
-    def __init__(self, facts: WorkerFacts, next_token: NextToken, slots: Slots) -> None:
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        next_token: NextToken,
+        slots: Slots,
+        kills: Callable[[FakeRow], bool] = lambda row: False,
+    ) -> None:
+        """``kills``: whether a row ends the worker when it is computed from where it stands."""
         self._facts = facts
         self._next_token = next_token
         self._slots = slots
+        self._kills = kills
         self._rows: dict[int, FakeRow] = {}
         self._step: int | None = None
         """The next one; the first may have any number, since a worker may follow another."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The answer to the next plan. Raises BrokenPlan."""
+        """The answer to the next plan. Raises BrokenPlan and WorkerKilled."""
         if self._step not in (None, plan.step):
             raise BrokenPlan(f"step {plan.step} comes, but {self._step} is next")
         self._step = plan.step + 1
@@ -195,6 +207,9 @@ class FakeWorker:
         numbers = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
         if len(set(numbers)) != len(numbers):
             raise BrokenPlan("a row is named twice in a step")
+        for number in numbers:
+            if self._kills(self._rows[number]):
+                raise WorkerKilled(f"row {number} killed the worker")
         for number in numbers:  # the whole batch reads before any of it is written
             self._slots.read(self._rows[number], self._rows[number].num_computed)
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks) + sum(d.max_tokens for d in plan.decodes)

@@ -64,6 +64,8 @@ class Forecast:
         self._budget = budget
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
+        self._mean_output = 0.0
+        self._num_outputs = 0
 
     def configure(self, budget: int, target_itl_s: float | None) -> None:
         """The limits of a step have changed."""
@@ -73,6 +75,8 @@ class Forecast:
     def learn(self, num_output: int, max_tokens: int) -> None:
         """An output that might have had ``max_tokens`` ended, by itself or because of that limit."""
         self._lengths.learn(num_output, num_output < max_tokens)
+        self._num_outputs = min(self._num_outputs + 1, _MAX_KNOWN)
+        self._mean_output += (num_output - self._mean_output) / self._num_outputs
 
     def predict(self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
         """For a request that arrives now, and of whose prompt ``num_new_tokens`` are not cached; None while too little
@@ -128,12 +132,19 @@ class Forecast:
         missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
         if missing <= 0:
             return 0
-        # When all that run have ended, those that took their places are next, and so on.
-        rounds, index = divmod(missing - 1, num_rows)
-        steps = self._lengths.expected(sorted(load.remaining)[index])
-        if rounds:
-            steps += rounds * self._lengths.expected(max(load.remaining))
-        return math.ceil(steps)
+        return math.ceil(self._steps_to_end(load.remaining, missing))
+
+    def _steps_to_end(self, remaining: Sequence[int], num_ends: int) -> float:
+        """Until so many rows have ended, of those that run and of those that take their places one after another."""
+        num_rows = len(remaining)
+        mean = sum(remaining) / num_rows
+        shorter = self._lengths.expected(round(mean)) / mean if mean >= 1 else 1.0
+        # Once it goes round evenly, as many end in the time of a whole output as there are rows.
+        cycles = max(0, (num_ends - 1) // num_rows - 1)
+        index = num_ends - 1 - cycles * num_rows
+        successors = range(2 + index // num_rows)
+        ends = sorted(left * shorter + number * self._mean_output for left in remaining for number in successors)
+        return ends[index] + cycles * self._mean_output
 
     def _decoding_s(self, rows: float, kv: float, max_tokens: int) -> float:
         """What follows a first token: as many steps as the output may well need, prolonged by others' prompts."""

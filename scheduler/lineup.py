@@ -5,7 +5,7 @@ The order is that of ranks; where tenants take turns it is that of their turns f
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from penstock.scheduler.choice import Choice, ChoiceState
@@ -43,6 +43,14 @@ class WaitingQueue:
     def order(self, choice: Choice) -> Order:
         """What a choice is ordered by now."""
         return (choice.live.tenant.turn if self.by_turns else 0.0, choice.rank)
+
+    def arrange(self, by_turns: bool) -> None:
+        """Ranks have changed, or whether tenants take turns."""
+        choices = sorted(self, key=_rank)
+        self.by_turns = by_turns
+        self._lanes = {}
+        for choice in choices:
+            self._lanes.setdefault(self._lane(choice), []).append(choice)
 
     def put(self, choice: Choice) -> None:
         """Enters a choice."""
@@ -134,11 +142,10 @@ class RunningRows:
         (self._moving(choice) if held else self.held).remove(choice)
         insort(self.held if held else self._moving(choice), choice, key=_rank)
 
-    def replace(self, choices: Iterable[Choice]) -> None:
-        """The same rows in the order of their new ranks."""
-        self.prefilling, self.decoding, self.held = [], [], []
-        for choice in sorted(choices, key=_rank):
-            self._line(choice).append(choice)
+    def arrange(self) -> None:
+        """Ranks have changed."""
+        for line in (self.prefilling, self.decoding, self.held):
+            line.sort(key=_rank)
 
     def _line(self, choice: Choice) -> list[Choice]:
         return self.held if choice.live.held else self._moving(choice)

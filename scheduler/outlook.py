@@ -12,6 +12,7 @@ from penstock.scheduler.request import Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
+SHORT_PROMPT = 32
 
 
 class Outlook:
@@ -74,6 +75,12 @@ class Outlook:
         return self._forecast.predict(
             self._load(num_ahead), num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
         )
+
+    @property
+    def short_ttft_s(self) -> float | None:
+        """Until the first token of a short request that entered the queue now; None while too little is known."""
+        prediction = self._forecast.predict(self._load(len(self._planner.waiting)), SHORT_PROMPT, SHORT_PROMPT, 1)
+        return None if prediction is None else prediction.ttft_s
 
     def service_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
         """What a request takes if it begins now; None while too little is known."""

@@ -5,42 +5,25 @@ alike, by chunks. Whoever begins gets the blocks of its whole history at once, s
 decoding row can, and then it takes them from a row that gives way.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import merge
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.beginnings import MAX_OVERTAKEN, Beginnings, Round
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.giving_way import GivingWay
 from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.pins import Pins
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    RowBlocks,
-    SamplingParams,
-    StepPlan,
-    WorkerFacts,
-    num_row_numbers,
-)
+from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.step_model import StepModel, StepWork
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
 from penstock.scheduler.timeline import Cause, lacked_blocks, made_room
-
-MAX_ADDED_TOKENS = 1 << 18
-"""History of the rows that begin in one plan, unless it is one row's: bounds the loop's time for a plan."""
-MAX_OVERTAKEN = 32
-"""So many may begin that are behind a choice for which too few blocks are free; then they wait until it has begun."""
-MAX_PASSED_OVER = 8
-"""So many choices that find no room does a plan look at."""
 
 
 @dataclass(slots=True)
@@ -50,8 +33,6 @@ class Counters:
     steps: int = 0
     prefill_tokens: int = 0
     """Positions computed in chunks, those of preempted rows included."""
-    cached_tokens: int = 0
-    """Positions that the prefix cache saved."""
     decode_rows: int = 0
     """Rows continued, over all steps."""
     preemptions: int = 0
@@ -66,17 +47,6 @@ class Planned(NamedTuple):
 
     plan: StepPlan
     work: StepWork
-
-
-@dataclass(slots=True)
-class _Beginnings:
-    """What a plan has found out about those that wait."""
-
-    passed_over: list[Choice] = field(default_factory=list)
-    """Those for which too few blocks are free."""
-    num_added_tokens: int = 0
-    is_over: bool = False
-    """Nobody else begins in this plan."""
 
 
 class Planner:
@@ -101,35 +71,26 @@ class Planner:
         self.budget = 0
         self.decode_kv = 0
         """Positions that the decoding rows of the last plan read."""
-        self.is_late: Callable[[LiveRequest], bool] = lambda live: False
-        """Whether a request that has not begun can no longer meet its deadline."""
-        self._late: list[LiveRequest] = []
         self._facts = facts
         self._tenants = tenants
         self._model = model
         self._suspects = suspects
         self._clock = clock
         self._max_decode_tokens = config.max_decode_tokens
-        # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
-        self._reserved_blocks = kv.pool.num_blocks // 100
         self._pins = Pins(kv)
+        self.beginnings = Beginnings(kv, self.waiting, self.running, self.rows, self._pins, suspects, clock)
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits and policy are as ``config`` has them from the next plan on. Ranks must be right already."""
         self.budget = config.token_budget(self._facts)
-        self.max_rows = config.max_rows(self._facts)
+        self.max_rows = self.beginnings.max_rows = config.max_rows(self._facts)
         # Every row that runs can decode in every step, so that none starves.
         assert 0 < self.max_rows * self._max_decode_tokens <= self.budget
         self._target_itl_s = config.target_itl_s
         self._giving_way = GivingWay(config.policy, self.running, self.kv, self._tenants)
-        waiting = list(self.waiting)
-        begun = {id(choice) for choice in self.running}
-        self.waiting = WaitingQueue(config.policy is Policy.FAIR)
-        for choice in waiting:
-            self.waiting.put(choice)
-        self.running.replace(list(self.running))
-        assert begun == {id(choice) for choice in self.running}
+        self.waiting.arrange(config.policy is Policy.FAIR)
+        self.running.arrange()
         while len(self.running) > self.max_rows:
             self._preempt(max(self.running, key=lambda choice: choice.rank), "fewer rows may run")
 
@@ -176,11 +137,6 @@ class Planner:
             self._leave(choice)
         choice.state = ChoiceState.ENDED
 
-    def take_late(self) -> list[LiveRequest]:
-        """Requests that the last plan found too late to begin, for the caller to end."""
-        late, self._late = self._late, []
-        return late
-
     def change_rank(self, choice: Choice, rank: Rank) -> None:
         """Moves a choice, wherever it is."""
         if choice.state is ChoiceState.WAITING:
@@ -189,20 +145,21 @@ class Planner:
             self.waiting.put(choice)
         else:
             choice.rank = rank
-            self.running.replace(list(self.running))
+            self.running.arrange()
 
     def hold(self, live: LiveRequest, held: bool) -> None:
         """Keeps a request out of the plans, or no longer; its rows keep their blocks until others want them."""
         for choice in live.choices:
-            if choice.state in (ChoiceState.PREFILLING, ChoiceState.DECODING):
-                self.running.hold(choice, held)
+            if choice.state not in (ChoiceState.PREFILLING, ChoiceState.DECODING):
+                continue
+            self.running.hold(choice, held)
             if choice.state is ChoiceState.PREFILLING:
                 # Nobody need wait for a prefix that is not being computed.
                 (self.kv.retract if held else self.kv.announce)(choice, choice.hashes[choice.num_published :])
-                if held:
-                    self._say_left(choice)
-                elif choice.state is ChoiceState.DECODING:
-                    live.timeline.decodes(choice.index, self.counters.steps)
+            if held:
+                self._say_left(choice)
+            elif choice.state is ChoiceState.DECODING:
+                live.timeline.decodes(choice.index, self.counters.steps)
         live.held = held
 
     def restart(self) -> None:
@@ -218,20 +175,20 @@ class Planner:
         for choice in begun:
             choice.restart()
             self.waiting.put(choice)
-        self.rows = RowTable(num_row_numbers(self._facts.max_num_seqs))
+        self.rows.clear()
         self.decode_kv = 0
 
     def end_of(self, choice: Choice) -> int:
         """The first step that a choice is not in."""
         return self.counters.steps if choice.complete_from is None else choice.complete_from
 
+    def _say_left(self, choice: Choice) -> None:
+        choice.live.timeline.left(choice.index, self.end_of(choice), choice.delivery.num_tokens)
+
     def _leave_alone_those_on_trial(self) -> None:
         """Every other row waits, and holds no blocks that they may want."""
-        for choice in [choice for choice in self.running if not self._may_run(choice)]:
+        for choice in [choice for choice in self.running if not self.beginnings.may_run(choice.live)]:
             self._preempt(choice, "others are tried alone, to find out who ended the worker")
-
-    def _may_run(self, choice: Choice) -> bool:
-        return not self._suspects or self._suspects.may_run(choice.live.request.request_id)
 
     def publish_confirmed(self, choice: Choice) -> None:
         """An answer confirmed the row's KV up to ``num_computed``."""
@@ -311,18 +268,25 @@ class Planner:
         """Computes what is behind its history, in order; returns what got a chunk."""
         chunked: list[Choice] = []
         if not budget:
-            self._say_why(Cause.BUDGET, self.budget)
+            self._say_spent()
             return chunked
-        beginnings = _Beginnings()
-        behind = self._behind()
-        for choice in merge(behind, self._beginners(beginnings), key=self.waiting.order) if len(self.waiting) else behind:
-            if choice.state is ChoiceState.WAITING and not self._try_begin(plan, choice, beginnings):
+        this_round, behind = Round(), self._behind()
+        beginners = self.beginnings.candidates(this_round)
+        for choice in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
+            if choice.state is ChoiceState.WAITING and not self.beginnings.begin(plan, choice, this_round):
                 continue
             budget -= self._plan_chunk(plan, choice, budget)
             chunked.append(choice)
             if not budget:
+                self._say_spent()
                 break
         return chunked
+
+    def _say_spent(self) -> None:
+        """Why whoever waits first does not begin."""
+        first = next(self.waiting.in_order(), None)
+        if first is not None:
+            first.live.timeline.waits(first.index, Cause.BUDGET, self.budget)
 
     def _behind(self) -> list[Choice]:
         """Rows that have begun."""
@@ -358,146 +322,14 @@ class Planner:
         if choice.state is ChoiceState.PREFILLING:
             kv.retract(choice, choice.hashes[start:num_full])
 
-    # Rows that begin ------------------------------------------------------------------------------------------------
-
-    def _beginners(self, beginnings: _Beginnings) -> Iterator[Choice]:
-        """Those that may begin if there is room, in order. Read one ahead of what is planned."""
-        for choice in self.waiting.in_order():
-            if beginnings.is_over:
-                return
-            if len(self.running) >= self.max_rows or not self.rows.num_free:
-                choice.live.timeline.waits(choice.index, Cause.ROWS, self.max_rows)
-                return
-            if not self._is_kept_back(choice):
-                yield choice
-
-    def _is_kept_back(self, choice: Choice) -> bool:
-        """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
-        live = choice.live
-        if live.held:
-            return True
-        if not self._may_run(choice):
-            live.timeline.waits(choice.index, Cause.SUSPECT)
-            return True
-        if choice.awaited_hash is not None and self.kv.is_pending(choice.awaited_hash):
-            live.timeline.waits(choice.index, Cause.PREFIX)
-            return True
-        if live.started_at is None and live.request.deadline is not None and self.is_late(live):
-            self._late.append(live)
-            return True
-        return False
-
-    def _try_begin(self, plan: StepPlan, choice: Choice, beginnings: _Beginnings) -> bool:
-        """Begins a row, if there is room for it."""
-        if beginnings.is_over or len(self.running) >= self.max_rows:
-            return False
-        timeline, num_tokens = choice.live.timeline, len(choice.token_ids)
-        if choice.in_flight or (plan.added and beginnings.num_added_tokens + num_tokens > MAX_ADDED_TOKENS):
-            timeline.waits(choice.index, Cause.LAST_ANSWER if choice.in_flight else Cause.NEXT_PLAN)
-            beginnings.is_over = True
-            return False
-        # If nothing was freed since the last try, looking up a long prefix again is no use.
-        if not self._lacks_blocks(choice):
-            prefix = self._prefix(choice)
-            if prefix is None:
-                timeline.waits(choice.index, Cause.PREFIX)
-                return False
-            block_ids = self._allocate(choice, prefix)
-            if block_ids is not None:
-                self._begin(plan, choice, block_ids, len(prefix))
-                beginnings.num_added_tokens += num_tokens
-                for other in beginnings.passed_over:
-                    other.num_overtaken += 1
-                return True
-            choice.num_free_at_last_try = self.kv.pool.num_free
-        timeline.waits(choice.index, Cause.BLOCKS, self.kv.pool.num_free, self.kv.num_blocks_for(num_tokens))
-        beginnings.passed_over.append(choice)
-        if choice.num_overtaken >= MAX_OVERTAKEN or len(beginnings.passed_over) == MAX_PASSED_OVER:
-            beginnings.is_over = True
-        return False
-
-    def _lacks_blocks(self, choice: Choice) -> bool:
-        """Whether it was tried with as many free blocks as there are now."""
-        return len(self.running) > 0 and self.kv.pool.num_free <= choice.num_free_at_last_try
-
-    def _prefix(self, choice: Choice) -> list[int] | None:
-        """Blocks with KV of the history's beginning; None if it is better to wait for more."""
-        if choice.pinned:
-            return choice.pinned
-        if choice.index == 0 and choice.live.wants_prompt_logprobs:
-            return []  # they come from computing the prompt
-        kv = self.kv
-        num_tokens = len(choice.token_ids)
-        kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
-        prefix = kv.find_prefix(choice.hashes, num_tokens)
-        choice.awaited_hash = kv.last_pending(choice.hashes, len(prefix), num_tokens)
-        return None if choice.awaited_hash is not None else prefix
-
-    def _allocate(self, choice: Choice, prefix: list[int]) -> list[int] | None:
-        num_tokens = len(choice.token_ids)
-        if len(self.running):
-            return self.kv.allocate(prefix, num_tokens, self._reserved_blocks)
-        block_ids = self.kv.allocate(prefix, num_tokens)
-        if block_ids is None and self._pins.remove_all(but=choice):
-            block_ids = self.kv.allocate(prefix, num_tokens)
-        assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
-        return block_ids
-
-    def _begin(self, plan: StepPlan, choice: Choice, block_ids: list[int], num_cached_blocks: int) -> None:
-        live = choice.live
-        self.waiting.remove(choice)
-        self._pins.remove(choice)
-        num_cached = num_cached_blocks * self.kv.block_size
-        if live.started_at is None:
-            live.started_at = self._clock()
-            live.usage.cached_tokens = num_cached
-        self.counters.cached_tokens += num_cached
-        row, epoch = self.rows.take(choice)
-        choice.begin(row, epoch, block_ids, num_cached_blocks, self.kv.block_size)
-        live.timeline.began(choice.index, plan.step, num_cached)
-        self.running.add(choice)
-        self.kv.announce(choice, choice.hashes[num_cached_blocks:])
-        plan.added.append(
-            AddedRow(
-                row,
-                epoch,
-                choice.token_ids.copy(),
-                choice.num_prompt_tokens,
-                num_cached,
-                block_ids.copy(),
-                _sampling_of_row(choice, live),
-            )
-        )
-
     def _make_room(self) -> bool:
         """Has a row give way to whoever waits first and finds no room; False if none has to."""
-        choice = next((choice for choice in self.waiting.in_order() if not choice.live.held), None)
-        if choice is None or choice.in_flight:
+        choice = self.beginnings.first_without_room()
+        if choice is None:
             return False
-        if self._suspects and not self._suspects.may_run(choice.live.request.request_id):
-            return False
-        if len(self.running) < self.max_rows and not self._lacks_blocks(choice):
-            return False
-        num_blocks = self.kv.num_blocks_for(len(choice.token_ids)) + self._reserved_blocks
-        victim = self._giving_way.for_waiting(choice, num_blocks, self.max_rows)
+        victim = self._giving_way.for_waiting(choice, self.beginnings.num_blocks_for(choice), self.max_rows)
         if victim is None:
             return False
         choice.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else
         self._preempt(victim, made_room(choice.live.request.request_id))
         return True
-
-    def _say_why(self, cause: Cause, *numbers: int) -> None:
-        """Why whoever waits first does not begin."""
-        first = next(self.waiting.in_order(), None)
-        if first is not None:
-            first.live.timeline.waits(first.index, cause, *numbers)
-
-    def _say_left(self, choice: Choice) -> None:
-        choice.live.timeline.left(choice.index, self.end_of(choice), choice.delivery.num_tokens)
-
-
-def _sampling_of_row(choice: Choice, live: LiveRequest) -> SamplingParams:
-    """What was reported of the prompt's log-probabilities is not computed again."""
-    if choice.sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:
-        return replace(choice.sampling, prompt_logprobs=None)
-    return choice.sampling

@@ -47,6 +47,12 @@ class RowTable(Generic[Holder]):
             self._holders[row] = None
             self._free.append(row)
 
+    def clear(self) -> None:
+        """The worker is gone: nobody holds a row, and no answer will come."""
+        self._holders = [None] * len(self._holders)
+        self._free = list(range(len(self._holders) - 1, -1, -1))
+        self._dropped = []
+
     def current(self, row: int) -> Holder:
         """Whose row this is now."""
         holder = self._holders[row]

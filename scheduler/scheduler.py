@@ -53,7 +53,7 @@ class Scheduler:
         model = StepModel()
         self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
         self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
-        self._planner.is_late = self.outlook.is_late
+        self._planner.beginnings.is_late = self.outlook.is_late
         self._facts = facts
         self._admission = Admission(config, facts)
         self._config = config
@@ -82,6 +82,11 @@ class Scheduler:
     def num_held(self) -> int:
         """Requests that are held back, because nobody reads their output."""
         return sum(live.held for live in self._requests.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Positions that the prefix cache saved, since the start."""
+        return self._planner.beginnings.num_cached_tokens
 
     @property
     def counters(self) -> Counters:
@@ -237,7 +242,7 @@ class Scheduler:
         if len(self._in_flight) >= self._config.max_plans_in_flight:
             return None
         planned = self._planner.plan()
-        for live in self._planner.take_late():
+        for live in self._planner.beginnings.take_late():
             self._finish(live, FinishReason.DEADLINE, "the deadline could no longer be met when its turn came")
         return None if planned is None else self._submit(planned)
 
@@ -282,7 +287,8 @@ class Scheduler:
         for choice in self._planner.waiting:
             choice.live.timeline.waits(choice.index, Cause.WORKER)
         for request_id in self._suspects.crashed(fatal) if fatal else []:
-            self.abort(request_id, FinishReason.KILLED_WORKER, "the worker died twice while it ran this request alone")
+            logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
+            self.abort(request_id, FinishReason.KILLED_WORKER)
         for request_id in fatal.keys() - self._requests.keys():
             self._suspects.forget(request_id)
 

@@ -61,21 +61,21 @@ class StepWork(NamedTuple):
 
 
 class _Moments:
-    """Sums over steps, the older the lighter: of products of the terms, and of the terms."""
+    """Sums over steps, the older the lighter: of the terms' products with each other, and with the time."""
 
     def __init__(self) -> None:
         self.products = [[0.0] * len(_SCALES) for _ in _SCALES]
         self.sums = [0.0] * len(_SCALES)
 
-    def add(self, steps: Sequence[Sequence[float]]) -> None:
-        """``steps``: the terms of each, divided by its time."""
+    def add(self, steps: Sequence[tuple[Sequence[float], float]]) -> None:
+        """``steps``: the terms and the time of each, weighted."""
         keep = math.exp(-len(steps) / _MEMORY)
         self.sums = [keep * value for value in self.sums]
         self.products = [[keep * value for value in row] for row in self.products]
-        for terms in steps:
+        for terms, time in steps:
             for index, term in enumerate(terms):
                 if term:
-                    self.sums[index] += term
+                    self.sums[index] += term * time
                     row = self.products[index]
                     self.products[index] = [value + term * other for value, other in zip(row, terms, strict=True)]
 
@@ -91,8 +91,8 @@ class StepModel:
         self._num_steps = 0
         # Apart, so that a long time of decoding does not wipe out what is known of chunks.
         self._decoding, self._chunked = _Moments(), _Moments()
-        self._new_decoding: list[Sequence[float]] = []
-        self._new_chunked: list[Sequence[float]] = []
+        self._new_decoding: list[tuple[Sequence[float], float]] = []
+        self._new_chunked: list[tuple[Sequence[float], float]] = []
         # Means over the steps with decoding rows: predicted for the whole of each, and for these rows alone.
         self._whole_s = self._decoding_s = 0.0
 
@@ -114,7 +114,9 @@ class StepModel:
             self._whole_s += (predicted - self._whole_s) / _MEMORY
             self._decoding_s += (decoding - self._decoding_s) / _MEMORY
         new = self._new_chunked if work.chunks else self._new_decoding
-        new.append([term / seconds for term in terms])
+        # Errors are relative to what was expected, for a mean without bias; but what is far off counts by itself.
+        about = min(max(predicted, seconds / 2), seconds * 2)
+        new.append(([term / about for term in terms], seconds / about))
         self._num_steps += 1
         if surprise or len(self._new_chunked) + len(self._new_decoding) >= _FIT_EVERY:
             self._fit()

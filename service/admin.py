@@ -11,7 +11,9 @@ import grpc
 from penstock.scheduler.engine import Engine
 from penstock.service.bounds import Validator
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.explain import Explainer
 from penstock.service.settings import LiveSettings
+from penstock.service.stats import StatsFeed
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,6 +28,20 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._validator = validator
         self._is_going_down = is_going_down
         self._settings = LiveSettings(engine)
+        self._explainer = Explainer(engine)
+        self._stats = StatsFeed(engine)
+
+    def close(self) -> None:
+        """Ends what watches: the service goes down."""
+        self._stats.close()
+
+    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    async def WatchStats(  # type: ignore[override]
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> None:
+        """Until the caller leaves."""
+        self._validator.check(request)
+        await self._stats.WatchStats(request, context)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Whoever watches the engine's state does the rest."""
@@ -51,3 +67,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """All or nothing."""
         self._validator.check(request)
         return pb.UpdateSettingsResponse(settings=self._settings.update(request))
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        """Also of a request that has ended."""
+        self._validator.check(request)
+        return await self._explainer.Explain(request, context)

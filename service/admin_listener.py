@@ -29,6 +29,7 @@ class AdminListener:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
         self._address = address
+        self._service = service
         self._server = new_server(interceptors, _MAX_STREAMS)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
@@ -46,5 +47,6 @@ class AdminListener:
 
     async def stop(self) -> None:
         """Ends what is on it."""
+        self._service.close()
         await self._server.stop(_LAST_WORDS_S)
         self._address.remove()

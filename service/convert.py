@@ -166,7 +166,7 @@ class Converter:
     def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
         kind = start.WhichOneof("prompt")
         more: list[int] = []
-        field = kind or "continue_from"
+        field: str = kind or "continue_from"
         if kind == "text":
             more = self._tokenizer.encode_after(start.text)
         elif kind == "chat":

@@ -56,6 +56,7 @@ class Reason(Enum):
     GOING_DOWN = auto()
     WORKER_DOWN = auto()
     WORKER_DIED = auto()
+    KILLED_WORKER = auto()
     INTERNAL = auto()
 
 
@@ -116,6 +117,11 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.GOING_DOWN: Entry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
     Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),
     Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
+    Reason.KILLED_WORKER: Entry(
+        _Code.INTERNAL,
+        "the request ended the worker twice while it ran alone; do not send it again, and report it to the service's "
+        "operator with the request id",
+    ),
     Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
 }
 
@@ -139,6 +145,7 @@ _ENDINGS: Mapping[FinishReason, Reason | None] = {
     FinishReason.CANCELLED: Reason.CANCELLED,
     FinishReason.DEADLINE: Reason.DEADLINE,
     FinishReason.WORKER_DIED: Reason.WORKER_DIED,
+    FinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
     FinishReason.SHUTDOWN: Reason.SHUTDOWN,
     FinishReason.INTERNAL: Reason.INTERNAL,
 }
@@ -207,7 +214,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 def to_status(error: ServiceError, request_id: str) -> status_pb2.Status:
     """The error as the wire has it, in at most MAX_STATUS_BYTES."""
     message = _cut(error.message, _MAX_MESSAGE_BYTES)
-    if error.reason is Reason.INTERNAL:
+    if error.reason in (Reason.INTERNAL, Reason.KILLED_WORKER):
         message += f" {request_id}"  # many tools show the details as base64
     details = [
         _pack(error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)),
@@ -234,7 +241,7 @@ def ending_status(reason: FinishReason, message: str, request_id: str) -> status
     if named is None:
         return status_pb2.Status()
     # What is said of a crash or a bug is for the log; the caller gets the request id to find it there.
-    is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED)
+    is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED, Reason.KILLED_WORKER)
     return to_status(ServiceError(named, "" if is_ours else message), request_id)
 
 

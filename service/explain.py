@@ -1,6 +1,9 @@
 """Explain: a request's timeline as the wire has it. What is told is the scheduler's; nothing is found out here."""
 
 import time
+from typing import Any
+
+import grpc
 
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.timeline import Entry, Kind, Timeline
@@ -18,9 +21,11 @@ class Explainer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def explain(self, request_id: str) -> pb.ExplainResponse:
-        """Raises ServiceError REQUEST_UNKNOWN."""
-        timeline = self._engine.explain(request_id)
+    async def Explain(
+        self, request: pb.ExplainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> pb.ExplainResponse:
+        """Raises ServiceError REQUEST_UNKNOWN. The request is within its bounds."""
+        timeline = self._engine.explain(request.request_id)
         if timeline is None:
             num_kept = self._engine.config.explain_requests
             raise ServiceError(

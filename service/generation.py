@@ -29,6 +29,7 @@ from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
     EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
     EngineState.SERVING: pb.SERVICE_STATE_SERVING,
+    EngineState.RECOVERING: pb.SERVICE_STATE_RECOVERING,
     EngineState.DRAINING: pb.SERVICE_STATE_DRAINING,
     EngineState.FAILED: pb.SERVICE_STATE_DRAINING,
     EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,

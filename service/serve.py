@@ -156,7 +156,7 @@ class _Life:
         self._server = Server(prepared.server, self._engine, prepared.tokenizer)
         self._start: asyncio.Task[str] | None = None
         self._signal = 0
-        self._worker_died = False
+        self._has_failed = False
 
     async def run(self, lifeline: int | None) -> int:
         """The exit status. Raises ExecutorError and ListenError."""
@@ -178,7 +178,7 @@ class _Life:
         gc.freeze()  # what is here now stays: the collector need not look at it again
         self._greet(bound)
         await self._server.serve_until_stopped()
-        return int(self._worker_died)
+        return int(self._has_failed)
 
     def _greet(self, bound: str) -> None:
         config, tokenizer, facts = self._prepared.server, self._prepared.tokenizer, self._engine.facts
@@ -212,8 +212,8 @@ class _Life:
 
     def _on_state(self, state: EngineState) -> None:
         if state is EngineState.FAILED:
-            self._worker_died = True
-            _log.error("the worker is gone; the service ends, so that its supervisor starts it again")
+            self._has_failed = True
+            _log.error("nothing can be computed any more; the service ends, so that its supervisor starts it again")
             self._server.request_stop()
 
 

@@ -162,7 +162,12 @@ def start(ref: int) -> pb.Start:
     """A request that goes on for longer than is measured. Greedy: sampled tokens that end inside a character would be
     held back, and come two at a time."""
     sampling = pb.Sampling(max_tokens=3000, ignore_eos=True, temperature=0.0)
-    return pb.Start(ref=ref, text="Once upon a time", sampling=sampling, output=pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS))
+    return pb.Start(
+        ref=ref,
+        text="Once upon a time",
+        sampling=sampling,
+        output=pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+    )
 
 
 class Connection:

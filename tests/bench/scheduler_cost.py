@@ -51,7 +51,7 @@ class Running:
             max_model_len=context + num_steps + 1,
             max_num_seqs=num_requests,
             max_num_batched_tokens=65_536,
-            slots=UncheckedSlots(),
+            slots=UncheckedSlots,
         ).facts
         self.worker = FakeWorker(facts, lambda history, sampling: len(history) & 0xFF, UncheckedSlots())
         config = SchedulerConfig(max_num_seqs=num_requests, max_num_batched_tokens=65_536, max_queued_tokens=1 << 40)

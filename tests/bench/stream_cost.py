@@ -50,7 +50,7 @@ class PacedExecutor(FakeExecutor):
             num_blocks=NUM_REQUESTS * 300,
             vocab_size=258,
             next_token=lambda history, sampling: ord("a") + len(history) % 26,
-            slots=UncheckedSlots(),
+            slots=UncheckedSlots,
         )
         self.own_cpu_s = 0.0
         run = self._worker.run

@@ -60,6 +60,11 @@ class FakeService(
         self.context_length = 2000
         self.break_next = 0
         self.refusals: Counter[str] = Counter()
+        self.keeps = False
+        self.kept: dict[str, int] = {}
+        """Tokens of the contexts that may be continued."""
+        self.gone = grpc.StatusCode.NOT_FOUND
+        self.updates: list[pb.Update] = []
         self.on_start: Callable[[pb.Start], None] = lambda start: None
         self.target = ""
 
@@ -74,7 +79,11 @@ class FakeService(
                 if frame.HasField("start"):
                     self.starts.append(frame.start)
                     self.on_start(frame.start)
-                    tasks[frame.start.ref] = asyncio.create_task(self._answer(frame.start, outgoing))
+                    has_context = not frame.start.continue_from or frame.start.continue_from in self.kept
+                    answer = self._answer if has_context else self._miss
+                    tasks[frame.start.ref] = asyncio.create_task(answer(frame.start, outgoing))
+                elif frame.HasField("update"):
+                    self._update(frame.update, outgoing)
                 else:
                     for ref in frame.cancel.refs:
                         self.cancelled.append(ref)
@@ -93,6 +102,18 @@ class FakeService(
             for task in (receiver, *tasks.values()):
                 task.cancel()
 
+    def _update(self, update: pb.Update, outgoing) -> None:
+        self.updates.append(update)
+        if update.max_tokens > self.context_length:
+            code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            info = _details(ErrorInfo(reason="INVALID_FIELD", domain="penstock"))
+            refused = pb.UpdateRefused(ref=update.ref, status=Status(code=code, message="too many", details=info))
+            outgoing.put_nowait(pb.GenerateResponse(update_refused=[refused]))
+
+    async def _miss(self, start: pb.Start, outgoing) -> None:
+        status = Status(code=self.gone.value[0], message="no context is kept")
+        outgoing.put_nowait(pb.GenerateResponse(finished=[pb.Finished(ref=start.ref, status=status)]))
+
     async def _answer(self, start: pb.Start, outgoing) -> None:
         def send(**fields):
             parts: dict[str, typing.Any] = {name: [value] for name, value in fields.items()}
@@ -101,14 +122,22 @@ class FakeService(
         ref, sent = start.ref, 0
         request_id = f"R{ref:025d}"
         prompt = _prompt(start)
-        prompt_tokens = len(prompt)
+        prompt_tokens = len(prompt) + self.kept.get(start.continue_from, 0)
 
         def finish(code=0, message="", reason=pb.FINISH_REASON_STOP, details=()):
             usage = pb.Usage(prompt_tokens=prompt_tokens, cached_tokens=1, output_tokens=sent)
             status = Status(code=code, message=message, details=details)
+            if self.keeps:
+                self.kept[request_id] = prompt_tokens + sent
             send(
                 finished=pb.Finished(
-                    ref=ref, status=status, usage=usage, reason=reason, seed=start.sampling.seed, request_id=request_id
+                    ref=ref,
+                    status=status,
+                    usage=usage,
+                    reason=reason,
+                    seed=start.sampling.seed,
+                    request_id=request_id,
+                    may_continue=request_id in self.kept,
                 )
             )
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import grpc
 import pytest
 
 TEMPLATE_TOKENS = len("<user>")
@@ -24,6 +25,60 @@ def test_each_line_of_a_pipe_is_a_turn_and_only_answers_come_out(chat, threaded_
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\nhow are you?\n", "")
     contents = [[message.content for message in start.chat.messages] for start in threaded_service.starts]
     assert contents == [["hello"], ["hello", "hello", "how are you?"]]
+
+
+def contents_sent(service):
+    return [[message.content for message in start.chat.messages] for start in service.starts]
+
+
+def test_a_turn_sends_only_what_is_new_where_the_service_has_the_rest(chat, threaded_service):
+    threaded_service.keeps = True
+    done = chat("one\ntwo\nthree\n/reset\nfour\n/system brief\nfive\n", "--system", "long")
+    assert done.stdout.split() == ["one", "two", "three", "four", "five"]
+    assert contents_sent(threaded_service) == [
+        ["long", "one"],
+        ["two"],
+        ["three"],
+        ["long", "four"],
+        ["brief", "four", "four", "five"],
+    ]
+    starts = threaded_service.starts
+    assert [bool(start.continue_from) for start in starts] == [False, True, True, False, False]
+    assert starts[1].continue_from != starts[2].continue_from
+    assert all(start.retain_ms > 0 for start in starts)
+
+
+def test_a_question_that_failed_leaves_the_context_as_it_was(chat, threaded_service):
+    threaded_service.keeps = True
+    chat("one\nfail INTERNAL\ntwo\n")
+    _, failed, second = threaded_service.starts
+    assert failed.continue_from == second.continue_from != ""
+    assert contents_sent(threaded_service)[2] == ["two"]
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION])
+def test_where_the_context_is_gone_all_is_sent(chat, threaded_service, code):
+    threaded_service.keeps = True
+    requests = []
+
+    def forget(start):
+        requests.append(start)
+        if len(requests) == 2:
+            threaded_service.kept.clear()
+
+    threaded_service.on_start = forget
+    threaded_service.gone = code
+    done = chat("one\ntwo\nthree\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one\ntwo\nthree\n", "")
+    assert contents_sent(threaded_service) == [["one"], ["two"], ["one", "one", "two"], ["three"]]
+
+
+def test_a_context_that_grows_too_long_is_sent_anew_without_its_oldest_turns(chat, threaded_service):
+    threaded_service.keeps = True
+    threaded_service.context_length = 120
+    done = chat("a" * 20 + "\nb\n" + "c" * 30 + "\n", "--set", "max_tokens=40")
+    assert "[the context is full: the oldest turn is forgotten]" in done.stderr
+    assert contents_sent(threaded_service)[2] == ["b", "b", "c" * 30]
 
 
 def test_once(chat, threaded_service):
@@ -83,6 +138,7 @@ def test_commands(chat, threaded_service):
         ("/set temperature=hot", "temperature: expected a number, got 'hot'"),
         ("/set timeout_ms=soon", "timeout_ms: expected an integer, got 'soon'"),
         ("/set n=2", "n: a chat has one answer at a time, as text"),
+        ("/set continue_from=x", "continue_from: a chat goes on from its own last answer"),
         ("fail INTERNAL", "INTERNAL: as you wish"),
     ],
 )
@@ -200,6 +256,7 @@ def terminal(open_terminal, threaded_service):
 def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, threaded_service):
     terminal.wait_for("fake at 127.0.0.1:")
     terminal.wait_for("> ")
+    threaded_service.keeps = True
     threaded_service.delay = 0.002
     terminal.type("endless\n")
     terminal.wait_for("endlessendless")

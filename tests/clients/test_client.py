@@ -16,6 +16,8 @@ from penstock.clients import (
     RequestFailed,
     StreamBroken,
     Unreachable,
+    UpdateRefused,
+    client as client_module,
 )
 from penstock.clients.events import collect
 from penstock.clients.stream import MAX_EVENTS_WAITING
@@ -71,6 +73,68 @@ async def test_a_request_that_is_cancelled_before_it_starts_ends_at_once(client)
     request = client.generate("endless")
     request.cancel()
     assert (await request.completion()).finished.reason is FinishReason.CANCELLED
+
+
+async def test_an_update_is_sent_and_its_refusal_is_an_event(client, service):
+    async with client.generate("endless") as request:
+        await request.take()
+        request.update(priority=-3, max_tokens=7, timeout=1.5)
+        request.update(max_tokens=3000)
+        await until(lambda: len(service.updates) == 2)
+        refused = None
+        while refused is None:
+            refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)
+    first, second = service.updates
+    assert (first.priority, first.max_tokens, first.timeout_ms) == (-3, 7, 1500)
+    assert [field.name for field, _ in second.ListFields()] == ["ref", "max_tokens"]
+    assert refused.failure.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.failure.message, refused.failure.reason) == ("too many", "INVALID_FIELD")
+
+
+async def test_an_update_before_the_start_is_part_of_it(client, service):
+    request = client.generate("hello", max_tokens=100, priority=1)
+    request.update(max_tokens=3, timeout=5)
+    answer = await request.completion()
+    assert not service.updates
+    [start] = service.starts
+    assert (start.sampling.max_tokens, start.priority, start.timeout_ms) == (3, 1, 5000)
+    request.update(max_tokens=5)  # it has ended: nothing happens
+    assert answer.text
+
+
+async def test_a_new_timeout_counts_for_a_service_that_says_nothing(client, monkeypatch):
+    monkeypatch.setattr(client_module, "_DEADLINE_GRACE_SECONDS", 0.0)
+    async with client.generate("silent", timeout=60) as request:
+        taking = asyncio.create_task(request.take())
+        await asyncio.sleep(0)
+        request.update(timeout=0.05)
+        with pytest.raises(RequestFailed, match="no answer came"):
+            await taking
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"priority": 1.5}, "priority"), ({"max_tokens": -1}, "max_tokens"), ({"timeout": 0}, "timeout")],
+)
+async def test_an_update_that_is_wrong_is_not_sent(client, service, change, field):
+    async with client.generate("endless") as request:
+        await request.take()
+        with pytest.raises(InvalidOption) as caught:
+            request.update(**change)
+        assert caught.value.field == field
+    assert not service.updates
+
+
+async def test_a_request_goes_on_from_another(client, service):
+    service.keeps = True
+    first = await client.complete("hello", retain_ms=5000)
+    assert first.finished.may_continue
+    second = await client.complete("more", continue_from=first.request_id)
+    assert second.usage.prompt_tokens == len("hellohello") + len("more")
+    assert (service.starts[0].retain_ms, service.starts[1].continue_from) == (5000, first.request_id)
+    with pytest.raises(RequestFailed) as caught:
+        await client.complete("more", continue_from="nothing")
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_an_answer_is_taken_once(client):

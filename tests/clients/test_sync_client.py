@@ -9,7 +9,16 @@ import time
 
 import pytest
 
-from penstock.clients import AsyncClient, Client, Delta, Finished, PenstockError, RequestFailed, RequestStream
+from penstock.clients import (
+    AsyncClient,
+    Client,
+    Delta,
+    Finished,
+    InvalidOption,
+    PenstockError,
+    RequestFailed,
+    RequestStream,
+)
 from penstock.clients.sync_client import SyncRequestStream
 
 
@@ -45,6 +54,16 @@ def test_unary_calls(threaded_service):
         assert client.model().name == "fake"
         assert client.detokenize(client.tokenize("ab")) == "ab"
         assert client.render_chat([{"role": "user", "content": "hi"}]).text == "<user>hi"
+
+
+def test_updates(threaded_service):
+    with Client(threaded_service.target) as client, client.generate("endless") as request:
+        request.take()
+        with pytest.raises(InvalidOption):
+            request.update(max_tokens=-1)
+        request.update(priority=2)
+        wait_for(lambda: threaded_service.updates)
+        assert threaded_service.updates[0].priority == 2
 
 
 @pytest.mark.parametrize("leave", ["loop", "with", "stream"])

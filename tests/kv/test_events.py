@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.kv.events import KvEventLog, KvEventReader
-from penstock.kv.manager import KVCacheManager, NoHashing
+from penstock.kv.manager import MIN_EVENTS_KEPT, KVCacheManager, NoHashing
 
 ENDLESS = 1 << 30
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -191,7 +191,7 @@ def test_mirrors_equal_the_pools_map_after_10000_random_operations(random_cache_
     rng = random.Random(seed)
     log = cache.kv.events
     # One reads often, one seldom, one so seldom that it falls behind; all are cut off now and then, in the middle too.
-    chances = (0.3, 0.02, 0.001)
+    chances = (0.3, 0.02, 0.0003)
     mirrors = [mirror_type() for _ in chances]
     readers = [KvEventReader(log) for _ in chances]
     num_compared = 0
@@ -213,6 +213,5 @@ def test_mirrors_equal_the_pools_map_after_10000_random_operations(random_cache_
         while not reader.is_up_to_date:
             mirror.apply(*reader.read(500))
         assert mirror.map == cache.map
-    # The pool was flushed and reset, which all are told by a fresh beginning; who reads seldom fell behind besides.
-    assert mirrors[0].num_cleared > 1
-    assert len(cache.content) > 10 * cache.kv.pool.num_blocks, "too few blocks came and went"
+    assert mirrors[0].num_cleared > 1, "the pool was flushed and reset, which is told by a fresh beginning"
+    assert log.sequence > 3 * MIN_EVENTS_KEPT, "too little happened for anybody to fall behind"

@@ -381,7 +381,12 @@ class World:
         pinned = [choice for choice in waiting if choice.pinned]
         self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
         assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
-        lines = (*planner.waiting._lanes.values(), planner.running.prefilling, planner.running.decoding, planner.running.held)
+        lines = (
+            *planner.waiting._lanes.values(),
+            planner.running.prefilling,
+            planner.running.decoding,
+            planner.running.held,
+        )
         for line in lines:
             assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
         live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
@@ -398,7 +403,9 @@ class World:
             received = self.received[request.request_id]
             max_tokens = max(received.request.max_tokens, *received.limits.values(), 0)
             limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN)
-            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit + 2 * len(received.limits)
+            assert (
+                choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit + 2 * len(received.limits)
+            )
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
             assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
@@ -442,3 +449,8 @@ def new_request():
 @pytest.fixture(scope="session")
 def received_type() -> type[Received]:
     return Received
+
+
+@pytest.fixture(scope="session")
+def plain_text() -> type[PlainText]:
+    return PlainText

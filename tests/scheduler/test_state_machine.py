@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.delivery import Delivery
@@ -178,14 +179,14 @@ def hash_kept_after_eviction(patch):
 
 
 def published_when_its_tokens_are_known(patch):
-    begin = Planner._begin
+    begin = Beginnings._begin
 
-    def begin_and_publish(planner, plan, choice, block_ids, num_cached_blocks):
-        begin(planner, plan, choice, block_ids, num_cached_blocks)
-        num_full = len(choice.token_ids) // planner.kv.block_size
-        planner.kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
+    def begin_and_publish(beginnings, plan, choice, block_ids, num_cached_blocks):
+        begin(beginnings, plan, choice, block_ids, num_cached_blocks)
+        num_full = len(choice.token_ids) // beginnings._kv.block_size
+        beginnings._kv.publish(block_ids, choice.hashes, num_cached_blocks, num_full, choice.token_ids)
 
-    patch.setattr(Planner, "_begin", begin_and_publish)
+    patch.setattr(Beginnings, "_begin", begin_and_publish)
 
 
 def published_one_slot_early(patch):

@@ -92,7 +92,7 @@ def test_every_end_has_a_status(reason):
     status = ending_status(reason, "secret of the worker", REQUEST_ID)
     is_fine = reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert (status.code == 0) == is_fine
-    if reason in (FinishReason.INTERNAL, FinishReason.WORKER_DIED):
+    if reason in (FinishReason.INTERNAL, FinishReason.WORKER_DIED, FinishReason.KILLED_WORKER):
         assert "secret" not in status.message
 
 

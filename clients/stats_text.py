@@ -1,0 +1,133 @@
+"""Live statistics as text: what an engine does now, from the totals of two answers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.v1 import admin_pb2 as pb
+
+_BAR_WIDTH = 30
+_SPARKS = "▁▂▃▄▅▆▇█"
+_STATE_PREFIX = "ENGINE_STATE_"
+_TITLE_WIDTH = 10
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Per second, between two answers."""
+
+    seconds: float
+    steps: float
+    prefill_tokens: float
+    cached_tokens: float
+    output_tokens: float
+    finished_requests: float
+    refused_requests: float
+    preemptions: float
+
+    @classmethod
+    def between(cls, before: pb.WatchStatsResponse, now: pb.WatchStatsResponse) -> "Rates":
+        """By the service's own clock, so that a slow network does not bend them."""
+        seconds = max(now.uptime_ms - before.uptime_ms, 1) / 1000
+        names = [name for name in cls.__dataclass_fields__ if name != "seconds"]
+        return cls(seconds, **{name: (getattr(now, name) - getattr(before, name)) / seconds for name in names})
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompts' tokens, 0 to 1."""
+        return self.cached_tokens / max(1e-9, self.cached_tokens + self.prefill_tokens)
+
+
+def state_name(stats: pb.WatchStatsResponse) -> str:
+    """SERVING, RECOVERING and so on."""
+    return pb.EngineState.Name(stats.state).removeprefix(_STATE_PREFIX)
+
+
+def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
+    """One line, for a pipe or a log."""
+    predicted = f"{stats.predicted_ttft_ms} ms" if stats.HasField("predicted_ttft_ms") else "unknown"
+    return (
+        f"{state_name(stats)}: requests {stats.live_requests}, rows {stats.running_rows}, "
+        f"waiting {stats.waiting_choices}, stalled {stats.stalled_requests}, KV {100 * stats.kv_usage:.1f} %; "
+        f"tokens/s: output {rates.output_tokens:.0f}, prompt {rates.prefill_tokens + rates.cached_tokens:.0f} "
+        f"(cached {100 * rates.cached_share:.0f} %); step {stats.step_us / 1000:.1f} ms; first token predicted: "
+        f"{predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
+        f"workers replaced {stats.worker_restarts}"
+    )
+
+
+def dashboard(
+    target: str,
+    before: pb.WatchStatsResponse | None,
+    stats: pb.WatchStatsResponse,
+    history: Sequence[float],
+    unicode: bool,
+) -> Iterator[str]:
+    """A screen. ``before``: the answer before this one; ``history``: output tokens a second, the newest last."""
+    rates = None if before is None else Rates.between(before, stats)
+    yield f"penstock top   {target}   {state_name(stats)}   up {_uptime(stats.uptime_ms // 1000)}"
+    yield ""
+    stalled = f", {stats.stalled_requests:,} of them stalled" if stats.stalled_requests else ""
+    yield _row("requests", f"{stats.live_requests:,} live{stalled}")
+    yield _row("rows", f"{stats.running_rows:,} run, {stats.waiting_choices:,} wait")
+    kept = f"{stats.cached_blocks:,} blocks cached, {stats.retained_blocks:,} of them retained"
+    yield _row("KV", f"{_bar(stats.kv_usage, unicode)} {100 * stats.kv_usage:5.1f} % held; {kept}")
+    if stats.HasField("predicted_ttft_ms"):
+        predicted = f"a short request's is predicted after {stats.predicted_ttft_ms:,} ms"
+    else:
+        predicted = "nothing is known yet"
+    yield _row("1st token", predicted)
+    if rates is None:
+        yield from ("", _row("speed", "known with the next answer"))
+    else:
+        yield from _speeds(stats, rates, history, unicode)
+    yield ""
+    yield _row(
+        "in all",
+        f"{stats.output_tokens:,} output tokens, {stats.finished_requests:,} requests ended, "
+        f"{stats.refused_requests:,} refused",
+    )
+    yield _row("", f"{stats.preemptions:,} preemptions, {stats.worker_restarts:,} workers replaced")
+    if stats.tenants:
+        yield from _tenants(before, stats, rates)
+
+
+def _speeds(stats: pb.WatchStatsResponse, rates: Rates, history: Sequence[float], unicode: bool) -> Iterator[str]:
+    yield ""
+    yield _row("output", f"{rates.output_tokens:10,.0f} tokens/s  {_sparks(history) if unicode else ''}")
+    cached = f"{rates.cached_tokens:,.0f} from the cache ({100 * rates.cached_share:.0f} %)"
+    yield _row("prompt", f"{rates.prefill_tokens:10,.0f} tokens/s computed, {cached}")
+    yield _row("steps", f"{rates.steps:10,.1f} a second, {stats.step_us / 1000:,.1f} ms at the median")
+    yield _row("requests", f"{rates.finished_requests:10,.1f} ended a second, {rates.refused_requests:,.1f} refused")
+
+
+def _tenants(before: pb.WatchStatsResponse | None, stats: pb.WatchStatsResponse, rates: Rates | None) -> Iterator[str]:
+    served_before = {tenant.tenant: tenant.served_tokens for tenant in before.tenants} if before is not None else {}
+    width = max(len("tenant"), *(len(tenant.tenant) for tenant in stats.tenants))
+    yield ""
+    yield f"{'tenant':{width}}  {'live':>6}  {'tokens/s':>10}  {'served':>14}"
+    for tenant in stats.tenants:
+        speed = ""
+        if rates is not None and tenant.tenant in served_before:
+            speed = f"{(tenant.served_tokens - served_before[tenant.tenant]) / rates.seconds:,.0f}"
+        yield f"{tenant.tenant:{width}}  {tenant.live_requests:>6,}  {speed:>10}  {tenant.served_tokens:>14,}"
+
+
+def _row(title: str, text: str) -> str:
+    return f"{title:{_TITLE_WIDTH}} {text}"
+
+
+def _bar(share: float, unicode: bool) -> str:
+    full = round(_BAR_WIDTH * min(1.0, max(0.0, share)))
+    return ("█" if unicode else "#") * full + ("░" if unicode else ".") * (_BAR_WIDTH - full)
+
+
+def _sparks(history: Sequence[float]) -> str:
+    """The highest is full."""
+    top = max(history, default=0.0)
+    return "".join(_SPARKS[round(value / top * (len(_SPARKS) - 1))] if top else _SPARKS[0] for value in history)
+
+
+def _uptime(seconds: int) -> str:
+    days, rest = divmod(seconds, 86_400)
+    hours, rest = divmod(rest, 3600)
+    return f"{f'{days} d ' if days else ''}{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -1,0 +1,318 @@
+"""What Explain tells of requests that waited, were preempted, lost their worker, were held, changed and cancelled."""
+
+import asyncio
+import random
+from collections import defaultdict
+
+import grpc
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.timeline import Kind
+from penstock.v1 import admin_pb2, generation_pb2 as pb
+
+BLOCK = 16
+
+
+class RecordingExecutor(FakeExecutor):
+    """Remembers every plan."""
+
+    def __init__(self, **facts):
+        super().__init__(vocab_size=258, next_token=lambda history, sampling: ord("a"), **facts)
+        self.all_plans = []
+
+    def submit(self, plan):
+        self.all_plans.append(plan)
+        super().submit(plan)
+
+    def steps_of(self, prompt):
+        """What the plans had of a request: its chunks as (step, tokens), and the steps in which it was continued."""
+        chunks, decodes, cached, row = [], [], [], None
+        for plan in self.all_plans:
+            if row in plan.dropped:
+                row = None
+            for added in plan.added:
+                if bytes(added.token_ids[: len(prompt)]).decode() == prompt:
+                    row = added.row
+                    cached.append((plan.step, added.num_computed))
+                elif added.row == row:  # of another worker
+                    row = None
+            chunks += [(plan.step, chunk.end - chunk.start) for chunk in plan.chunks if chunk.row == row]
+            decodes += [plan.step for decode in plan.decodes if decode.row == row]
+        return chunks, decodes, cached
+
+
+def start(ref=1, text="x" * 20, max_tokens=4, **fields):
+    return pb.GenerateRequest(
+        start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(max_tokens=max_tokens, ignore_eos=True), **fields)
+    )
+
+
+def kinds(told):
+    return [admin_pb2.TimelineKind.Name(entry.kind).removeprefix("TIMELINE_KIND_") for entry in told.timeline]
+
+
+def of_kind(told, kind):
+    return [entry for entry in told.timeline if entry.kind == getattr(admin_pb2, f"TIMELINE_KIND_{kind}")]
+
+
+def chunks_of(told):
+    """Each chunk as (step, tokens)."""
+    found = []
+    for entry in of_kind(told, "PREFILLED"):
+        num_chunks = entry.last_step - entry.first_step + 1
+        assert entry.num_tokens % num_chunks == 0
+        found += [(entry.first_step + index, entry.num_tokens // num_chunks) for index in range(num_chunks)]
+    return found
+
+
+def decodes_of(told):
+    """The steps after the first of each stretch, which computed the last chunk and chose its first token."""
+    return [step for e in of_kind(told, "DECODED") for step in range(e.first_step + 1, e.last_step + 1)]
+
+
+@pytest.fixture
+def explain(start_service):
+    """Starts a service, and explains what is asked of it."""
+
+    async def begin(executor=None, **config):
+        scheduler = SchedulerConfig(**config)
+        executor = executor or RecordingExecutor()
+        service = await start_service(executor, scheduler, admin_listen="127.0.0.1:0")
+
+        async def ask(request_id):
+            return await service.admin.Explain(admin_pb2.ExplainRequest(request_id=request_id))
+
+        return service, ask
+
+    return begin
+
+
+async def until(true):
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.002)
+
+
+async def test_an_ordinary_request(explain, new_reading):
+    service, ask = await explain(max_num_batched_tokens=64)
+    prompt = "p" * 150
+    call = service.generation.Generate(iter([start(text=prompt, max_tokens=5, client_request_id="mine")]))
+    reading = await new_reading().read(call)
+    told = await ask(reading.outcomes[1].accepted[0].request_id)
+    assert kinds(told)[0] == "ACCEPTED"
+    assert [kind for kind in kinds(told) if kind != "WAITED"] == [
+        *("ACCEPTED", "BEGAN", "PREFILLED", "PREFILLED", "DECODED", "ENDED")
+    ]
+    assert chunks_of(told) == [(0, 64), (1, 64), (2, 22)]
+    (decoded,) = of_kind(told, "DECODED")
+    assert (decoded.first_step, decoded.last_step, decoded.num_tokens) == (2, 6, 5)
+    assert (told.tenant, told.client_request_id, told.ended) == ("default", "mine", "LENGTH")
+    assert (told.prompt_tokens, told.max_tokens, told.num_choices) == (150, 5, 1)
+    timings = reading.outcomes[1].finished[0].timings
+    assert told.first_token_us == timings.first_token_us
+    (ended,) = of_kind(told, "ENDED")
+    assert ended.at_us >= timings.first_token_us
+    assert not told.omitted_entries
+
+
+async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
+    """Of many requests, with too few blocks for all of them, and a worker that dies twice."""
+    executor = RecordingExecutor(num_blocks=40, max_num_seqs=16, max_num_batched_tokens=48)
+    service, ask = await explain(executor, max_num_seqs=8, max_num_batched_tokens=48)
+    rng = random.Random(5)
+    shared = "s" * 40
+    prompts = [f"{chr(65 + ref)}{shared if ref % 3 else ''}{'y' * rng.randint(5, 90)}" for ref in range(20)]
+    frames = [start(ref=ref, text=text, max_tokens=rng.randint(1, 120)) for ref, text in enumerate(prompts)]
+    call = service.generation.Generate(iter(frames))
+    reading = asyncio.create_task(new_reading().read(call))
+    for num_plans in (40, 150):
+        await until(lambda num_plans=num_plans: len(executor.all_plans) >= num_plans)
+        executor.die()
+    outcomes = (await reading).outcomes
+    seen = defaultdict(int)
+    for ref, prompt in enumerate(prompts):
+        told = await ask(outcomes[ref].accepted[0].request_id)
+        chunks, decodes, begun = executor.steps_of(prompt)
+        assert chunks_of(told) == chunks
+        assert decodes_of(told) == decodes
+        assert [(entry.first_step, entry.num_tokens) for entry in of_kind(told, "BEGAN")] == begun
+        usage = outcomes[ref].finished[0].usage
+        assert (
+            sum(entry.num_tokens for entry in of_kind(told, "DECODED"))
+            == usage.output_tokens
+            == frames[ref].start.sampling.max_tokens
+        )
+        timings = outcomes[ref].finished[0].timings
+        assert len(of_kind(told, "PREEMPTED")) == timings.preemptions
+        assert len(of_kind(told, "RESTARTED")) == timings.restarts
+        for kind in kinds(told):
+            seen[kind] += 1
+    assert seen["PREEMPTED"], "blocks were not short"
+    assert seen["RESTARTED"] >= 2
+
+
+async def test_waiting_for_blocks_and_a_row(explain, new_reading):
+    """What each cause is called."""
+    executor = RecordingExecutor(num_blocks=10, max_num_seqs=4, seconds_per_step=0.002)
+    service, ask = await explain(executor, max_num_seqs=2)
+    large, small = "l" * 90, "m" * 20
+    frames = [
+        start(ref=1, text=large, max_tokens=30),
+        start(ref=2, text=large.replace("l", "k"), max_tokens=2),
+        start(ref=3, text=small, max_tokens=60),
+        start(ref=4, text=small, max_tokens=2),
+    ]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    waits = {
+        ref: [entry.detail for entry in of_kind(await ask(outcomes[ref].accepted[0].request_id), "WAITED")]
+        for ref in (2, 4)
+    }
+    assert "4 free blocks, 6 needed" in waits[2]
+    assert "all 2 rows run" in waits[4] or "all 2 rows run" in waits[2]
+
+
+async def test_a_step_that_is_spent_on_others(explain, new_reading):
+    executor = RecordingExecutor(seconds_per_step=0.002)
+    service, ask = await explain(executor, max_num_batched_tokens=64)
+    frames = [start(ref=ref, text=str(ref) * 200, max_tokens=2) for ref in (1, 2)]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    told = await ask(outcomes[2].accepted[0].request_id)
+    assert "the step's 64 tokens are spent on others" in [entry.detail for entry in of_kind(told, "WAITED")]
+
+
+async def test_a_prefix_from_the_cache_and_one_that_another_computes(explain, new_reading):
+    executor = RecordingExecutor(seconds_per_step=0.002)
+    service, ask = await explain(executor)
+    shared = "s" * 200
+    frames = [start(ref=ref, text=shared + str(ref), max_tokens=2) for ref in (1, 2)]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    told = await ask(outcomes[2].accepted[0].request_id)
+    assert "its prefix is being computed by another request" in [entry.detail for entry in of_kind(told, "WAITED")]
+    (began,) = of_kind(told, "BEGAN")
+    assert began.num_tokens == outcomes[2].finished[0].usage.cached_tokens == 192
+
+
+async def test_preempted_by_another(explain, new_reading):
+    executor = RecordingExecutor(num_blocks=8, max_num_seqs=4)
+    service, ask = await explain(executor)
+    frames = [start(ref=ref, text=str(ref) * 40, max_tokens=60) for ref in (1, 2)]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    first, second = (outcomes[ref].accepted[0].request_id for ref in (1, 2))
+    told = await ask(second)
+    assert [entry.detail for entry in of_kind(told, "PREEMPTED")] == [f"no block was free, and {first} needed 1"]
+    order = [kind for kind in kinds(told) if kind != "WAITED"]
+    assert order[order.index("DECODED") :] == ["DECODED", "PREEMPTED", "BEGAN", "PREFILLED", "DECODED", "ENDED"]
+    assert not of_kind(await ask(first), "PREEMPTED")
+
+
+async def test_a_worker_that_died(explain, new_reading):
+    executor = RecordingExecutor(seconds_per_step=0.001)
+    service, ask = await explain(executor)
+    call = service.generation.Generate(iter([start(max_tokens=60)]))
+    reading = asyncio.create_task(new_reading().read(call))
+    await until(lambda: len(executor.all_plans) > 20)
+    executor.die()
+    outcome = (await reading).outcomes[1]
+    told = await ask(outcome.accepted[0].request_id)
+    order = [kind for kind in kinds(told) if kind != "WAITED"]
+    assert order == [
+        *("ACCEPTED", "BEGAN", "PREFILLED", "DECODED"),
+        *("RESTARTED", "BEGAN", "PREFILLED", "DECODED", "ENDED"),
+    ]
+    assert sum(entry.num_tokens for entry in of_kind(told, "DECODED")) == 60
+
+
+async def test_held_and_released(explain, new_reading):
+    executor = RecordingExecutor(seconds_per_step=0.001)
+    service, ask = await explain(executor)
+    call = service.generation.Generate(iter([start(max_tokens=60)]))
+    reading = new_reading()
+    await reading.read_until(call, lambda reading: reading.outcomes[1].deltas > 5)
+    request_id = reading.outcomes[1].accepted[0].request_id
+    service.engine.hold(request_id, True)
+    told = await ask(request_id)
+    (held,) = of_kind(told, "HELD")
+    assert held.detail == "nobody reads its stream"
+    service.engine.hold(request_id, False)
+    await reading.read(call)
+    told = await ask(request_id)
+    assert [kind for kind in kinds(told) if kind != "WAITED"][3:] == ["DECODED", "HELD", "DECODED", "ENDED"]
+    before, held, after = (
+        entry
+        for entry in told.timeline
+        if entry.kind in (admin_pb2.TIMELINE_KIND_DECODED, admin_pb2.TIMELINE_KIND_HELD)
+    )
+    assert before.at_us + before.duration_us <= held.at_us
+    assert held.at_us + held.duration_us <= after.at_us + 1000
+    assert before.num_tokens + after.num_tokens == 60
+    _, decodes, _ = executor.steps_of("x" * 20)
+    assert set(decodes) <= {
+        *range(before.first_step, before.last_step + 1),
+        *range(after.first_step, after.last_step + 1),
+    }
+
+
+async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
+    executor = RecordingExecutor(seconds_per_step=0.001)
+    service, ask = await explain(executor)
+    call = service.generation.Generate()
+    await call.write(start(max_tokens=3000))
+    reading = new_reading()
+    await reading.read_until(call, lambda reading: reading.outcomes[1].deltas > 2)
+    request_id = reading.outcomes[1].accepted[0].request_id
+    living = await ask(request_id)
+    assert not living.ended
+    (decoded,) = of_kind(living, "DECODED")
+    assert decoded.num_tokens >= 3
+    assert decoded.last_step - decoded.first_step >= 2
+    await call.write(pb.GenerateRequest(update=pb.Update(ref=1, priority=2, max_tokens=2000)))
+    await until(lambda: Kind.UPDATED in [entry.kind for entry in service.engine.explain(request_id).entries()])
+    await call.write(pb.GenerateRequest(cancel=pb.Cancel(refs=[1])))
+    await call.done_writing()
+    await reading.read(call)
+    told = await ask(request_id)
+    assert kinds(told)[-1] == "ENDED"
+    assert told.ended == of_kind(told, "ENDED")[0].detail == "CANCELLED"
+    assert of_kind(told, "UPDATED")[0].detail == "priority 2, at most 2000 tokens"
+    usage = reading.outcomes[1].finished[0].usage
+    assert of_kind(told, "DECODED")[0].num_tokens == usage.output_tokens
+
+
+async def test_each_choice_has_its_own_entries(explain, new_reading):
+    service, ask = await explain()
+    frame = start(text="c" * 40, max_tokens=6)
+    frame.start.sampling.n = 3
+    outcomes = (await new_reading().read(service.generation.Generate(iter([frame])))).outcomes
+    told = await ask(outcomes[1].accepted[0].request_id)
+    assert told.num_choices == 3
+    assert {entry.choice: entry.num_tokens for entry in of_kind(told, "DECODED")} == {0: 6, 1: 6, 2: 6}
+    assert {entry.choice: entry.num_tokens for entry in of_kind(told, "BEGAN")} == {0: 0, 1: 32, 2: 32}
+
+
+async def test_what_is_not_known_any_more(explain, new_reading):
+    service, ask = await explain(explain_requests=2)
+    frames = [start(ref=ref, max_tokens=ref) for ref in (1, 2, 3)]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    for ref in (2, 3):
+        assert (await ask(outcomes[ref].accepted[0].request_id)).ended == "LENGTH"
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await ask(outcomes[1].accepted[0].request_id)
+    assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "the last 2 that ended" in failure.value.details()
+    assert "--explain-requests" in failure.value.details()
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 65])
+async def test_an_id_that_can_be_none(explain, request_id):
+    _, ask = await explain()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await ask(request_id)
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "request_id" in failure.value.details()
+
+
+def test_every_kind_is_on_the_wire():
+    names = {name.removeprefix("TIMELINE_KIND_") for name in admin_pb2.TimelineKind.keys()}  # noqa: SIM118 - an enum
+    assert names == {kind.name for kind in Kind} | {"UNSPECIFIED"}

@@ -1,0 +1,84 @@
+"""The file of tenants: what it may hold, and how what is wrong with it is told."""
+
+import pytest
+
+from penstock.scheduler.config import TenantLimits
+from penstock.service.tenants_file import Tenants, TenantsFileError, load_tenants
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "tenants.yaml"
+
+    def load(text):
+        path.write_text(text)
+        return load_tenants(path)
+
+    return load
+
+
+def test_a_key_for_each_tenant_and_one_for_all_others(load):
+    tenants = load(
+        "# the rest\ndefault: {max-live-requests: 200}\n"
+        "acme:\n  weight: 2.5\n  max_prompt_tokens: 8000\n  max-tokens: 1_000\n"
+    )
+    assert tenants == Tenants(
+        TenantLimits(max_live_requests=200), {"acme": TenantLimits(2.5, max_prompt_tokens=8000, max_tokens=1000)}
+    )
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
+def test_an_empty_file_changes_nothing(load, text):
+    assert load(text) == Tenants()
+
+
+def test_names_are_text_whatever_yaml_would_take_them_for(load):
+    names = ["no", "007", "1.50", "null", "2026-11-20", "a.b-c_D"]
+    tenants = load("".join(f"{name}: {{weight: 2}}\n" for name in names) + "bare:\n")
+    assert list(tenants.named) == [*names, "bare"]
+    assert tenants.named["007"].weight == 2
+    assert tenants.named["bare"] == TenantLimits()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: b: c", "is no YAML"),
+        ("- acme", "must hold keys and values, such as weight: 2"),
+        ("acme: 3", "acme: must hold keys and values, such as weight: 2"),
+        ("[a]: {}", "must have names as keys"),
+        ("a/b: {}", "'a/b': is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]"),
+        (f"{'a' * 65}: {{}}", "is no tenant's name"),
+        ("acme: {wait: 2}", "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests"),
+        ("acme: {weight: 0}", "acme: weight: must be 0.001 to 1,000; it is 0"),
+        ("acme: {weight: .nan}", "acme: weight: must be a number of 0.001 to 1,000; it is '.nan'"),
+        ("acme: {weight: nan}", "acme: weight: must be 0.001 to 1,000; it is nan"),
+        ("acme: {weight: heavy}", "acme: weight: must be a number of 0.001 to 1,000; it is 'heavy'"),
+        ("acme: {max-tokens: 1.5}", "acme: max-tokens: must be a whole number of 1 to 16,777,216; it is '1.5'"),
+        ("acme: {max-tokens: }", "acme: max-tokens: must be a whole number of 1 to 16,777,216; it is 'none'"),
+        ("acme: {max-tokens: [1]}", "acme: max-tokens: must be a whole number"),
+        ("acme: {max-live-requests: 0}", "acme: max-live-requests: must be 1 to 1,048,576; it is 0"),
+        ("default: {max-prompt-tokens: -1}", "default: max-prompt-tokens: must be 1 to 16,777,216; it is -1"),
+        ("acme: {weight: 1, weight: 2}", "acme: weight: is there twice; remove one of them"),
+        ("acme: {}\nacme: {}", "acme: is there twice"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_tenant_and_key(load, text, problem, tmp_path):
+    with pytest.raises(TenantsFileError) as error:
+        load(text)
+    assert str(error.value).startswith(f"--tenants-file {tmp_path}/tenants.yaml: ")
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_too_many_tenants(load):
+    with pytest.raises(TenantsFileError, match=r"names 16,385 tenants; at most 16,384 are possible"):
+        load("".join(f"t{number}:\n" for number in range(16_385)))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(TenantsFileError, match=r"missing: cannot be read \(No such file or directory\)"):
+        load_tenants(tmp_path / "missing")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(TenantsFileError, match="bytes: is no YAML"):
+        load_tenants(tmp_path / "bytes")
