@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+
 class StoredBlock(NamedTuple):
     """A block that can be found."""
 
@@ -24,7 +25,7 @@ class KvChanges(NamedTuple):
     """To be applied to a mirror in this order: ``cleared``, ``removed``, ``stored``."""
 
     sequence: int
-    """The mirror then has every change up to this one, and may go on from it; 0 while all there is has not been told."""
+    """The mirror then has every change up to this one, and may go on from it. 0 before all there is has been told."""
     cleared: bool
     removed: list[bytes]
     stored: list[StoredBlock]
@@ -125,7 +126,7 @@ class KvEventReader:
         self._pending: deque[bytes] = deque()
 
     def read(self, max_bytes: int) -> KvChanges:
-        """What the mirror is to be told next: some ``max_bytes`` at most on the wire, and at least one block. Empty when
+        """What the mirror is to be told next: at least one block, and then up to ``max_bytes`` on the wire. Empty when
         there is nothing new."""
         cleared = not self._log.knows_since(self._taken)
         if cleared:

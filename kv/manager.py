@@ -10,7 +10,6 @@ from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 
-
 MIN_EVENTS_KEPT = 1 << 10
 MAX_EVENTS_KEPT = 1 << 16
 """At 80 bytes each."""

@@ -1,7 +1,7 @@
 """Which of the blocks that nobody holds are kept in preference to others, until when, and for whom.
 
-Knows neither reference counts nor hashes. A block is given up by nearest expiry; among blocks of one lease, in the order
-in which they were put. Each owner's share is bounded.
+Knows neither reference counts nor hashes. The block with the nearest expiry is given up first; of one lease, the block
+that was put first. Each owner's share is bounded.
 """
 
 from bisect import insort

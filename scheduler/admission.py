@@ -10,6 +10,8 @@ from penstock.scheduler.request import RefusalKind, Refused, Request
 RETRY_AFTER_MS = 1000
 MIN_RETRY_AFTER_MS = 50
 """Sooner nobody need try again, whatever is predicted."""
+WAIT_MARGIN = 0.2
+"""Of the predicted time to the first token: so much longer it may take without the deadline being missed."""
 
 
 class Admission:
@@ -57,7 +59,7 @@ class Admission:
                 None if num_prompt_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
             )
         if request.deadline is not None and prediction is not None:
-            _check_deadline(request.deadline - now, prediction.total_s, service_s)
+            _check_deadline(request.deadline - now, prediction, service_s)
 
     def check_size(self, request: Request) -> None:
         """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
@@ -93,15 +95,15 @@ class Admission:
             )
 
 
-def _check_deadline(left_s: float, total_s: float, service_s: float | None) -> None:
-    late_s = total_s - left_s
-    if late_s <= 0:
-        return
-    # Waiting helps against a queue only.
-    never = service_s is not None and service_s > left_s
-    raise Refused(
-        RefusalKind.OVERLOADED,
-        f"it would be done in {total_s:.3g} s, and its deadline is in {left_s:.3g} s; "
-        + ("allow it more time" if never else "try again, or allow it more time"),
-        None if never else max(MIN_RETRY_AFTER_MS, math.ceil(late_s * 1000)),
-    )
+def _check_deadline(left_s: float, prediction: Prediction, service_s: float | None) -> None:
+    """A request that would take too long even if it began at once is cut by its deadline in any case: its caller gets
+    what there is by then, and only the first token has to be in time."""
+    is_cut = service_s is not None and service_s > left_s
+    needed_s = (prediction.ttft_s if is_cut else prediction.total_s) + WAIT_MARGIN * prediction.ttft_s
+    if needed_s > left_s:
+        what = "its first token would come" if is_cut else "it would be done"
+        raise Refused(
+            RefusalKind.OVERLOADED,
+            f"{what} in {needed_s:.3g} s, and its deadline is in {left_s:.3g} s; try again, or allow it more time",
+            max(MIN_RETRY_AFTER_MS, math.ceil((needed_s - left_s) * 1000)),
+        )

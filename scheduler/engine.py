@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
@@ -214,6 +215,12 @@ class Engine:
     def explain(self, request_id: str) -> Timeline | None:
         """What became of a request that lives, or that ended lately."""
         return None if self._scheduler is None else self._scheduler.explain(request_id)
+
+    @property
+    def kv_events(self) -> KvEventLog:
+        """What can be found in the prefix cache, and the changes; there is none before ``start``."""
+        assert self._scheduler is not None, "the engine has not started"
+        return self._scheduler.kv.events
 
     def busiest_tenants(self, limit: int) -> list[TenantUse]:
         """Of those with live requests."""

@@ -8,6 +8,7 @@ from penstock.scheduler.choice import LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
 from penstock.scheduler.planner import Planner
+from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
@@ -29,10 +30,12 @@ class Outlook:
         self._answered_at = clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
+        self._by_deadline = config.policy is Policy.DEADLINE
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
         self._forecast.configure(self._planner.budget, config.target_itl_s)
+        self._by_deadline = config.policy is Policy.DEADLINE
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -72,6 +75,10 @@ class Outlook:
     def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
         num_prompt_tokens = len(request.prompt_token_ids)
+        if self._by_deadline and request.deadline is not None:
+            # Long requests overtake short ones that are due sooner. If each counted only those with less slack than its
+            # own, more would be admitted than can be done in time.
+            num_ahead = max(num_ahead, self._num_due_before(request.deadline))
         return self._forecast.predict(
             self._load(num_ahead), num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
         )
@@ -106,6 +113,10 @@ class Outlook:
         if service_s is None:
             return False
         return self._clock() + service_s > request.deadline and request.arrival + service_s <= request.deadline
+
+    def _num_due_before(self, deadline: float) -> int:
+        due = (choice.live.request.deadline for choice in self._planner.waiting)
+        return sum(other is not None and other <= deadline for other in due)
 
     def _load(self, num_ahead: int) -> Load:
         planner = self._planner

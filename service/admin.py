@@ -12,6 +12,7 @@ from penstock.scheduler.engine import Engine
 from penstock.service.bounds import Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.explain import Explainer
+from penstock.service.kv_events import KvEvents
 from penstock.service.settings import LiveSettings
 from penstock.service.stats import StatsFeed
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
@@ -30,6 +31,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         self._settings = LiveSettings(engine)
         self._explainer = Explainer(engine)
         self._stats = StatsFeed(engine)
+        self._kv_events = KvEvents(engine.kv_events)
 
     def close(self) -> None:
         """Ends what watches: the service goes down."""
@@ -72,3 +74,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """Also of a request that has ended."""
         self._validator.check(request)
         return await self._explainer.Explain(request, context)
+
+    async def WatchKvEvents(  # type: ignore[override]
+        self, request: pb.WatchKvEventsRequest, context: Context
+    ) -> None:
+        """Until the caller leaves."""
+        self._validator.check(request)
+        await self._kv_events.WatchKvEvents(request, context)

@@ -25,8 +25,6 @@ _POLICIES: Mapping[Policy, "pb.SchedulingPolicy.ValueType"] = {
 _POLICY_OF = {number: policy for policy, number in _POLICIES.items()}
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
 _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests")
-_FIELDS = {"target_itl_s": "target_itl_ms"}
-"""What the contract calls a field of the configuration, where the names differ."""
 
 
 class LiveSettings:
@@ -58,9 +56,10 @@ class LiveSettings:
         if request.HasField("default_tenant"):
             changes["default_tenant"] = _default_tenant(request.default_tenant)
         changes["tenants"] = _tenants(before.tenants, request)
-        self._check_limits({name: changes.get(name, getattr(before, name)) for name in _LIMITS})
+        after = replace(before, **changes)
+        _check_rows(after)
         try:
-            self._engine.reconfigure(replace(before, **changes))
+            self._engine.reconfigure(after)
         except ValueError as error:
             raise _refusal(error) from None
         return self.get()
@@ -70,24 +69,16 @@ class LiveSettings:
         config, facts = self._engine.config, self._engine.facts
         return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
 
-    def _check_limits(self, limits: Mapping[str, int]) -> None:
-        """Raises ServiceError where the worker cannot do so much, or a step would not have a token for each row."""
-        facts = self._engine.facts
-        for name, most in (
-            ("max_num_seqs", facts.max_num_seqs),
-            ("max_num_batched_tokens", facts.max_num_batched_tokens),
-        ):
-            if limits[name] > most:
-                flag = f"--{name.replace('_', '-')}"
-                raise invalid(
-                    name, f"at most {most:,}, which the worker was started with; to have more, restart with {flag}"
-                )
-        if limits["max_num_batched_tokens"] < limits["max_num_seqs"]:
-            raise invalid(
-                "max_num_batched_tokens",
-                f"at least max_num_seqs, {limits['max_num_seqs']:,}, so that each row gets a token; it is "
-                f"{limits['max_num_batched_tokens']:,}: lower max_num_seqs too",
-            )
+
+def _check_rows(config: SchedulerConfig) -> None:
+    """Raises ServiceError where a step would not have a token for each row."""
+    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if tokens < rows:
+        raise invalid(
+            "max_num_batched_tokens",
+            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}: lower "
+            "max_num_seqs too",
+        )
 
 
 def _given(message: Message) -> dict[str, Any]:
@@ -132,6 +123,6 @@ def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsReque
 
 
 def _refusal(error: ValueError) -> ServiceError:
-    """The configuration's own refusal, whose text begins with the name of its field."""
-    name, _, rest = str(error).partition(" ")
-    return invalid(_FIELDS.get(name, name), rest)
+    """The engine's own refusal, whose text begins with the name of the field, as the contract has it."""
+    name, _, problem = str(error).partition(" ")
+    return invalid(name, problem)

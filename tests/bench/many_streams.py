@@ -6,6 +6,7 @@ for. Both ways are measured several times, by turns, and the medians count.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -134,7 +135,7 @@ def measure(port: int, num_streams: int, seconds: float) -> Measured:
 def run_client(port: int, num_streams: int, seconds: float) -> Measured:
     """Opens streams, and from when all requests decode notes for some time when their tokens come."""
     connection = Connection(port)
-    for number in range(num_streams):
+    for _ in range(num_streams):
         starts = [start(ref) for ref in range(NUM_REQUESTS // num_streams)]
         if num_streams == 1:
             connection.open("Generate", [pb.GenerateRequest(start=one).SerializeToString() for one in starts])
@@ -154,7 +155,7 @@ def run_client(port: int, num_streams: int, seconds: float) -> Measured:
                 del seen[:-1]
         if begun and now > begun + seconds:
             break
-    gaps = [[1e3 * (b - a) for a, b in zip(seen, seen[1:], strict=False)] for seen in times.values()]
+    gaps = [[1e3 * (b - a) for a, b in itertools.pairwise(seen)] for seen in times.values()]
     return Measured(num_tokens / (now - begun), [quantile(g, 0.5) for g in gaps], [quantile(g, 0.99) for g in gaps])
 
 

@@ -24,7 +24,7 @@ class Sequence:
 
 
 class RandomCache:
-    """Rows that begin, grow, end and are retained as they are in the scheduler, and what happens to the cache besides."""
+    """Rows that begin, grow and end as they do in the scheduler, and what happens to the cache besides."""
 
     def __init__(self, seed: int, num_blocks: int = 40) -> None:
         self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE))

@@ -172,6 +172,16 @@ def test_an_owner_keeps_half_of_the_pool_at_most():
     assert evicted(pool) == [7, *reversed(soon[1:]), *other, soon[0], *reversed(late)]
 
 
+def test_an_owners_bound_holds_for_what_nobody_held_when_it_was_retained():
+    pool = new_pool(8)
+    blocks = published(pool, *[bytes([number]) for number in range(6)])
+    pool.release(blocks)
+    pool.retain([bytes([number]) for number in range(6)], until=10.0, owner="greedy")
+    pool.check([])
+    assert pool.num_retained == 4
+    assert evicted(pool) == [6, 7, *reversed(blocks)]
+
+
 def test_a_flush_forgets_what_nobody_holds():
     pool = new_pool(4)
     kept, held = published(pool, b"a"), published(pool, b"b")
@@ -271,7 +281,7 @@ def test_within_a_sequence_the_tail_is_evicted_before_the_head(turns, now):
         pool.release(table)
     if all(until for _, _, until in turns):
         pool.expire(float(now))
-    gone = []
+    gone: list[bytes] = []
     while pool.num_free:
         before = set(pool.hashes)
         pool.take(1)

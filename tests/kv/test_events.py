@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.kv.events import KvEventLog, KvEventReader
+from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
 from penstock.kv.manager import MIN_EVENTS_KEPT, KVCacheManager, NoHashing
 
 ENDLESS = 1 << 30
@@ -46,7 +46,7 @@ def test_a_new_reader_is_told_everything_and_then_what_changes(log):
 
 def test_an_empty_cache_is_told_as_well(log):
     first = KvEventReader(log).read(ENDLESS)
-    assert first == (log.sequence, True, [], [])
+    assert first == KvChanges(log.sequence, cleared=True, removed=[], stored=[])
     assert first.sequence > 0
 
 
@@ -72,7 +72,7 @@ def test_a_reader_goes_on_where_another_left(log):
     changes = KvEventReader(log, log.stream_id, sequence).read(ENDLESS)
     assert (changes.cleared, stored_numbers(changes)) == (False, [1])
     nothing = KvEventReader(log, log.stream_id, log.sequence).read(ENDLESS)
-    assert nothing == (log.sequence, False, [], [])
+    assert nothing == KvChanges(log.sequence, cleared=False, removed=[], stored=[])
 
 
 @pytest.mark.parametrize("place", ["another log's", "to come", "of nothing", "too long ago"])
@@ -106,16 +106,20 @@ def test_messages_are_bounded_and_only_the_last_may_be_gone_on_from(log):
     assert (again.cleared, stored_numbers(again)) == (False, [3, 4])
 
 
-def test_a_reader_that_falls_behind_within_a_snapshot_begins_anew(log):
+def test_a_reader_that_falls_behind_begins_anew_within_a_snapshot_as_well(log):
     store(log, 0, 1, 2)
-    reader = KvEventReader(log)
-    reader.read(1)
+    readers = [KvEventReader(log), KvEventReader(log)]
+    readers[0].read(1)
+    readers[1].read(ENDLESS)
     for _ in range(3):
         log.removed(HASHES[2])
         store(log, 2)
-    changes = reader.read(ENDLESS)
-    assert changes.cleared
-    assert sorted(stored_numbers(changes)) == [0, 1, 2]
+    for reader in readers:
+        first = reader.read(1)
+        assert (first.cleared, first.sequence) == (True, 0)
+        rest = reader.read(ENDLESS)
+        assert (rest.cleared, rest.sequence) == (False, log.sequence)
+        assert sorted(stored_numbers(first) + stored_numbers(rest)) == [0, 1, 2]
 
 
 def test_a_cleared_cache_is_told_at_once_whatever_was_pending(log):
@@ -151,7 +155,7 @@ def test_a_reader_is_woken_once(log):
 def test_without_a_prefix_cache_nothing_is_told():
     kv = KVCacheManager(8, 4, NoHashing())
     before = kv.events.sequence
-    table = kv.allocate([], 16)
+    table = kv.allocate([], 16) or []
     kv.publish(table, [], 0, 4, range(16))
     kv.retain([], until=10.0, owner="tenant")
     kv.free(table)

@@ -17,16 +17,22 @@ async def serving(log):
     methods = KvEvents(log)
 
     class Service(pb_grpc.AdminServiceServicer):
-        async def WatchKvEvents(self, request, context):
+        async def WatchKvEvents(self, request, context):  # type: ignore[override]
             await methods.WatchKvEvents(request, context)
 
     server = grpc.aio.server()
-    pb_grpc.add_AdminServiceServicer_to_server(Service(), server)
+    pb_grpc.add_AdminServiceServicer_to_server(Service(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield pb_grpc.AdminServiceStub(channel)
     await server.stop(None)
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
 
 
 def apply(mirror, message):
@@ -66,10 +72,8 @@ async def test_mirrors_on_the_wire_equal_the_pools_map_after_10000_random_operat
             cache.operate()
             if number % 20 == 0:
                 await asyncio.sleep(0.001)
-        async with asyncio.timeout(30):
-            while any(mirror.map != cache.map for mirror in mirrors):
-                assert not any(task.done() for task in watching), "a watcher failed"
-                await asyncio.sleep(0.01)
+        await until(lambda: all(mirror.map == cache.map for mirror in mirrors) or any(task.done() for task in watching))
+        assert not any(task.done() for task in watching), "a watcher failed"
         for task in watching:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -133,13 +137,8 @@ async def test_many_watch_and_none_is_left_behind(random_cache_type, mirror_type
             cache.operate()
             if number % 50 == 0:
                 await asyncio.sleep(0.002)
-        async with asyncio.timeout(30):
-            while any(mirror.map != cache.map for mirror in mirrors):
-                await asyncio.sleep(0.01)
+        await until(lambda: all(mirror.map == cache.map for mirror in mirrors))
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-    # Whoever left is not woken any more.
-    async with asyncio.timeout(30):
-        while cache.kv.events._wakes:
-            await asyncio.sleep(0.01)
+    await until(lambda: not cache.kv.events._wakes)  # whoever left is not woken any more

@@ -133,6 +133,19 @@ def test_what_is_not_cached_cannot_be_retained(kv):
     kv.pool.check([])
 
 
+def test_a_block_is_told_of_when_it_can_be_found_and_no_longer(kv):
+    start = kv.events.sequence
+    table, copy = computed(kv, HASHES, 8), computed(kv, HASHES, 8)
+    assert kv.events.sequence == start + 2, "what could be found already is no news"
+    assert kv.events.find(HASHES[1]) == (HASHES[1], HASHES[0], tuple(TOKENS[4:8]))
+    kv.free(copy)
+    kv.free(table)
+    assert kv.events.sequence == start + 2
+    kv.allocate([], 7 * 4)
+    assert kv.events.sequence == start + 3
+    assert list(kv.events.hashes) == HASHES[:1]
+
+
 def test_after_the_worker_died_nothing_is_held_found_or_pending(kv):
     table = computed(kv, HASHES, 20)
     kv.retain(HASHES, until=60.0, owner="tenant")

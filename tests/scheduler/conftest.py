@@ -11,7 +11,7 @@ import pytest
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.choice import ChoiceState, sampling_of_choice
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_worker import CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, WorkerKilled, token_of_history
 from penstock.scheduler.plan import SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import (
@@ -223,13 +223,19 @@ class World:
         self.received: dict[str, Received] = {}
         self.num_refused = 0
         self.now = 0.0
+        """A second later with every plan."""
+        self.step_us = 1_000_000
         self._new_worker()
         self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
     def _new_worker(self) -> None:
         slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE)
-        self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), slots)
+        self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), slots, self.kills)
         self.plans: deque[StepPlan] = deque()
+
+    def kills(self, row: FakeRow) -> bool:
+        """Whether a step with this row is the worker's last."""
+        return False
 
     def alive(self) -> list[str]:
         return [name for name, received in self.received.items() if received.finished is None]
@@ -358,6 +364,7 @@ class World:
         if not self.plans:
             return False
         result = self.worker.run(self.plans.popleft())
+        result.computed_us = self.step_us
         choices = [self.scheduler._planner.rows.holder(row.row, row.epoch) for row in result.rows]
         lengths = [len(choice.token_ids) + len(row.token_ids) for choice, row in zip(choices, result.rows, strict=True)]
         self.scheduler.update(result)
@@ -421,7 +428,8 @@ class World:
                 break
             planned = self.schedule()
             self.check()
-            assert self.answer() or planned, "requests are alive, but nothing is planned or in flight"
+            progress = self.answer() or planned or not self.alive()
+            assert progress, "requests are alive, but nothing is planned or in flight"
             self.check()
         assert not self.alive(), "no end in sight"
         while self.answer():
@@ -434,6 +442,41 @@ class World:
         assert not self.scheduler.kv._pending
         rows = self.scheduler._planner.rows
         assert rows.num_free + len(rows._dropped) == len(rows._holders), "row numbers are lost"
+
+
+class DeadlyWorld(World):
+    """Some requests kill the worker with their third token; nobody else is ever to blame."""
+
+    def is_killer(self, request: Request) -> bool:
+        return request.sampling.seed == 2 and len(request.prompt_token_ids) % 4 == 0
+
+    def kills(self, row: FakeRow) -> bool:
+        killing = row.sampling.seed == 2 and row.num_prompt_tokens % 4 == 0
+        return killing and len(row.history) - row.num_prompt_tokens >= 2
+
+    def answer(self) -> bool:
+        try:
+            return super().answer()
+        except WorkerKilled:
+            super().recover(blames_step=True)
+            return True
+
+    def recover(self, blames_step: bool) -> None:
+        super().recover(blames_step=False)
+
+    def drain(self) -> None:
+        super().drain()
+        for name, received in self.received.items():
+            assert received.finished is not None
+            refused = received.finished.reason is FinishReason.KILLED_WORKER
+            assert not refused or self.is_killer(received.request), f"request {name} is innocent"
+        assert not self.scheduler._suspects
+        assert not self.scheduler._suspects._records
+
+
+@pytest.fixture(scope="session")
+def deadly_world_type() -> type[DeadlyWorld]:
+    return DeadlyWorld
 
 
 @pytest.fixture(scope="session")

@@ -113,15 +113,17 @@ async def test_no_token_is_lost_repeated_or_changed(new_engine, submit, seed, bl
     await engine.wait_idle()
     for received in requests:
         received.check_end()
-        assert received.finished.reason in (FinishReason.LENGTH, FinishReason.STOP)
+    # Blamed again and again without a culprit, the steps convict somebody in the end.
+    num_whole = sum(r.finished.reason in (FinishReason.LENGTH, FinishReason.STOP) for r in requests)
+    assert num_whole >= (len(requests) - 5 if blames_step else len(requests))
     stats = engine.stats()
     assert (stats.restarts, stats.kv_usage, stats.running, stats.waiting) == (20, 0.0, 0, 0)
     assert max(received.finished.timings.restarts for received in requests) > 1
 
 
 def poisoned(row):
-    """Kills as soon as its prompt is computed."""
-    return row.num_computed == row.num_prompt_tokens and row.history[:2] == [POISON, POISON]
+    """Kills when its first output is computed."""
+    return len(row.history) > row.num_prompt_tokens and row.history[:2] == [POISON, POISON]
 
 
 @pytest.mark.parametrize("place", [0, 40, 63])
@@ -143,7 +145,7 @@ async def test_reliability_figure_14_one_killer_among_64_is_refused_alone(new_en
 
 async def test_killers_in_every_place_and_with_every_feature(new_engine, submit):
     def kills(row):
-        return row.history[0] == POISON and row.num_computed >= row.num_prompt_tokens + row.history[1]
+        return row.history[0] == POISON and len(row.history) >= row.num_prompt_tokens + row.history[1]
 
     rng = random.Random(1)
     executor = FakeExecutor(num_blocks=60, vocab_size=VOCAB_SIZE, kills=kills)

@@ -140,6 +140,15 @@ def test_reliability_figure_1_10000_sequences_of_200_operations(world_type):
     explore(world_type, 10_000, 200)
 
 
+def test_reliability_figure_14_500_sequences_with_killers(deadly_world_type):
+    explore(deadly_world_type, 500, 20)
+
+
+@pytest.mark.soak
+def test_reliability_figure_14_5000_sequences_of_100_operations_with_killers(deadly_world_type):
+    explore(deadly_world_type, 5000, 100)
+
+
 # Planted bugs: the checker must find each of them
 
 

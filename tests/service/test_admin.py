@@ -56,7 +56,9 @@ async def code_of(call):
 
 
 def slow(seconds_per_step=0.005):
-    return FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=seconds_per_step)
+    return FakeExecutor(
+        vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=seconds_per_step
+    )
 
 
 def start(max_tokens=4, text="hi"):
@@ -117,7 +119,9 @@ class TestListening:
         executor = slow()
         executor.start = None  # it must not come to that
         taken = service.server.admin_target
-        with pytest.raises(ListenError, match=f"--admin-listen {taken}: the port is in use; stop what uses it or choose"):
+        with pytest.raises(
+            ListenError, match=f"--admin-listen {taken}: the port is in use; stop what uses it or choose"
+        ):
             await start_service(executor, admin_listen=taken)
 
     async def test_a_unix_socket_is_this_users_alone_and_goes_with_the_service(self, start_service, tmp_path):
@@ -153,7 +157,11 @@ class TestWhoMay:
                 assert await code_of(raw_call(service.admin_channel, name, metadata)) is grpc.StatusCode.UNAUTHENTICATED
             for whose, key in KEYS.items():
                 code = await code_of(raw_call(service.admin_channel, name, bearer(key)))
-                assert (code is not grpc.StatusCode.PERMISSION_DENIED) is (whose == "an operator's"), (name, whose, code)
+                assert (code is not grpc.StatusCode.PERMISSION_DENIED) is (whose == "an operator's"), (
+                    name,
+                    whose,
+                    code,
+                )
 
     async def test_without_keys_this_machine_may(self, start_service):
         service = await start_service(admin_listen=ANY_PORT)
@@ -182,7 +190,9 @@ class TestWhoMay:
 class TestDraining:
     """Out of the rotation and back, or to the end."""
 
-    async def test_drain_refuses_what_is_new_and_finishes_the_rest_and_resume_undoes_it(self, start_service, new_reading):
+    async def test_drain_refuses_what_is_new_and_finishes_the_rest_and_resume_undoes_it(
+        self, start_service, new_reading
+    ):
         service = await start_service(slow(), admin_listen=ANY_PORT)
         watcher = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watcher.read()).status == SERVING
@@ -196,7 +206,7 @@ class TestDraining:
             await complete(service)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         await reading.read_until(stream, lambda r: bool(r.outcomes[0].finished))
-        assert len(reading.outcomes[0].token_ids) == 50
+        assert reading.outcomes[0].text == "a" * 50
         assert reading.outcomes[0].finished[0].status.code == 0
         states = [message.heartbeat.state for message in reading.messages if message.HasField("heartbeat")]
         assert states == [pb.SERVICE_STATE_DRAINING]

@@ -277,7 +277,8 @@ async def fuzz(start_service: Any, caplog: Any, num_messages: int, seed: int) ->
     assert not fuzzer.faults, "\n".join(fuzzer.faults[:5])
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     async with asyncio.timeout(LIMIT_S):
-        while service.server._running.generation.num_live:  # of calls that the client has left
+        # Of calls that the client has left.
+        while service.server._running.generation.num_live:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
     assert service.engine.stats().requests == 0
     assert service.blocks_in_use == 0

@@ -49,7 +49,10 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
         ("[a]: {}", "must have names as keys"),
         ("a/b: {}", "'a/b': is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]"),
         (f"{'a' * 65}: {{}}", "is no tenant's name"),
-        ("acme: {wait: 2}", "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests"),
+        (
+            "acme: {wait: 2}",
+            "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests",
+        ),
         ("acme: {weight: 0}", "acme: weight: must be 0.001 to 1,000; it is 0"),
         ("acme: {weight: .nan}", "acme: weight: must be a number of 0.001 to 1,000; it is '.nan'"),
         ("acme: {weight: nan}", "acme: weight: must be 0.001 to 1,000; it is nan"),

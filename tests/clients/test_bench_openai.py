@@ -1,0 +1,214 @@
+"""The load generator against servers with OpenAI's API: what is sent, and the kinds of streams that servers answer with."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from penstock.clients.bench_call import OK
+from penstock.clients.bench_lengths import Uniform
+from penstock.clients.bench_load import ClosedLoop, RandomLoad
+from penstock.clients.bench_openai import OpenAiCaller
+from penstock.clients.bench_run import run
+from penstock.clients.connection import Connection
+from penstock.clients.errors import PenstockError
+
+
+class HttpServer:
+    """Answers as ``style`` says: like vLLM, SGLang, llama.cpp, or wrong."""
+
+    def __init__(self, style="vllm"):
+        self.style = style
+        self.bodies = []
+        self.headers = {}
+        self.open = self.broken_off = 0
+        self.target = ""
+
+    async def models(self, request):
+        if self.style == "no models":
+            return web.Response(text="<html>")
+        return web.json_response({"data": [{"id": "m", "max_model_len": 500}, {"id": "other"}]})
+
+    async def complete(self, request):
+        body = await request.json()
+        self.headers = dict(request.headers)
+        self.bodies.append(body)
+        if self.style == "busy":
+            return web.json_response({"error": "too many"}, status=429, headers={"Retry-After": "2"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.open += 1
+        try:
+            for event in self._events(body):
+                await response.write(
+                    b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\r\n\r\n"
+                )
+                await asyncio.sleep(0.001)
+            if self.style == "hang":
+                await asyncio.sleep(30)
+            if self.style != "breaks off":
+                await response.write(b": a comment\n\ndata: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.broken_off += 1
+            raise
+        finally:
+            self.open -= 1
+        return response
+
+    def _events(self, body):
+        chat, count = "messages" in body, body["max_tokens"]
+        prompt = body.get("prompt") or [1] * 7
+        if self.style == "wrong":
+            yield b"{]"
+        if self.style == "error":
+            yield {"error": {"message": "the engine died"}}
+            return
+        for i in range(count):
+            choice = {"index": 0, "finish_reason": None, **({"delta": {"content": "x"}} if chat else {"text": " x"})}
+            event = {"id": "cmpl-1", "choices": [choice]}
+            if self.style == "vllm":
+                choice["token_ids"] = [i]
+            if self.style == "sglang":  # usage so far in every event, and two tokens in each
+                event["usage"] = {"prompt_tokens": len(prompt), "completion_tokens": 2 * i + 2}
+            yield event
+            if self.style in ("hang", "breaks off"):
+                return
+        last = {} if self.style == "sglang" else {"text": ""}
+        yield {"id": "cmpl-1", "choices": [{"index": 0, "finish_reason": "length", **last}]}
+        total = count * {"sglang": 2, "llama.cpp": 3}.get(self.style, 1)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        yield {"id": "cmpl-1", "choices": [], "usage": usage}
+
+    @asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/chat/completions", self.complete)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.target = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+def load(num_requests=3, **known):
+    shape = {"arrivals": ClosedLoop(2), "prompt_tokens": Uniform(7, 7), "output_tokens": Uniform(5, 5)}
+    return RandomLoad(vocab_size=50, num_requests=num_requests, **{**shape, **known})
+
+
+async def asked(style, **known):
+    caller_options = {name: known.pop(name) for name in ("endpoint", "timeout_s") if name in known}
+    async with HttpServer(style).serving() as server:
+        async with OpenAiCaller(Connection(server.target, api_key="k"), model="m", **caller_options) as caller:
+            report = await run(load(**known), caller)
+        return server, report
+
+
+async def test_what_is_sent():
+    server, report = await asked("vllm", options={"temperature": 0, "ignore_eos": True, "return_token_ids": None})
+    assert [record.status for record in report.records] == [OK] * 3
+    sent = [record.request.prompt_token_ids for record in report.records]
+    assert sorted(body["prompt"] for body in server.bodies) == sorted(sent)
+    body = server.bodies[0]
+    assert {name: body[name] for name in ("model", "max_tokens", "stream", "temperature", "ignore_eos")} == {
+        "model": "m",
+        "max_tokens": 5,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    assert body["stream_options"]["include_usage"]
+    assert "return_token_ids" not in body  # it was taken out
+    assert server.headers["Authorization"] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    ("style", "num_tokens", "ids"), [("vllm", 5, [0, 1, 2, 3, 4]), ("sglang", 10, []), ("llama.cpp", 15, [])]
+)
+async def test_tokens_are_counted_as_the_server_tells_them(style, num_tokens, ids):
+    _, report = await asked(style)
+    for record in report.records:
+        assert (record.status, record.error) == (OK, "")
+        assert record.output_tokens == num_tokens
+        assert record.token_ids == ids
+        assert sum(record.message_tokens) == (5 if style == "llama.cpp" else num_tokens)
+        assert (record.prompt_tokens, record.cached_tokens) == (7, 4)
+        assert (record.finish_reason, record.request_id) == ("length", "cmpl-1")
+        assert list(record.message_s) == sorted(record.message_s)
+        assert record.sent_s < record.message_s[0] <= record.ended_s
+
+
+async def test_turns_send_the_whole_context_again():
+    server, report = await asked("vllm", turns=2, num_requests=2)
+    first, second = (record.request.prompt_token_ids for record in report.records)
+    assert server.bodies[1]["prompt"] == [*first, 0, 1, 2, 3, 4, *second]
+
+
+async def test_chat_gets_words():
+    server, _ = await asked("vllm", endpoint="/v1/chat/completions", turns=2, num_requests=2)
+    roles = [message["role"] for message in server.bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert server.bodies[1]["messages"][1]["content"] == "xxxxx"
+    words = server.bodies[0]["messages"][0]["content"].split()
+    assert len(words) == 7
+    assert server.bodies[1]["messages"][0] == server.bodies[0]["messages"][0]
+
+
+@pytest.mark.parametrize(
+    ("style", "status", "error"),
+    [
+        ("busy", "HTTP 429", "too many"),
+        ("error", "ERROR", "the engine died"),
+        ("wrong", "BAD_ANSWER", "no event of a completion: {]"),
+        ("breaks off", "UNAVAILABLE", "broke off"),
+    ],
+)
+async def test_failures_are_told(style, status, error):
+    _, report = await asked(style, num_requests=1)
+    (record,) = report.records
+    assert record.status == status
+    assert error in record.error
+    assert record.ended_s >= record.sent_s
+    assert record.retry_after_s == (2.0 if style == "busy" else None)
+
+
+async def test_a_deadline_and_an_early_end_close_the_connection():
+    server, report = await asked("hang", num_requests=1, timeout_s=0.05)
+    assert report.records[0].status == "DEADLINE_EXCEEDED"
+    assert report.records[0].output_tokens == 1
+    assert (server.open, server.broken_off) == (0, 1)
+
+
+async def test_the_servers_model():
+    async with HttpServer().serving() as server:
+        async with OpenAiCaller(Connection(server.target)) as caller:
+            model = await caller.model()
+            assert (model.name, model.max_model_len) == ("m", 500)
+        async with OpenAiCaller(Connection(server.target.removeprefix("http://")), model="other") as caller:
+            assert (await caller.model()).max_model_len is None
+        async with OpenAiCaller(Connection(server.target), model="x") as caller:
+            with pytest.raises(PenstockError, match="--model: .* serves m, other, not x"):
+                await caller.model()
+        server.style = "no models"
+        async with OpenAiCaller(Connection(server.target)) as caller:
+            with pytest.raises(PenstockError, match="something else than a list of models"):
+                await caller.model()
+
+
+async def test_no_server():
+    async with OpenAiCaller(Connection("127.0.0.1:1")) as caller:
+        with pytest.raises(PenstockError, match=r"no server answers at http://127\.0\.0\.1:1"):
+            await caller.model()
+        report = await run(load(1), caller)
+    assert report.failures == {"UNAVAILABLE": 1}

@@ -1,0 +1,176 @@
+"""What a timeline says a request waited for, plan by plan."""
+
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.policy import Policy
+from penstock.scheduler.request import Change, FinishReason
+from penstock.scheduler.timeline import Kind
+
+
+def config(**changes):
+    return SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 16} | changes)
+
+
+def prompt(length, first=0):
+    return [(first + position) % 7 for position in range(length)]
+
+
+@pytest.fixture
+def new_world(world_type):
+    def make(num_blocks=64, **changes):
+        return world_type(num_blocks, config(**changes))
+
+    return make
+
+
+def steps(world, number):
+    for _ in range(number):
+        world.schedule()
+        world.answer()
+        world.check()
+
+
+def finish(world):
+    while world.alive():
+        steps(world, 1)
+
+
+def told(world, name, *kinds):
+    """What is known of a request, or of these kinds of it."""
+    return [entry for entry in world.scheduler.explain(name).entries() if not kinds or entry.kind in kinds]
+
+
+def waits(world, name):
+    """What it waited for; what it was told to wait for when it came is left out."""
+    return [entry.detail for entry in told(world, name, Kind.WAITED, Kind.HELD)][1:]
+
+
+def test_too_few_blocks(new_world, new_request):
+    world = new_world(num_blocks=10)
+    world.add(new_request("large", prompt(15), max_tokens=4))
+    steps(world, 1)
+    world.add(new_request("larger", prompt(28, first=3), max_tokens=4))
+    finish(world)
+    assert waits(world, "larger") == ["6 free blocks, 7 needed"]
+
+
+def test_every_row_runs(new_world, new_request):
+    world = new_world(max_num_seqs=1)
+    world.add(new_request("runs", prompt(8), max_tokens=6))
+    steps(world, 1)
+    world.add(new_request("first", prompt(5, first=1)))
+    world.add(new_request("second", prompt(5, first=2)))
+    steps(world, 1)
+    assert waits(world, "first") == ["all 1 rows run"]
+    (first_cause,) = told(world, "second", Kind.WAITED)
+    assert first_cause.detail == "behind 1 others"
+    finish(world)
+
+
+def test_the_step_is_spent_on_others(new_world, new_request):
+    world = new_world()
+    world.add(new_request("long", prompt(32)))
+    world.add(new_request("next", prompt(4, first=3)))
+    finish(world)
+    assert waits(world, "next") == ["the step's 16 tokens are spent on others"]
+
+
+def test_another_computes_its_prefix(new_world, new_request):
+    world = new_world(max_num_batched_tokens=64)
+    world.add(new_request("one", prompt(20)))
+    world.add(new_request("two", prompt(20)))
+    finish(world)
+    assert waits(world, "two") == ["its prefix is being computed by another request"]
+
+
+def test_its_own_last_answer(new_world, new_request):
+    world = new_world(num_blocks=4)
+    world.add(new_request("first", prompt(7), max_tokens=6))
+    world.add(new_request("second", prompt(7, first=3), max_tokens=6))
+    finish(world)
+    preempted = told(world, "second", Kind.PREEMPTED)
+    assert [entry.detail for entry in preempted] == ["no block was free, and first needed 1"]
+    after = [entry for entry in told(world, "second") if entry.at >= preempted[0].at][1:]
+    assert [entry.kind for entry in after] == [
+        *(Kind.WAITED, Kind.WAITED),
+        *(Kind.BEGAN, Kind.PREFILLED, Kind.DECODED, Kind.ENDED),
+    ]
+    assert after[0].detail == "the answer of the step that it was last in"
+
+
+def test_one_that_goes_first_takes_its_row(new_world, new_request):
+    world = new_world(max_num_seqs=1, policy=Policy.PRIORITY)
+    world.add(new_request("slow", prompt(5), max_tokens=20, priority=5))
+    steps(world, 3)
+    world.add(new_request("urgent", prompt(5, first=2), priority=-1))
+    finish(world)
+    preempted = told(world, "slow", Kind.PREEMPTED)
+    assert [entry.detail for entry in preempted] == ["there was no room for urgent, which goes first"]
+    assert waits(world, "slow")[-1] == "all 1 rows run"
+
+
+def test_the_new_worker_then_a_trial(new_world, new_request):
+    """After two fatal steps one half of those that were in them waits for the other."""
+    world = new_world()
+    for name in ("a", "b"):
+        world.add(new_request(name, prompt(8, first=ord(name)), max_tokens=8))
+    world.add(new_request("later", prompt(4)))
+    steps(world, 2)
+    world.schedule()
+    world.die(blames_step=True)
+    for name in ("a", "b", "later"):
+        assert waits(world, name)[-1] == "the new worker"
+    world.schedule()
+    world.die(blames_step=True)
+    steps(world, 1)
+    assert [name for name in world.received if told(world, name, Kind.HELD)] == ["b"]
+    finish(world)
+    for name in ("a", "b", "later"):
+        assert len(told(world, name, Kind.RESTARTED)) == 2
+        assert told(world, name)[-1].detail == "LENGTH"
+
+
+def test_what_waits_while_nobody_reads(new_world, new_request):
+    world = new_world()
+    world.add(new_request("runs", prompt(5), max_tokens=8))
+    steps(world, 2)
+    world.scheduler.hold("runs", True)
+    steps(world, 4)
+    assert waits(world, "runs") == ["nobody reads its stream"]
+    world.scheduler.hold("runs", False)
+    finish(world)
+    decoded = told(world, "runs", Kind.DECODED)
+    assert [entry.num_tokens for entry in decoded] == [2, 6]
+    steps_told = [(entry.first_step, entry.last_step) for entry in decoded]
+    assert steps_told == [(0, 1), (2, 7)]
+
+
+def test_a_limit_that_is_raised_at_the_end(new_world, new_request):
+    """The steps of a row are told right also if it was thought complete and then goes on."""
+    world = new_world()
+    world.add(new_request("a", prompt(5), max_tokens=2))
+    world.add(new_request("b", prompt(5, first=2), max_tokens=12))
+    world.schedule()
+    world.schedule()
+    world.answer()
+    world.schedule()  # without a: its last token is on its way
+    world.received["a"].limits = {0: 5}
+    world.scheduler.update_request("a", Change(max_tokens=5))
+    finish(world)
+    (decoded,) = told(world, "a", Kind.DECODED)
+    assert decoded.num_tokens == 5
+    assert (decoded.first_step, decoded.last_step) == (0, 5)
+
+
+def test_one_that_never_began(new_world, new_request):
+    world = new_world(max_num_seqs=1)
+    world.add(new_request("runs", prompt(5), max_tokens=9))
+    steps(world, 1)
+    world.add(new_request("waits", prompt(5, first=2)))
+    steps(world, 2)
+    world.scheduler.abort("waits", FinishReason.DEADLINE)
+    assert {entry.kind for entry in told(world, "waits")} == {Kind.ACCEPTED, Kind.WAITED, Kind.ENDED}
+    timeline = world.scheduler.explain("waits")
+    assert (timeline.ended_by, timeline.first_token_at) == ("DEADLINE", None)
+    finish(world)

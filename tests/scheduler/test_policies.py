@@ -1,0 +1,357 @@
+"""Who goes first, who gives way and who may overtake, under each policy."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.scheduler.beginnings import MAX_OVERTAKEN
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.policy import PATIENCE_S, Policy
+from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
+
+
+def config(**changes):
+    return SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 64} | changes)
+
+
+def prompt(length, first=0):
+    return [(first + position * position // 5) % 7 for position in range(length)]
+
+
+def begun(world):
+    """The requests that begin in the next plan."""
+    assert world.schedule(), "nothing is planned"
+    rows = world.scheduler._planner.rows
+    return [rows.current(added.row).live.request.request_id for added in world.plans[-1].added]
+
+
+def step(world):
+    """A plan and its answer; returns who begins."""
+    names = begun(world)
+    world.answer()
+    world.check()
+    return names
+
+
+def learn(world, new_request):
+    """Has the scheduler find out that a step takes a second, whatever is in it."""
+    for number in range(3):
+        world.add(new_request(f"teacher {number}", prompt(8), max_tokens=20))
+        world.drain()
+
+
+# Overtaking -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_does_not_fit_is_overtaken_but_does_not_starve(world_type, new_request):
+    world = world_type(12, config(enable_prefix_caching=False))  # of four tokens
+    world.add(new_request("first", prompt(24), max_tokens=8))
+    assert step(world) == ["first"]
+    world.add(new_request("large", prompt(36, first=1), max_tokens=8))
+    small = 0
+    while world.received["large"].finished is None and small < 10 * MAX_OVERTAKEN:
+        world.add(new_request(f"small {small}", prompt(2, first=small), max_tokens=2))
+        small += 1
+        names = step(world)
+        if "large" in names:
+            break
+    overtook = [name for name, one in world.received.items() if name.startswith("small") and one.finished is not None]
+    assert overtook, "nobody could pass the request that did not fit"
+    assert world.received["large"].finished is None, "it runs"
+    assert small <= 2 * MAX_OVERTAKEN, "it starves"
+    world.drain()
+
+
+def test_a_request_that_does_not_fit_is_passed_no_more_often_than_allowed(world_type, new_request):
+    world = world_type(12, config(enable_prefix_caching=False))
+    world.add(new_request("first", prompt(24), max_tokens=20))
+    step(world)
+    world.add(new_request("large", prompt(36, first=1), max_tokens=8))
+    choice = world.scheduler._requests["large"].choices[0]
+    step(world)
+    choice.num_overtaken = MAX_OVERTAKEN  # as if so many had passed
+    world.add(new_request("small", prompt(2), max_tokens=2))
+    assert step(world) == []
+    assert world.received["small"].token_ids == {}
+    world.drain()
+
+
+# Preemption -----------------------------------------------------------------------------------------------------------
+
+
+def test_preemption_takes_what_has_the_least_to_compute_again(world_type, new_request):
+    """Of two rows that came later, the one with the shorter history gives way, though it is not the last."""
+    world = world_type(11, config(enable_prefix_caching=False))
+    world.add(new_request("first", prompt(11), max_tokens=30))
+    world.add(new_request("short", prompt(5, first=1), max_tokens=14))
+    world.add(new_request("long", prompt(22, first=2), max_tokens=14))
+    while not world.scheduler.counters.preemptions:
+        step(world)
+    assert world.scheduler._requests["short"].timings.preemptions == 1
+    assert world.scheduler._requests["long"].timings.preemptions == 0
+    world.drain()
+
+
+def test_blocks_that_others_hold_are_nothing_to_compute_again(world_type, new_request):
+    world = world_type(20, config())
+    shared = prompt(24)
+    world.add(new_request("first", shared, max_tokens=20))
+    step(world)
+    step(world)
+    world.add(new_request("own", prompt(13, first=3), max_tokens=20))
+    world.add(new_request("sharing", [*shared, 3, 1], max_tokens=16))
+    while not world.scheduler.counters.preemptions:
+        step(world)
+    assert world.scheduler._requests["sharing"].timings.preemptions == 1
+    world.drain()
+
+
+def test_a_higher_priority_takes_a_row(world_type, new_request):
+    world = world_type(50, config(policy=Policy.PRIORITY, max_num_seqs=2))
+    world.add(new_request("low", prompt(8), max_tokens=20, priority=5))
+    world.add(new_request("middle", prompt(8, first=1), max_tokens=20, priority=1))
+    step(world)
+    world.add(new_request("equal", prompt(8, first=2), max_tokens=20, priority=5))
+    assert step(world) == []
+    world.add(new_request("high", prompt(8, first=3), max_tokens=20, priority=0))
+    assert step(world) == ["high"]
+    assert world.scheduler._requests["low"].timings.preemptions == 1
+    world.drain()
+
+
+def test_a_higher_priority_takes_blocks(world_type, new_request):
+    world = world_type(12, config(policy=Policy.PRIORITY, enable_prefix_caching=False))
+    world.add(new_request("low", prompt(30), max_tokens=10, priority=5))
+    step(world)
+    world.add(new_request("high", prompt(30, first=3), max_tokens=10, priority=0))
+    assert [name for _ in range(3) for name in step(world)] == ["high"]
+    world.drain()
+
+
+# Tenants' turns -------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_take_turns(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    for number in range(4):
+        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=3))
+    for number in range(2):
+        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=3))
+    order = []
+    while world.alive():
+        order += step(world)
+    assert order[:4] in (["a0", "b0", "a1", "b1"], ["a0", "b0", "b1", "a1"])
+    assert order[4:] == ["a2", "a3"]
+
+
+def test_turns_go_by_weight(world_type, new_request):
+    tenants = {"a": TenantLimits(weight=3.0)}
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1, max_queued_requests=100, tenants=tenants))
+    for number in range(12):
+        for tenant in "ab":
+            world.add(new_request(f"{tenant}{number}", prompt(8, first=number), tenant=tenant, max_tokens=4))
+    order = []
+    while len(order) < 12:
+        order += step(world)
+    assert sum(name.startswith("a") for name in order) == 9
+    world.drain()
+
+
+def test_nothing_is_held_back_for_a_tenant_that_asks_for_nothing(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, tenants={"quiet": TenantLimits(weight=1000.0)}))
+    for number in range(5):
+        world.add(new_request(str(number), prompt(4, first=number), tenant="busy"))
+    assert step(world) == ["0", "1", "2", "3", "4"]
+    world.drain()
+
+
+def test_a_tenant_with_more_than_its_share_gives_a_row(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=4))
+    for number in range(9):
+        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=30))
+    step(world)
+    for number in range(3):
+        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=30))
+    names = [name for _ in range(6) for name in step(world)]
+    assert names == ["b0", "b1"], "it gets its half of the rows, and no more"
+    world.drain()
+
+
+def test_nobody_saves_up_turns(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    for number in range(6):
+        world.add(new_request(f"a{number}", prompt(20, first=number), tenant="a", max_tokens=6))
+    for _ in range(20):
+        step(world)
+    # Had it kept its turn from the time when it asked for nothing, it would now go first three times.
+    for number in range(3):
+        world.add(new_request(f"b{number}", prompt(20, first=number), tenant="b", max_tokens=6))
+    order = []
+    while len(order) < 4:
+        order += step(world)
+    assert sum(name.startswith("a") for name in order) >= 1
+    world.drain()
+
+
+# Deadlines ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_slack_goes_first(world_type, new_request):
+    world = world_type(100, config(policy=Policy.DEADLINE, max_num_seqs=1))
+    world.add(new_request("none", prompt(4), max_tokens=2))
+    world.add(new_request("late", prompt(4, first=1), max_tokens=2, deadline=PATIENCE_S / 2))
+    world.add(new_request("soon", prompt(4, first=2), max_tokens=2, deadline=PATIENCE_S / 3))
+    order = []
+    while world.alive():
+        order += step(world)
+    assert order == ["soon", "late", "none"]
+
+
+def test_what_can_no_longer_meet_its_deadline_costs_no_step(world_type, new_request):
+    world = world_type(100, config(policy=Policy.DEADLINE, max_num_seqs=1))
+    learn(world, new_request)
+    world.add(new_request("running", prompt(4), max_tokens=10))
+    step(world)
+    hopeless = world.add(new_request("hopeless", prompt(4, first=1), max_tokens=10, deadline=world.now + 28))
+    # With less slack, it goes first: then there is no time for the other any more.
+    urgent = world.add(new_request("urgent", prompt(4, first=2), max_tokens=10, deadline=world.now + 26))
+    prefilled = world.scheduler.counters.prefill_tokens
+    world.drain()
+    assert urgent.finished.reason is FinishReason.LENGTH
+    assert hopeless.finished.reason is FinishReason.DEADLINE
+    assert hopeless.finished.usage.output_tokens == 0
+    assert world.scheduler.counters.prefill_tokens == prefilled + 4
+
+
+def test_what_cannot_meet_its_deadline_is_refused_with_a_hint(world_type, new_request):
+    world = world_type(100, config(max_num_seqs=1))
+    learn(world, new_request)
+    for number in range(4):
+        world.add(new_request(str(number), prompt(8, first=number), max_tokens=20))
+    with pytest.raises(Refused) as refused:
+        world.scheduler.add(new_request("late", prompt(8), max_tokens=2, deadline=world.now + 40))
+    assert refused.value.kind is RefusalKind.OVERLOADED
+    assert 30_000 < refused.value.retry_after_ms < 60_000
+    world.drain()
+
+
+def test_a_limit_that_no_deadline_allows_is_no_reason_to_refuse(world_type, new_request):
+    """Its caller gets what there is at the deadline."""
+    world = world_type(100, config())
+    learn(world, new_request)
+    assert world.add(new_request("long", prompt(8), max_tokens=30, deadline=world.now + 9)) is not None
+    world.drain()
+
+
+# Tenants' caps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenants_caps(world_type, new_request):
+    caps = TenantLimits(max_prompt_tokens=8, max_tokens=5, max_live_requests=2)
+    world = world_type(100, config(tenants={"a": caps}))
+
+    def refusal(**fields):
+        with pytest.raises(Refused) as refused:
+            world.scheduler.add(new_request("refused", **{"prompt": prompt(8), "tenant": "a"} | fields))
+        return refused.value.kind
+
+    assert refusal(prompt=prompt(9)) is RefusalKind.TENANT_CAP
+    assert refusal(max_tokens=6) is RefusalKind.TENANT_CAP
+    lowered = world.add(new_request("lowered", prompt(8), tenant="a", max_tokens=30, max_tokens_is_default=True))
+    lowered.limits[0] = 5
+    world.add(new_request("second", prompt(8), tenant="a", max_tokens=5))
+    assert refusal(max_tokens=5) is RefusalKind.TENANT_BUSY
+    world.add(new_request("other", prompt(9), tenant="b", max_tokens=30))
+    world.drain()
+    assert world.add(new_request("again", prompt(8), tenant="a", max_tokens=5)) is not None
+    world.drain()
+
+
+# Streams that nobody reads --------------------------------------------------------------------------------------------
+
+
+def test_a_held_request_is_in_no_plan_and_goes_on_when_it_is_released(world_type, new_request):
+    world = world_type(100, config())
+    for name in ("held", "other"):
+        world.add(new_request(name, prompt(8, first=len(name)), max_tokens=12))
+    step(world)
+    world.scheduler.hold("held", True)
+    while world.received["other"].finished is None:
+        step(world)
+    assert len(world.received["held"].token_ids[0]) == 1
+    assert not world.schedule()
+    world.scheduler.hold("held", False)
+    world.drain()
+
+
+def test_a_held_request_gives_way_to_whoever_waits(world_type, new_request):
+    world = world_type(12, config(enable_prefix_caching=False, max_num_seqs=2))
+    world.add(new_request("held", prompt(30), max_tokens=10))
+    step(world)
+    world.scheduler.hold("held", True)
+    world.add(new_request("waiting", prompt(30, first=1), max_tokens=4))
+    assert step(world) == ["waiting"]
+    while world.received["waiting"].finished is None:
+        step(world)
+    assert world.scheduler._requests["held"].timings.preemptions == 1
+    world.scheduler.hold("held", False)
+    world.drain()
+
+
+# Changes --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_limit_ends_a_request_at_once(world_type, new_request):
+    world = world_type(100, config())
+    received = world.add(new_request("one", prompt(8), max_tokens=30))
+    for _ in range(6):
+        step(world)
+    received.limits[0] = 6
+    assert world.scheduler.update_request("one", Change(max_tokens=3))
+    assert received.finished.reason is FinishReason.LENGTH
+    assert received.finished.usage.output_tokens == 6
+    assert not world.scheduler.update_request("one", Change(max_tokens=3))
+    world.drain()
+
+
+def test_a_higher_limit_lets_a_request_go_on(world_type, new_request):
+    world = world_type(100, config())
+    received = world.add(new_request("one", prompt(8), max_tokens=4))
+    step(world)
+    assert world.scheduler.update_request("one", Change(max_tokens=20))
+    received.limits[0] = 20
+    world.drain()
+    assert received.finished.usage.output_tokens == 20
+
+
+def test_a_limit_that_never_fits_is_refused_and_changes_nothing(world_type, new_request):
+    world = world_type(5, config())
+    received = world.add(new_request("one", prompt(8), max_tokens=4))
+    with pytest.raises(Refused) as refused:
+        world.scheduler.update_request("one", Change(max_tokens=30))
+    assert refused.value.kind is RefusalKind.TOO_LARGE
+    world.drain()
+    assert received.finished.usage.output_tokens == 4
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_limits_and_policy_change_while_requests_run(world_type, new_request, max_num_seqs):
+    world = world_type(60, config())
+    for number in range(8):
+        sampling = SamplingParams(seed=number, temperature=1.0)
+        tenant = "ab"[number % 2]
+        world.add(new_request(str(number), prompt(8, first=number), max_tokens=12, sampling=sampling, tenant=tenant))
+    for policy in Policy:
+        world.config = replace(world.config, policy=policy, max_num_seqs=max_num_seqs, target_itl_s=0.05)
+        world.scheduler.reconfigure(world.config)
+        step(world)
+        assert world.scheduler.num_running <= max_num_seqs
+    world.drain()
+    assert {one.finished.reason for one in world.received.values()} == {FinishReason.LENGTH}
+
+
+def test_more_rows_than_the_worker_has_are_refused_by_name(world_type):
+    world = world_type(60, config())
+    with pytest.raises(ValueError, match="max_num_seqs is 9; the worker was started with 5"):
+        world.scheduler.reconfigure(replace(world.config, max_num_seqs=9))
