@@ -97,10 +97,11 @@ class _Sender:
 
     async def _send_in_turn(self, conversations: Iterator[Sequence[Request]]) -> None:
         """One place of a closed loop."""
+        last: Record | None = None
         while not self._is_over(time.perf_counter()) and (conversation := next(conversations, None)) is not None:
-            last = await self._converse(conversation)
             if last is not None and not last.is_ok:  # or a service that refuses would be asked as fast as we can
                 await asyncio.sleep(max(_PAUSE_AFTER_FAILURE_S, last.retry_after_s or 0))
+            last = await self._converse(conversation)
 
     async def _send_at_times(self, conversations: Iterator[Sequence[Request]], group: asyncio.TaskGroup) -> None:
         outstanding: set[asyncio.Task[Record | None]] = set()
@@ -125,7 +126,7 @@ class _Sender:
                 due_s = self.began_s + request.arrival_s
                 if past:
                     due_s = max(due_s, free_s)
-            if past and self._is_over(due_s):
+            if self._is_over(due_s):
                 break
             await _sleep_until(due_s)
             sent_s = time.perf_counter()

@@ -165,7 +165,9 @@ def _chunks(entry: pb.TimelineEntry) -> str:
 
 
 def _speed(entry: pb.TimelineEntry) -> str:
-    return f", {entry.num_tokens / entry.duration_us * 1e6:,.0f} a second" if entry.duration_us else ""
+    # Its time begins with its first token.
+    following = entry.num_tokens - 1
+    return f", {following / entry.duration_us * 1e6:,.0f} a second" if entry.duration_us and following > 0 else ""
 
 
 def _steps(entry: pb.TimelineEntry) -> str:

@@ -312,7 +312,7 @@ class Planner:
             self._publish(choice, choice.num_planned // self.kv.block_size)
             if choice.num_planned == choice.prefill_end:
                 self.running.promote(choice)
-                choice.live.timeline.decodes(choice.index, plan.step)
+                choice.live.timeline.will_decode(choice.index, plan.step)
 
     def _publish(self, choice: Choice, num_full: int) -> None:
         kv = self.kv

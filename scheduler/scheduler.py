@@ -265,6 +265,10 @@ class Scheduler:
         self.outlook.answered(result.computed_us * 1e-6)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
+        for chunk in plan.chunks:
+            choice = self._planner.rows.current(chunk.row)
+            if choice.row == chunk.row and chunk.end == choice.prefill_end:
+                choice.live.timeline.decodes(choice.index, plan.step)
         for row in result.rows:
             self._apply(row)
         self._planner.rows.reclaim(plan.dropped)
@@ -344,7 +348,7 @@ class Scheduler:
         live = choice.live
         if live.first_token_at is None:
             live.first_token_at = self._clock()
-            live.timeline.first_token()
+            live.timeline.first_token(live.first_token_at)
         try:
             delta = choice.delivery.take(token_ids, logprobs)
         except Exception:

@@ -45,7 +45,7 @@ class Cause(Enum):
     LAST_ANSWER = "the answer of the step that it was last in"
     ROOM_FOR_OLDER = "an older request that needs {} blocks goes first"
     WORKER = "the new worker"
-    SUSPECT = "it was in a step that ended the worker: it runs again when fewer run beside it"
+    SUSPECT = "few run at a time, to find out which request ended the worker"
     UNREAD = "nobody reads its stream"
 
 
@@ -71,7 +71,7 @@ class Entry:
 class _Track:
     """Where one choice is: what it waits for, or which stretch of steps it is in."""
 
-    __slots__ = ("cause", "entry", "num_output_tokens")
+    __slots__ = ("cause", "decodes_from", "entry", "num_output_tokens")
 
     def __init__(self) -> None:
         self.cause: Cause | None = None
@@ -79,6 +79,8 @@ class _Track:
         """The one that goes on."""
         self.num_output_tokens = 0
         """Of the stretches that are over."""
+        self.decodes_from: int | None = None
+        """The step with the last chunk of its history, while that is not answered."""
 
 
 class Timeline:
@@ -203,17 +205,25 @@ class Timeline:
                 return
         self._go_on(track, self._open(Kind.PREFILLED, choice, step, num_tokens))
 
-    def decodes(self, choice: int, step: int) -> None:
-        """This step chooses a token; from the next one on its row goes on by itself."""
-        self._go_on(self._tracks[choice], self._open(Kind.DECODED, choice, step))
+    def will_decode(self, choice: int, step: int) -> None:
+        """This step has the last chunk of its history, and chooses a token; after it the row goes on by itself."""
+        self._tracks[choice].decodes_from = step
 
-    def first_token(self) -> None:
+    def decodes(self, choice: int, step: int) -> None:
+        """This step has chosen a token, and the row goes on by itself."""
+        track = self._tracks[choice]
+        track.decodes_from = None
+        self._go_on(track, self._open(Kind.DECODED, choice, step))
+
+    def first_token(self, at: float) -> None:
         """Its first output token is there."""
-        self.first_token_at = self._clock()
+        self.first_token_at = at
 
     def left(self, choice: int, step: int, num_output_tokens: int) -> None:
         """It is in no step from this one on, for whatever reason, and has so many output tokens in all."""
         track = self._tracks[choice]
+        if track.decodes_from is not None:
+            self.decodes(choice, track.decodes_from)
         self.so_far(choice, step, num_output_tokens)
         if track.entry is not None and track.entry.kind is Kind.DECODED:
             track.num_output_tokens = num_output_tokens

@@ -36,6 +36,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     def close(self) -> None:
         """Ends what watches: the service goes down."""
         self._stats.close()
+        self._kv_events.close()
 
     # The generated base class knows only handlers that yield; gRPC takes those that write as well.
     async def WatchStats(  # type: ignore[override]

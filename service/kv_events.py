@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
+from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import admin_pb2 as pb
 
 MAX_MESSAGE_BYTES = 32 << 10
@@ -20,32 +21,41 @@ which is a tenth of a core when the messages are full."""
 
 
 class KvEvents:
-    """The method, and how many watch."""
+    """One for all who watch."""
 
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
-        self._num_watching = 0
+        self._watching: set[asyncio.Event] = set()
+        """What each of them waits for."""
+        self._is_closed = False
 
     async def WatchKvEvents(
         self, request: pb.WatchKvEventsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
-        """Until the caller leaves. The request is within its bounds."""
+        """Until the caller leaves or the service ends. The request is within its bounds."""
         # Routers take a worker that says nothing at once for one without events.
         await context.send_initial_metadata(())
         reader = KvEventReader(self._log, request.stream_id, request.after_sequence)
         changed = asyncio.Event()
-        self._num_watching += 1
+        self._watching.add(changed)
         try:
-            while True:
+            while not self._is_closed:
                 await context.write(self._message(reader.read(MAX_MESSAGE_BYTES)))
-                if reader.is_up_to_date:
-                    changed.clear()
+                changed.clear()
+                if reader.is_up_to_date and not self._is_closed:
                     self._log.wake_once(changed.set)
                     await changed.wait()
-                await asyncio.sleep(self._num_watching * PAUSE_S)
+                await asyncio.sleep(len(self._watching) * PAUSE_S)
         finally:
-            self._num_watching -= 1
+            self._watching.discard(changed)
             self._log.forget_wake(changed.set)
+        raise ServiceError(Reason.SHUTDOWN, "the service is going down")
+
+    def close(self) -> None:
+        """Ends what watches: the service goes down."""
+        self._is_closed = True
+        for changed in self._watching:
+            changed.set()
 
     def _message(self, changes: KvChanges) -> pb.WatchKvEventsResponse:
         return pb.WatchKvEventsResponse(

@@ -1,4 +1,4 @@
-"""The load generator against servers with OpenAI's API: what is sent, and the kinds of streams that servers answer with."""
+"""The load generator against servers with OpenAI's API: what is sent, and the kinds of streams that come back."""
 
 import asyncio
 import json
@@ -198,7 +198,7 @@ async def test_the_servers_model():
         async with OpenAiCaller(Connection(server.target.removeprefix("http://")), model="other") as caller:
             assert (await caller.model()).max_model_len is None
         async with OpenAiCaller(Connection(server.target), model="x") as caller:
-            with pytest.raises(PenstockError, match="--model: .* serves m, other, not x"):
+            with pytest.raises(PenstockError, match=r"--model: .* serves m, other, not x"):
                 await caller.model()
         server.style = "no models"
         async with OpenAiCaller(Connection(server.target)) as caller:

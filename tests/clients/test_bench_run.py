@@ -79,7 +79,7 @@ async def test_what_is_too_much_at_a_time_is_not_sent_and_told():
     report = await run(load(OpenLoop(10_000), 50), Scripted(0.2), max_outstanding=10)
     assert statuses(report).count(NOT_SENT) == 40
     assert report.failures == {NOT_SENT: 40}
-    assert "10 were on their way" in report.records[-1].error or "10 were on their way" in report.records[10].error
+    assert {record.error for record in report.records if not record.is_ok} == {"10 were on their way already"}
 
 
 async def test_turns_follow_each_other():
@@ -105,15 +105,13 @@ async def test_a_turn_of_a_trace_waits_for_its_time_and_for_the_turn_before(tmp_
     first, second, third = report.records
     assert second.sent_s >= first.ended_s
     assert third.sent_s >= report.began_s + 0.2
-    assert max(record.late_s for record in report.records) < 0.02 or third.sent_s - second.ended_s < 0.02
 
 
 async def test_nothing_is_sent_after_the_duration_and_what_runs_is_waited_for():
     caller = Scripted(0.05)
     report = await run(load(ClosedLoop(2), None), caller, duration_s=0.12)
     assert set(statuses(report)) == {OK}
-    assert 2 <= len(report.records)
-    assert all(record.sent_s - report.began_s < 0.12 for record in report.records)
+    assert 2 <= len(report.records) <= 6  # each place has sent its third after 0.1 s at the earliest
     report = await run(load(OpenLoop(100), None), caller, duration_s=0.12)
     assert all(record.request.arrival_s < 0.12 for record in report.records)
     assert set(statuses(report)) == {OK}

@@ -32,7 +32,10 @@ def test_an_unknown_command(capsys):
     assert cli.main(["chatt"]) == 2
     assert capsys.readouterr().err == "penstock: no command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
-    assert "there are serve, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor" in capsys.readouterr().err
+    assert (
+        "there are serve, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "drain", "flush-cache", "settings"])
@@ -88,6 +91,14 @@ def test_arguments_that_do_not_go_together(capsys):
     assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "b", "--max-model-len", "5"]) == 2
     assert "unknown arguments: --max-model-len" in capsys.readouterr().err
     assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "-", "--overwrite"]) == 2
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "bench", cli.Command("no_such_package.x:main", "", "bench"))
+    assert cli.main(["bench"]) == 1
+    assert capsys.readouterr().err == (
+        "penstock bench: this needs no_such_package, which is not installed; install it: pip install 'penstock[bench]'\n"
+    )
 
 
 def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra(monkeypatch):

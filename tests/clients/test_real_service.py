@@ -11,6 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed
+from penstock.clients.bench_grpc import GrpcCaller
+from penstock.clients.bench_lengths import Uniform
+from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad
+from penstock.clients.bench_run import run
+from penstock.clients.connection import Connection
 from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -275,3 +280,83 @@ def test_the_tools(tool, real_on_a_thread, tmp_path):
     assert all(records[i]["text"] == letters(i + 1, 4) for i in range(50))
     assert records["bad"]["error"]["code"] == records["ids"]["error"]["code"] == "INVALID_ARGUMENT"
     assert "temperature" in records["bad"]["error"]["message"]
+
+
+def small_load(num_requests=30, **known):
+    shape = {"arrivals": ClosedLoop(8), "prompt_tokens": Uniform(5, 40), "output_tokens": Uniform(1, 20)}
+    return RandomLoad(vocab_size=256, num_requests=num_requests, **{**shape, **known})
+
+
+@pytest.mark.parametrize("num_streams", [1, 3, None])
+async def test_the_load_generator(real, num_streams):
+    async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
+        report = await run(small_load(), caller)
+    assert report.failures == {}
+    for record in report.records:
+        request = record.request
+        assert "".join(map(chr, record.token_ids)) == letters(len(request.prompt_token_ids), request.max_tokens)
+        assert record.prompt_tokens == len(request.prompt_token_ids)
+        assert record.output_tokens == sum(record.message_tokens) == request.max_tokens
+        assert record.finish_reason == "length"
+        assert record.request_id
+        assert record.sent_s < record.message_s[0] <= record.message_s[-1] <= record.ended_s
+    await real.idle()
+
+
+async def test_the_load_generator_continues_conversations_or_sends_them_again(real):
+    load = small_load(9, turns=3, prompt_tokens=Uniform(20, 20), output_tokens=Uniform(10, 10))
+    asked = []
+    for resend in (False, True):
+        async with GrpcCaller(Connection(real.target), resend_context=resend) as caller:
+            report = await run(load, caller)
+        assert report.failures == {}
+        asked.append({record.request.number: (record.prompt_tokens, record.token_ids) for record in report.records})
+    assert asked[0] == asked[1]
+    assert {number % 3: told[0] for number, told in asked[0].items()} == {0: 20, 1: 50, 2: 80}
+
+
+@pytest.mark.parametrize("num_streams", [1, None])
+async def test_the_load_generator_counts_refusals_by_name(byte_tokenizer, num_streams):
+    limits = {"max_num_seqs": 1, "max_queued_requests": 1}
+    async with RealService(byte_tokenizer, seconds_per_step=0.005, **limits) as real:
+        async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
+            report = await run(small_load(20, arrivals=OpenLoop(2000)), caller)
+            told = await run(small_load(1, options=DEFAULT_OPTIONS | {"top_p": 2}), caller)
+    assert report.ok
+    assert report.failures["RESOURCE_EXHAUSTED QUEUE_FULL"] >= 10
+    refused = next(record for record in report.records if not record.is_ok)
+    assert refused.retry_after_s
+    assert "queue" in refused.error
+    assert told.records[0].status == "INVALID_ARGUMENT"
+    assert "top_p" in told.records[0].error
+
+
+@pytest.mark.parametrize("num_streams", [1, None])
+async def test_the_load_generators_deadlines_and_early_end(byte_tokenizer, num_streams):
+    async with RealService(byte_tokenizer, seconds_per_step=0.01) as real:
+        long = small_load(4, output_tokens=Uniform(4000, 4000), prompt_tokens=Uniform(5, 5))
+        async with GrpcCaller(Connection(real.target), num_streams=num_streams, timeout_s=0.1) as caller:
+            report = await run(long, caller)
+        assert report.failures == {"DEADLINE_EXCEEDED DEADLINE": 4}
+        assert all(record.output_tokens and record.prompt_tokens == 5 for record in report.records)
+        stop = asyncio.Event()
+        async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
+            asyncio.get_running_loop().call_later(0.1, stop.set)
+            report = await run(long, caller, stop=stop)
+            assert report.failures == {"INTERRUPTED": 4}
+            await real.idle()  # it ended them at the service too
+
+
+async def test_the_load_generator_goes_on_when_the_service_comes_back(byte_tokenizer):
+    real = RealService(byte_tokenizer, seconds_per_step=0.002)
+    async with real:
+        caller = GrpcCaller(Connection(real.target))
+        running = asyncio.create_task(run(small_load(8, output_tokens=Uniform(4000, 4000)), caller))
+        while not real.engine.stats().running:  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.005)
+    assert set((await running).failures) <= {"UNAVAILABLE", "UNAVAILABLE SHUTTING_DOWN", "UNAVAILABLE DRAINING"}
+    async with real, AsyncClient(real.target) as client:
+        await client.wait_ready(20)
+        report = await run(small_load(20), caller)
+        assert len(report.ok) == 20
+    await caller.close()

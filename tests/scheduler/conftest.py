@@ -464,6 +464,15 @@ class DeadlyWorld(World):
     def recover(self, blames_step: bool) -> None:
         super().recover(blames_step=False)
 
+    def schedule(self) -> bool:
+        planned = super().schedule()
+        on_trial, rows = self.scheduler._suspects.on_trial, self.scheduler._planner.rows
+        if planned and on_trial:
+            for planned_row in [*self.plans[-1].chunks, *self.plans[-1].decodes]:
+                request_id = rows.current(planned_row.row).live.request.request_id
+                assert request_id in on_trial, f"request {request_id} runs beside those on trial"
+        return planned
+
     def drain(self) -> None:
         super().drain()
         for name, received in self.received.items():

@@ -22,6 +22,7 @@ from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.suspects import Suspects
 
 NUMBERS = st.integers(0, 2**16)
 
@@ -140,8 +141,8 @@ def test_reliability_figure_1_10000_sequences_of_200_operations(world_type):
     explore(world_type, 10_000, 200)
 
 
-def test_reliability_figure_14_500_sequences_with_killers(deadly_world_type):
-    explore(deadly_world_type, 500, 20)
+def test_reliability_figure_14_200_sequences_with_killers(deadly_world_type):
+    explore(deadly_world_type, 200, 20)
 
 
 @pytest.mark.soak
@@ -310,6 +311,21 @@ def victim_of_the_highest_rank(patch):
     patch.setattr(GivingWay, "for_row", lambda giving_way, needy: min(giving_way._running, key=lambda c: c.rank))
 
 
+def cache_kept_over_a_restart(patch):
+    patch.setattr(KVCacheManager, "reset", lambda kv: None)
+
+
+def in_flight_over_a_restart(patch):
+    restart = Choice.restart
+
+    def restart_and_wait_for_answers(choice):
+        in_flight = list(choice.in_flight)
+        restart(choice)
+        choice.in_flight.extend(in_flight)
+
+    patch.setattr(Choice, "restart", restart_and_wait_for_answers)
+
+
 PLANTED_BUGS = [
     leaked_block,
     double_free,
@@ -330,6 +346,8 @@ PLANTED_BUGS = [
     fork_without_its_own_references,
     prompt_logprobs_repeated_after_preemption,
     victim_of_the_highest_rank,
+    cache_kept_over_a_restart,
+    in_flight_over_a_restart,
 ]
 
 
@@ -338,3 +356,20 @@ def test_reliability_figure_1_planted_bug_is_caught(world_type, monkeypatch, pla
     plant(monkeypatch)
     with pytest.raises((AssertionError, LookupError)):
         explore(world_type, 2000, 20, shrink=False)
+
+
+def others_run_beside_those_on_trial(patch):
+    patch.setattr(Suspects, "may_run", lambda suspects, request_id: True)
+
+
+def those_that_run_already_stay(patch):
+    patch.setattr(Planner, "_leave_alone_those_on_trial", lambda planner: None)
+
+
+@pytest.mark.parametrize(
+    "plant", [others_run_beside_those_on_trial, those_that_run_already_stay], ids=lambda plant: plant.__name__
+)
+def test_reliability_figure_14_planted_bug_is_caught(deadly_world_type, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        explore(deadly_world_type, 500, 20, shrink=False)

@@ -52,7 +52,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     timeline.prefilled(0, 7, 40)
     timeline.prefilled(0, 8, 28)
     timeline.decodes(0, 8)
-    timeline.first_token()
+    timeline.first_token(9.5)
     timeline.left(0, 58, 50)
     timeline.ended("LENGTH")
     assert told(timeline) == [
@@ -69,7 +69,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     assert all(entry.until is not None and entry.until >= entry.at for entry in entries)
     assert [entry.at for entry in entries] == sorted(entry.at for entry in entries)
     assert timeline.predicted_ttft_s == 0.25
-    assert timeline.first_token_at is not None
+    assert timeline.first_token_at == 9.5
     assert (timeline.ended_by, timeline.ended_at) == ("LENGTH", clock.now - 1)
     assert (timeline.tenant, timeline.client_request_id, timeline.prompt_tokens) == ("acme", "mine", 100)
     assert (timeline.max_tokens, timeline.num_choices, timeline.arrival) == (50, 1, 0.5)
@@ -140,6 +140,26 @@ def test_preempted_and_begun_again(register: Timelines) -> None:
     ]
     preempted = lasting(timeline, Kind.PREEMPTED)[0]
     assert (preempted.first_step, preempted.detail) == (21, "no block was free, and OTHER needed 3")
+
+
+def test_a_chunk_lasts_until_its_answer(register: Timelines) -> None:
+    timeline = register.open(request())
+    timeline.prefilled(0, 4, 100)
+    timeline.will_decode(0, 4)
+    assert [entry.until for entry in timeline.entries()] == [None]
+    timeline.decodes(0, 4)
+    prefilled, decoded = timeline.entries()
+    assert prefilled.until == decoded.at > prefilled.at
+
+
+def test_a_row_that_left_before_its_last_chunk_was_answered(register: Timelines) -> None:
+    """It was in the next steps all the same."""
+    timeline = register.open(request())
+    timeline.prefilled(0, 4, 100)
+    timeline.will_decode(0, 4)
+    timeline.left(0, 6, 0)
+    timeline.preempted(0, 6, "for a test")
+    assert told(timeline)[:2] == [(Kind.PREFILLED, 0, 4, 4, 100), (Kind.DECODED, 0, 4, 5, 0)]
 
 
 def test_restarted(register: Timelines) -> None:

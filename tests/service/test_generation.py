@@ -177,23 +177,6 @@ class TestGenerate:
         assert reading.outcomes[1].text == letters(5, 5)
         assert set(reading.outcomes) == {1}
 
-    @pytest.mark.parametrize(
-        ("fields", "code"),
-        [({"max_tokens": 9}, 12), ({"timeout_ms": 0}, 3), ({"priority": 1001}, 3), ({"max_tokens": 4096}, 3)],
-    )
-    async def test_an_update_is_answered_in_band(self, start_service, new_reading, fields, code):
-        service = await start_service(paced())
-        frames = [begin(1, max_tokens=30), pb.GenerateRequest(update=pb.Update(ref=1, **fields))]
-        reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        [refused] = [refused for message in reading.messages for refused in message.update_refused]
-        assert (refused.ref, refused.status.code) == (1, code)
-        assert reading.outcomes[1].text == letters(5, 30)
-
-    async def test_continue_from_is_answered_in_band(self, start_service, new_reading):
-        service = await start_service()
-        reading = await new_reading().read(service.generation.Generate(iter([begin(1, continue_from="x")])))
-        assert reading.outcomes[1].finished[0].status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
-
     async def test_starts_keep_their_order(self, start_service, new_reading, monkeypatch):
         """Under first come, first served with one row, requests end in the order in which they were sent."""
         monkeypatch.setattr(live, "ORDER_WAIT_S", 10.0)

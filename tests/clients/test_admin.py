@@ -1,0 +1,271 @@
+"""The operators' commands, against `penstock serve` as it runs: the demo model, API keys, an administration of its own."""
+
+import contextlib
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from penstock.clients import Client, cli
+from penstock.clients.errors import RequestFailed
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+KEY, ADMIN_KEY = "k" * 40, "a" * 40
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    """A service on any ports; it ends with status 0."""
+    keys = tmp_path_factory.mktemp("admin") / "keys"
+    lines = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in (KEY, ADMIN_KEY)]
+    keys.write_text(f"{lines[0]} acme\n{lines[1]} operators admin\n")
+    flags = ["--port=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=16", "--threads=1", f"--api-keys-file={keys}"]
+    with subprocess.Popen([PENSTOCK, "serve", *flags], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            greeting = ""
+            while "Ctrl-C ends it." not in greeting:
+                line = process.stdout.readline()
+                assert line, greeting
+                greeting += line
+            target, admin = re.findall(r" on (127\.0\.0\.1:\d+)(?: |:|$)", greeting, re.MULTILINE)
+            yield SimpleNamespace(target=target, admin=admin, greeting=greeting)
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def operator(serving, monkeypatch):
+    """What a shell's environment says."""
+    monkeypatch.setenv("PENSTOCK_ADMIN", serving.admin)
+    monkeypatch.setenv("PENSTOCK_API_KEY", ADMIN_KEY)
+    return serving
+
+
+@pytest.fixture
+def client(serving):
+    with Client(serving.target, api_key=KEY) as client:
+        yield client
+
+
+def run(capsys, *arguments):
+    """What a command printed."""
+    assert cli.main(list(arguments)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def failure(capsys, *arguments):
+    """What it said of its failure, in one line or two."""
+    assert cli.main(list(arguments)) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    return said.err
+
+
+def settings(capsys, *arguments):
+    return json.loads(run(capsys, "settings", "--json", *arguments))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running_request(client, max_tokens=15_000):
+    """One that has begun; it is cancelled at the end, if it has not ended."""
+    begun, leave = threading.Event(), threading.Event()
+
+    def read():
+        tokens = []
+        for delta in client.stream("long", max_tokens=max_tokens, ignore_eos=True):
+            tokens += delta.token_ids
+            begun.set()
+            if leave.is_set():
+                break
+        return len(tokens)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        assert begun.wait(30)
+        try:
+            yield reading
+        finally:
+            leave.set()
+
+
+def test_the_greeting_names_the_administration_and_its_tools(serving):
+    lines = [line.strip() for line in serving.greeting.splitlines() if "--admin" in line]
+    assert [re.sub(r"^\S+ \S*penstock ", "", line) for line in lines] == [
+        f"top --admin {serving.admin}",
+        f"explain --admin {serving.admin} REQUEST_ID",
+    ]
+    assert all(line.startswith("PENSTOCK_API_KEY=YOUR_ADMIN_KEY ") for line in lines)
+
+
+class TestSettings:
+    """`penstock settings`."""
+
+    def test_without_changes_it_prints_them(self, operator, capsys):
+        table = run(capsys, "settings")
+        assert re.search(r"^policy +fcfs$", table, re.MULTILINE)
+        assert re.search(r"^max-num-seqs +16$", table, re.MULTILINE)
+        assert re.search(r"^target-itl +none$", table, re.MULTILINE)
+        assert re.search(r"^\(all others\) +1 +none +none +none$", table, re.MULTILINE)
+
+    def test_changes_are_made_and_printed(self, operator, capsys):
+        before = settings(capsys)
+        tenants = ("--tenant", "acme", "weight=2.5,max-live-requests=1000", "--tenant", "b", "max_tokens=7")
+        changed = settings(capsys, "--policy", "fair", "--target-itl", "20.5", "--max-queued-requests", "99", *tenants)
+        uncapped = {"max_prompt_tokens": None, "max_tokens": None, "max_live_requests": None}
+        assert (
+            changed
+            == settings(capsys)
+            == before
+            | {
+                "policy": "fair",
+                "target_itl_ms": 20.5,
+                "max_queued_requests": 99,
+                "tenants": {
+                    "acme": uncapped | {"weight": 2.5, "max_live_requests": 1000},
+                    "b": uncapped | {"weight": 1, "max_tokens": 7},
+                },
+            }
+        )
+        table = run(capsys, "settings", "--default-tenant", "max-prompt-tokens=4000", "--forget-tenant", "b")
+        assert re.search(r"^acme +2\.5 +none +none +1,000$", table, re.MULTILINE)
+        assert re.search(r"^\(all others\) +1 +4,000 +none +none$", table, re.MULTILINE)
+        assert not re.search(r"^b ", table, re.MULTILINE)
+        back = ("--policy", "fcfs", "--target-itl", "0", "--max-queued-requests", str(before["max_queued_requests"]))
+        assert settings(capsys, *back, "--default-tenant", "weight=1", "--forget-tenant", "acme") == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["--max-num-seqs", "17"], "max_num_seqs: is 17; the worker was started with 16"),
+            (["--max-num-seqs", "-1"], "--max-num-seqs: -1 is out of range"),
+            (["--tenant", "a/b", "weight=1"], "tenants[0].tenant: must be letters"),
+            (["--tenant", "a", "weight=heavy"], "--tenant: weight must be a number; it is 'heavy'"),
+            (["--tenant", "a", "max-tokens=-1"], "--tenant: max-tokens: -1 is out of range"),
+            (
+                ["--tenant", "a", "speed=1"],
+                "--tenant: speed is no setting of a tenant; there are weight, max-prompt-tokens",
+            ),
+            (["--default-tenant", "weight=0"], "default_tenant.weight: must be at least 0.001"),
+        ],
+    )
+    def test_what_is_refused_is_named(self, operator, capsys, arguments, problem):
+        assert problem in failure(capsys, "settings", *arguments)
+
+    def test_changed_live_under_load_they_lose_no_request_and_change_no_output(self, operator, client, capsys):
+        """Shown by 8, on the real model: greedy, so that the outputs can be compared."""
+        prompts = ["The kernel " * (1 + 9 * number) for number in range(6)]
+
+        def complete(prompt):
+            return client.complete(prompt, max_tokens=40, temperature=0, ignore_eos=True).token_ids
+
+        alone = [complete(prompt) for prompt in prompts]
+        changes = [
+            *(("--policy", policy) for policy in ("fair", "deadline", "priority", "fcfs")),
+            *(("--max-num-seqs", rows) for rows in ("1", "16", "3")),
+            *(("--max-num-batched-tokens", tokens) for tokens in ("16", "2048")),
+            *(("--target-itl", target) for target in ("0.5", "0")),
+            ("--max-queued-requests", "100"),
+            ("--max-queued-tokens", "100000"),
+            ("--tenant", "acme", "weight=0.5,max-live-requests=100"),
+            ("--forget-tenant", "acme"),
+        ]
+        before = settings(capsys)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            # Twice, so that the second ones find the prefixes of the first.
+            together = [pool.submit(complete, prompt) for prompt in prompts * 2]
+            num_changes = 0
+            for change in cycle(changes):
+                if all(answer.done() for answer in together) and num_changes >= len(changes):
+                    break
+                run(capsys, "settings", *change)
+                num_changes += 1
+        assert [answer.result() for answer in together] == alone * 2
+        back = {f"--{name.replace('_', '-')}": str(before[name]) for name in before if name.startswith("max_")}
+        assert (
+            settings(capsys, "--policy=fcfs", "--target-itl=0", *[part for pair in back.items() for part in pair])
+            == before
+        )
+
+
+class TestDrain:
+    """`penstock drain`."""
+
+    def test_it_waits_for_the_last_request(self, operator, client, capsys):
+        with running_request(client, max_tokens=300) as reading:
+            said = run(capsys, "drain", "--wait")
+            assert reading.result() == 300
+        assert said == "new requests are refused; 1 goes on\nno request is left\n"
+        with pytest.raises(RequestFailed) as error:
+            client.complete("x", max_tokens=1)
+        assert error.value.code is grpc.StatusCode.UNAVAILABLE
+        assert run(capsys, "drain", "--resume") == "new requests are taken\n"
+        assert client.complete("x", max_tokens=1).token_ids
+
+    def test_it_returns_at_once_unless_told_to_wait(self, operator, client, capsys):
+        with running_request(client) as reading:
+            assert run(capsys, "drain") == "new requests are refused; 1 goes on\n"
+            assert not reading.done()
+            run(capsys, "drain", "--resume")
+
+    def test_it_tells_if_somebody_else_resumes(self, operator, client, capsys):
+        with running_request(client), ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(cli.main, ["drain", "--wait"])
+            wait_until(lambda: "1 goes on" in capsys.readouterr().out)
+            assert cli.main(["drain", "--resume"]) == 0
+            assert waiting.result(30) == 1
+        assert "somebody resumed it" in capsys.readouterr().err
+
+    def test_resume_and_wait_do_not_go_together(self, capsys):
+        assert cli.main(["drain", "--resume", "--wait"]) == 2
+
+
+def test_flush_cache(operator, client, capsys):
+    def cached():
+        return client.complete("a prompt of some length, " * 10, max_tokens=1).usage.cached_tokens
+
+    cached()
+    assert cached() > 0
+    assert int(run(capsys, "flush-cache").split()[0].replace(",", "")) > 0
+    assert cached() == 0
+
+
+class TestTrouble:
+    """What is said where nothing can be administered."""
+
+    def test_nobody_there(self, capsys):
+        said = failure(capsys, "settings", "--admin", "127.0.0.1:1")
+        assert "no service answers at 127.0.0.1:1" in said
+        assert "--admin HOST:PORT, or $PENSTOCK_ADMIN" in said
+
+    def test_the_callers_address(self, operator, capsys):
+        said = failure(capsys, "drain", "--wait", "--admin", operator.target)
+        assert f"what answers at {operator.target} is no administration" in said
+
+    def test_no_key(self, operator, capsys, monkeypatch):
+        monkeypatch.delenv("PENSTOCK_API_KEY")
+        assert "give the key with --api-key-file FILE or in $PENSTOCK_API_KEY" in failure(capsys, "flush-cache")
+
+    def test_a_callers_key(self, operator, capsys, tmp_path):
+        (tmp_path / "key").write_text(KEY)
+        said = failure(capsys, "drain", "--api-key-file", str(tmp_path / "key"))
+        assert "PERMISSION_DENIED: this key may not administer; add the word 'admin'" in said
