@@ -44,17 +44,17 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be taken now, cached and retained ones included."""
-        return len(self._blanks) + self.num_cached
+        return len(self._blanks) + len(self._cached) + len(self._lapsed) + self._retention.num_blocks
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds but that a hash still finds, retained ones included."""
-        return len(self._lapsed) + len(self._cached) + len(self._retention)
+        return len(self._cached) + len(self._lapsed) + self._retention.num_blocks
 
     @property
     def num_retained(self) -> int:
         """Blocks that nobody holds and that are evicted only when no other is free."""
-        return len(self._retention)
+        return self._retention.num_blocks
 
     def is_held(self, block: int) -> bool:
         """Whether somebody holds it."""
@@ -224,7 +224,7 @@ class BlockPool:
         blanks, unused = set(self._blanks), self._lapsed.keys() | self._cached.keys()
         retained = {block for block, lease in self._leases.items() if block in lease.blocks}
         assert len(blanks) == len(self._blanks), "a blank block is listed twice"
-        assert len(retained) == len(self._retention), "a retained block has another lease, or none"
+        assert len(retained) == self._retention.num_blocks, "a retained block has another lease, or none"
         for block, refcount in enumerate(self._refcounts):
             states = (
                 (block in blanks)

@@ -32,19 +32,16 @@ class Retention:
         self._max_blocks_per_owner = max_blocks_per_owner
         # Leases with blocks, by expiry. They are few: one for each conversation that pauses.
         self._leases: list[Lease] = []
-        self._num_blocks = 0
+        self.num_blocks = 0
         self._num_by_owner: dict[str, int] = {}
         self._above_bound: set[str] = set()
-
-    def __len__(self) -> int:
-        return self._num_blocks
 
     def put(self, block: int, lease: Lease) -> None:
         """From now on ``lease`` keeps this block."""
         if not lease.blocks:
             insort(self._leases, lease, key=_expiry)
         lease.blocks[block] = None
-        self._num_blocks += 1
+        self.num_blocks += 1
         owner = lease.owner
         num_owned = self._num_by_owner[owner] = self._num_by_owner.get(owner, 0) + 1
         if num_owned > self._max_blocks_per_owner:
@@ -53,7 +50,7 @@ class Retention:
     def remove(self, block: int, lease: Lease) -> None:
         """``lease`` no longer keeps this block."""
         del lease.blocks[block]
-        self._num_blocks -= 1
+        self.num_blocks -= 1
         owner = lease.owner
         self._num_by_owner[owner] -= 1
         if not self._num_by_owner[owner]:
@@ -95,7 +92,7 @@ class Retention:
         self._leases.clear()
         self._num_by_owner.clear()
         self._above_bound.clear()
-        self._num_blocks = 0
+        self.num_blocks = 0
 
     def check(self) -> None:
         """Asserts that the leases agree with each other, with the counts and with the bound."""
@@ -105,6 +102,6 @@ class Retention:
         for lease in self._leases:
             counts[lease.owner] = counts.get(lease.owner, 0) + len(lease.blocks)
         assert counts == self._num_by_owner, "the owners' counts differ from their leases"
-        assert sum(counts.values()) == self._num_blocks, "the count of retained blocks differs from the leases"
+        assert sum(counts.values()) == self.num_blocks, "the count of retained blocks differs from the leases"
         assert all(count <= self._max_blocks_per_owner for count in counts.values()), "an owner is above its bound"
         assert not self._above_bound

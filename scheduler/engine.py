@@ -11,8 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
@@ -21,6 +19,7 @@ from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
 from penstock.scheduler.restarts import FIRST_DELAY_S, Failure, Restarts
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.state import EngineState, EngineStats
 from penstock.scheduler.tenants import TenantUse
 from penstock.scheduler.timeline import Timeline
 from penstock.scheduler.watchdog import StepWatchdog
@@ -30,56 +29,6 @@ logger = logging.getLogger(__name__)
 STEP_LIMIT_S = 30.0
 """A step may take so long, or ten times what was predicted for it."""
 MIN_RETRY_MS = 1000
-
-
-class EngineState(Enum):
-    """What the engine does with requests."""
-
-    STARTING = auto()
-    SERVING = auto()
-    RECOVERING = auto()
-    """The worker is being replaced; what was admitted goes on afterwards, and nothing new is taken."""
-    DRAINING = auto()
-    """Finishes what it has; takes nothing new."""
-    FAILED = auto()
-    """No worker can be had, or our own bookkeeping failed; the requests have ended."""
-    STOPPED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Where the engine stands; counts of tokens and steps are totals since the start."""
-
-    state: EngineState
-    requests: int
-    """Not finished."""
-    running: int
-    """Rows that run; a request of n choices has up to n."""
-    waiting: int
-    """Choices that wait for a row."""
-    kv_usage: float
-    """The share of blocks that rows hold, 0 to 1; cache that can be evicted is not use."""
-    cached_blocks: int
-    """Blocks that no row holds and that a prefix may still find."""
-    steps: int
-    prefill_tokens: int
-    cached_tokens: int
-    decode_rows: int
-    output_tokens: int
-    preemptions: int
-    finished: int
-    stalled: int = 0
-    """Requests that are held back, because nobody reads their output."""
-    retained_blocks: int = 0
-    """Those of the cached blocks that are kept for who continues a request."""
-    refused: int = 0
-    """Requests that were not admitted."""
-    restarts: int = 0
-    """Workers that were replaced."""
-    step_s: float = 0.0
-    """How long a step took, at the median of the last ones."""
-    predicted_ttft_s: float | None = None
-    """Of a short request that came now; None while nothing is known."""
 
 
 class Engine:
@@ -340,7 +289,9 @@ class Engine:
                 continue
             self._restarts.succeeded()
             duration = time.monotonic() - began
-            logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
+            logger.warning(
+                "another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests
+            )
             self._set_ready()
             self._pump()
             return True

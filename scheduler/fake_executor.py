@@ -24,7 +24,7 @@ class FakeExecutor:
     the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.
 
     Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after ``stop``
-    brings another one.
+    brings another one, once ``may_start`` is set.
     """
 
     def __init__(
@@ -58,6 +58,9 @@ class FakeExecutor:
         )
         self.plans: deque[StepPlan] = deque()
         """Plans that are not answered."""
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.num_starts = 0
         self.fails_to_start: deque[ExecutorError] = deque()
         """One for each of the next starts."""
         self._next_token = next_token or token_of_history(vocab_size)
@@ -71,7 +74,9 @@ class FakeExecutor:
         self._stopped = False
 
     async def start(self) -> WorkerFacts:
-        """At once."""
+        """At once, unless it was told otherwise."""
+        self.num_starts += 1
+        await self.may_start.wait()
         if self.fails_to_start:
             raise self.fails_to_start.popleft()
         if self._stopped:

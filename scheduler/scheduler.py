@@ -26,7 +26,7 @@ from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
-from penstock.scheduler.request import Accepted, Change, Delta, FinishReason, PromptLogprobs, Refused, Request
+from penstock.scheduler.request import Accepted, Change, FinishReason, PromptLogprobs, Refused, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -149,7 +149,10 @@ class Scheduler:
                 self._planner.change_rank(choice, self._rank(request, live.number, choice.index))
                 choice.limit(self._admission.max_tokens(request))
                 if choice.delivery.num_tokens >= choice.delivery.max_tokens:
-                    self._hand_on(choice, choice.delivery.cut())
+                    delta = choice.delivery.cut()
+                    request.sink(delta)
+                    assert delta.end is not None
+                    self._end(choice, delta.end.reason)
         return True
 
     def hold(self, request_id: str, held: bool) -> None:
@@ -271,6 +274,7 @@ class Scheduler:
                 choice.live.timeline.decodes(choice.index, plan.step)
         for row in result.rows:
             self._apply(row)
+        self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
         if self._suspects:
             self._suspects.answered(self._lengths(plan))
@@ -341,7 +345,7 @@ class Scheduler:
             self._planner.publish_confirmed(choice)
         if num_tokens:
             self.counters.output_tokens += num_tokens
-            choice.live.tenant.charge(num_tokens)
+            choice.live.tenant.num_new += num_tokens
             self._deliver(choice, token_ids, row.logprobs)
 
     def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
@@ -356,19 +360,19 @@ class Scheduler:
             logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
             self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
             return
-        self._hand_on(choice, delta)
-
-    def _hand_on(self, choice: Choice, delta: Delta | None) -> None:
-        """Gives the caller what a choice let go, and ends what has ended."""
-        live = choice.live
         if delta is not None:
             live.request.sink(delta)
-        # The sink may have aborted the request.
-        if choice.delivery.end is not None and choice.state is not ChoiceState.ENDED:
+            if delta.end is not None:
+                self._end(choice, delta.end.reason)
+
+    def _end(self, choice: Choice, reason: FinishReason) -> None:
+        """A choice ended, and its caller was told; who may have aborted the request."""
+        live = choice.live
+        if choice.state is not ChoiceState.ENDED:
             self._planner.retire(choice)
             live.num_ended += 1
             if live.num_ended == live.request.n:
-                self._finish(live, choice.delivery.end.reason)
+                self._finish(live, reason)
 
     def _apply_prompt_logprobs(self, part: PromptLogprobsPart) -> None:
         live = self._planner.rows.holder(part.row, part.epoch).live

@@ -4,12 +4,15 @@ The time of a step is taken to be
 
     constant + a * prefill_tokens + b * prefill_kv + c * decodes + d * decode_kv + e * chunks + f * chunk_kv
 
-with no coefficient below zero. They have the least squares of the relative errors, and older steps count less and less.
+with no coefficient below zero, times a pace. The coefficients have the least squares of the relative errors, and older
+steps count less and less; the pace is that of the last few steps, since a machine may be busy with other things too.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from operator import mul
+from statistics import median
 from typing import NamedTuple
 
 from penstock.scheduler.plan import StepPlan
@@ -25,6 +28,9 @@ _SURPRISE = 0.25
 """The relative error of a prediction that is learned from at once."""
 _MEMORY = 256
 """Steps of a kind, after which one counts 1/e."""
+_PACED_BY = 16
+"""Steps that the pace is taken from."""
+_MAX_PACE = 4.0
 _SWEEPS = 8
 """Over the coefficients, each fit: they start from where they were, so they need not arrive."""
 _DAMPING = 1e-3
@@ -93,6 +99,8 @@ class StepModel:
         self._decoding, self._chunked = _Moments(), _Moments()
         self._new_decoding: list[tuple[Sequence[float], float]] = []
         self._new_chunked: list[tuple[Sequence[float], float]] = []
+        self._last: deque[tuple[Sequence[float], float]] = deque(maxlen=_PACED_BY)
+        self._pace = 1.0
         # Means over the steps with decoding rows: predicted for the whole of each, and for these rows alone.
         self._whole_s = self._decoding_s = 0.0
 
@@ -106,6 +114,7 @@ class StepModel:
         terms = _terms(work, 1)
         seconds = max(seconds, 1e-6)
         predicted = _dot(self._coefficients, terms)
+        self._last.append((terms, seconds))
         surprise = abs(predicted / seconds - 1) > _SURPRISE
         if work.decodes:
             decoding = predicted
@@ -125,7 +134,7 @@ class StepModel:
         """Seconds that so much work takes, in so many steps together; None while too little is known."""
         if self._num_steps < _MIN_STEPS:
             return None
-        return _dot(self._coefficients, _terms(work, steps))
+        return self._pace * _dot(self._coefficients, _terms(work, steps))
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float, at_most: int) -> int:
         """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
@@ -133,7 +142,7 @@ class StepModel:
         rest = self.predict(StepWork(0, 0, decodes, decode_kv, 1, context))
         if rest is None:
             return at_most
-        per_token, per_kv, per_end = (self._coefficients[index] * _SCALES[index] for index in (1, 2, 6))
+        per_token, per_kv, per_end = (self._pace * self._coefficients[index] * _SCALES[index] for index in (1, 2, 6))
         # rest + linear * n + square * n^2 = target_s, as the mean token of the chunk sees context + n / 2 tokens.
         linear, square = per_token + per_kv * context + per_end, per_kv / 2
         left = target_s - rest
@@ -167,6 +176,8 @@ class StepModel:
                 if weight > 0:
                     change = (sums[index] - _dot(row, coefficients)) / weight
                     coefficients[index] = max(0.0, coefficients[index] + change)
+        pace = median(seconds / max(_dot(coefficients, terms), 1e-9) for terms, seconds in self._last)
+        self._pace = min(max(pace, 1 / _MAX_PACE), _MAX_PACE)
 
 
 def _terms(work: StepWork, steps: float) -> tuple[float, ...]:

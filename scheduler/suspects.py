@@ -92,7 +92,9 @@ class Suspects:
         """A step went well: ``lengths`` has the requests in it, those on trial at least, and the length of each one's
         history now."""
         ran = self.on_trial.intersection(lengths)
-        self._passed.update(request_id for request_id in ran if lengths[request_id] >= self._records[request_id].must_reach)
+        self._passed.update(
+            request_id for request_id in ran if lengths[request_id] >= self._records[request_id].must_reach
+        )
         # Members that are in no step cannot run beside the others, for want of blocks or rows: they are next.
         if ran and ran <= self._passed:
             for request_id in self._passed:

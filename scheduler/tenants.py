@@ -18,7 +18,7 @@ MAX_REMEMBERED = 4096
 class TenantUse:
     """One tenant's."""
 
-    __slots__ = ("limits", "name", "num_live", "num_rows", "served", "turn")
+    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "served", "turn")
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
@@ -30,6 +30,8 @@ class TenantUse:
         self.served = 0
         """Tokens computed for its prompts and chosen for its outputs."""
         self.turn = 0.0
+        self.num_new = 0
+        """Tokens that a step chose for it, until they are charged."""
 
     def charge(self, num_tokens: int) -> None:
         """So many tokens were served to it."""
@@ -74,11 +76,19 @@ class Tenants:
         use.num_live -= 1
         if use.num_live:
             return
+        use.charge(use.num_new)
+        use.num_new = 0
         del self._busy[use.name]
         # Anew, so that no rounding error stays.
         self._total_weight = sum(other.limits.weight for other in self._busy.values())
         if len(self._uses) > 2 * MAX_REMEMBERED:
             self._forget()
+
+    def charge_new(self) -> None:
+        """A step is answered: what it chose is charged."""
+        for use in self._busy.values():
+            use.charge(use.num_new)
+            use.num_new = 0
 
     def share(self, use: TenantUse) -> float:
         """The part of everything that is a busy tenant's, 0 to 1."""

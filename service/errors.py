@@ -112,7 +112,7 @@ CATALOGUE: Mapping[Reason, Entry] = {
     ),
     Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
     Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
-    Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service is going down; try another", 1000),
+    Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
     Reason.SHUTDOWN: Entry(_Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000),
     Reason.GOING_DOWN: Entry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
     Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from penstock.scheduler.engine import EngineState
 from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
+from penstock.scheduler.state import EngineState
 from penstock.service.backlog import Backlog
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
@@ -63,7 +63,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> None:
         """Carries many requests, until the client half-closes and the last of them has ended."""
         await context.send_initial_metadata(())
-        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))
+        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
         stream = _Stream(self, outbox, self._validator, current_caller.get())
         self._outboxes.add(outbox)
         outbox.begin_beats()
@@ -91,7 +91,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 await context.send_initial_metadata(())
             await context.write(message)
 
-        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))
+        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
 
         def on_end(live: LiveRequest) -> None:
             error = StatusError(live.status) if live.status.code else None

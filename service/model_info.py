@@ -11,7 +11,7 @@ from penstock.scheduler.policy import Policy
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
 
-_ALWAYS = ("logprobs", "prompt_logprobs", "choices", "seeded_sampling", "stop_strings")
+_ALWAYS = ("choices", "continue_from", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update")
 
 
 class ModelService(pb_grpc.ModelServiceServicer):

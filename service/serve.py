@@ -20,10 +20,11 @@ from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import WorkerConfig
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls
 from penstock.service.config import PROGRAM, ConfigError, ServeConfig, parse_config
 from penstock.service.identity import ApiKeys, Everyone, KeyFileError

@@ -6,7 +6,8 @@ from typing import Any
 
 import grpc
 
-from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.state import EngineState
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import admin_pb2 as pb
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from penstock.scheduler.engine import EngineStats
+from penstock.scheduler.state import EngineStats
 
 INTERVAL_S = 10.0
 

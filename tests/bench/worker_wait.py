@@ -44,6 +44,10 @@ class Observed:
             self.answers.append(result)
             yield result
 
+    def condemn(self, why: str) -> None:
+        """The worker."""
+        self._worker.condemn(why)
+
     async def stop(self) -> None:
         """The worker."""
         await self._worker.stop()

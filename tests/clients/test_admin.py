@@ -1,4 +1,4 @@
-"""The operators' commands, against `penstock serve` as it runs: the demo model, API keys, an administration of its own."""
+"""The operators' commands, against `penstock serve` as it runs: the demo model, and API keys."""
 
 import contextlib
 import hashlib
@@ -193,12 +193,10 @@ class TestSettings:
         with ThreadPoolExecutor(len(prompts)) as pool:
             # Twice, so that the second ones find the prefixes of the first.
             together = [pool.submit(complete, prompt) for prompt in prompts * 2]
-            num_changes = 0
-            for change in cycle(changes):
-                if all(answer.done() for answer in together) and num_changes >= len(changes):
+            for number, change in enumerate(cycle(changes)):
+                if all(answer.done() for answer in together) and number >= len(changes):
                     break
                 run(capsys, "settings", *change)
-                num_changes += 1
         assert [answer.result() for answer in together] == alone * 2
         back = {f"--{name.replace('_', '-')}": str(before[name]) for name in before if name.startswith("max_")}
         assert (

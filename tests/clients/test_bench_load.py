@@ -128,8 +128,15 @@ def test_what_cannot_fit_is_said_before_anything_is_sent():
 
 
 def test_lengths_without_an_end_are_cut_to_the_model():
-    shape = {"prompt_tokens": LogNormal(200, 400), "output_tokens": Normal(100, 80), "turns": 2, "prefix_tokens": 50}
-    load = RandomLoad(vocab_size=9, num_requests=400, max_model_len=600, **shape)
+    load = RandomLoad(
+        vocab_size=9,
+        num_requests=400,
+        prompt_tokens=LogNormal(200, 400),
+        output_tokens=Normal(100, 80),
+        turns=2,
+        prefix_tokens=50,
+        max_model_len=600,
+    )
     lengths = [sum(len(r.prompt_token_ids) + r.max_tokens for r in turns) for turns in all_of(load)]
     assert max(lengths) <= 600
     assert len([length for length in lengths if length > 500]) > 20

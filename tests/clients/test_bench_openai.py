@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -66,8 +67,8 @@ class HttpServer:
             yield {"error": {"message": "the engine died"}}
             return
         for i in range(count):
-            choice = {"index": 0, "finish_reason": None, **({"delta": {"content": "x"}} if chat else {"text": " x"})}
-            event = {"id": "cmpl-1", "choices": [choice]}
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None, **({"delta": {"content": "x"}} if chat else {"text": " x"})}
+            event: dict[str, Any] = {"id": "cmpl-1", "choices": [choice]}
             if self.style == "vllm":
                 choice["token_ids"] = [i]
             if self.style == "sglang":  # usage so far in every event, and two tokens in each

@@ -53,7 +53,7 @@ def test_times_of_one_request():
 def test_quantiles_of_known_values():
     spread = Spread.of(range(100, -1, -1))
     assert spread == Spread(count=101, mean=50, p50=50, p90=90, p99=99, max=100)
-    assert Spread.of([1, 2]).p50 == 1.5
+    assert Spread.of([1, 2]) == Spread(count=2, mean=1.5, p50=1.5, p90=1.9, p99=1.99, max=2)
     assert Spread.of([3.0]) == Spread(1, 3, 3, 3, 3, 3)
     assert Spread.of([]) is None
 

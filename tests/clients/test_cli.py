@@ -96,8 +96,8 @@ def test_arguments_that_do_not_go_together(capsys):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "bench", cli.Command("no_such_package.x:main", "", "bench"))
     assert cli.main(["bench"]) == 1
-    assert capsys.readouterr().err == (
-        "penstock bench: this needs no_such_package, which is not installed; install it: pip install 'penstock[bench]'\n"
+    assert "needs no_such_package, which is not installed; install it: pip install 'penstock[bench]'" in (
+        capsys.readouterr().err
     )
 
 

@@ -19,10 +19,11 @@ from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine, EngineStats
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import Executor
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
 from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
+from penstock.scheduler.state import EngineStats
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -179,6 +180,9 @@ class InProcessExecutor:
                 await self._changed.wait()
                 continue
             yield self._runner.run(self._plans.popleft())
+
+    def condemn(self, why: str) -> None:
+        raise AssertionError(why)
 
     async def stop(self) -> None:
         self._stopped = True

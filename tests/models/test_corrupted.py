@@ -15,8 +15,9 @@ from penstock.models.backend import load_backend
 from penstock.models.checkpoint import CONFIG, INDEX, SINGLE, check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
-from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.state import EngineState
 
 SHARD = "model-00002-of-00003.safetensors"
 Header = dict[str, Any]

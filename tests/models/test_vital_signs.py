@@ -38,6 +38,7 @@ def test_being_a_little_late_is_no_excuse():
 def test_a_stopped_process_is_told_from_one_that_runs_and_one_that_is_gone():
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         process.stdout.readline()
         assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)

@@ -151,7 +151,7 @@ async def test_a_worker_with_other_facts_is_none(tiny_model, worker_config, monk
 
 async def test_the_kernel_would_rather_end_the_worker_than_the_service(worker):
     def score(pid):
-        with open(f"/proc/{pid}/oom_score_adj") as file:  # noqa: ASYNC230 - not a real file
+        with open(f"/proc/{pid}/oom_score_adj") as file:
             return int(file.read())
 
     assert score(worker.pid) > score(os.getpid())

@@ -468,8 +468,9 @@ class DeadlyWorld(World):
         planned = super().schedule()
         on_trial, rows = self.scheduler._suspects.on_trial, self.scheduler._planner.rows
         if planned and on_trial:
-            for planned_row in [*self.plans[-1].chunks, *self.plans[-1].decodes]:
-                request_id = rows.current(planned_row.row).live.request.request_id
+            plan = self.plans[-1]
+            for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
+                request_id = rows.current(row).live.request.request_id
                 assert request_id in on_trial, f"request {request_id} runs beside those on trial"
         return planned
 

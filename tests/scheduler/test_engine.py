@@ -10,12 +10,13 @@ import pytest
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Released
+from penstock.scheduler.state import EngineState
 
 VOCAB_SIZE = 100
 

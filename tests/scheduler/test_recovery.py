@@ -8,12 +8,13 @@ import time
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine, EngineState
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
 from penstock.scheduler.restarts import LONG_LIFE_S, MAX_IN_A_ROW, Failure, Restarts
+from penstock.scheduler.state import EngineState
 from penstock.scheduler.watchdog import StepWatchdog
 
 VOCAB_SIZE = 100
@@ -21,24 +22,9 @@ POISON = 77
 """A prompt with this token twice in a row kills."""
 
 
-class GatedExecutor(FakeExecutor):
-    """Its workers come only when they are let."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.num_starts = 0
-
-    async def start(self):
-        self.num_starts += 1
-        await self.gate.wait()
-        return await super().start()
-
-
 @pytest.fixture
 async def executor():
-    return GatedExecutor(num_blocks=400, vocab_size=VOCAB_SIZE)
+    return FakeExecutor(num_blocks=400, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture
@@ -78,7 +64,7 @@ def submit(new_request, received_type, plain_text):
 
 async def until(condition):
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for happens between two turns of the loop
             await asyncio.sleep(0)
 
 
@@ -102,7 +88,8 @@ async def test_no_token_is_lost_repeated_or_changed(new_engine, submit, seed, bl
     executor = FakeExecutor(num_blocks=60, vocab_size=VOCAB_SIZE)
     engine = await new_engine(executor, SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=32))
     requests = [
-        submit(engine, str(number), rng.randint(1, 120), rng.choice((0, 50)), **random_fields(rng)) for number in range(40)
+        submit(engine, str(number), rng.randint(1, 120), rng.choice((0, 50)), **random_fields(rng))
+        for number in range(40)
     ]
     for _ in range(20):
         steps = engine.stats().steps + rng.randint(1, 12)
@@ -191,7 +178,7 @@ async def test_an_executor_that_stops_by_itself_is_started_again(engine, executo
 
 async def in_recovery(engine, executor):
     """The worker has died, and the next one does not come yet."""
-    executor.gate.clear()
+    executor.may_start.clear()
     executor.die()
     await until(lambda: engine.state is EngineState.RECOVERING and executor.num_starts == 2)
 
@@ -204,7 +191,7 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
     with pytest.raises(Refused) as refused:
         submit(engine, "new")
     assert refused.value.kind is RefusalKind.WORKER_DOWN
-    assert refused.value.retry_after_ms >= 1000
+    assert refused.value.retry_after_ms == 1000
     assert engine.abort("cancelled", FinishReason.CANCELLED)
     assert engine.update("expires", Change(deadline=time.monotonic() + 0.01))
     assert engine.update("shorter", Change(max_tokens=100))
@@ -213,7 +200,7 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
     stats = engine.stats()
     assert (stats.requests, stats.running, stats.stalled, stats.refused, stats.kv_usage) == (3, 0, 1, 1, 0.0)
     engine.reconfigure(SchedulerConfig(max_num_seqs=2))
-    executor.gate.set()
+    executor.may_start.set()
     await until(lambda: engine.stats().requests == 1)
     engine.hold("held", False)
     await engine.wait_idle()
@@ -228,19 +215,19 @@ async def test_everything_but_new_requests_works_while_the_worker_is_replaced(en
 
 
 async def test_states_are_told_as_they_come(engine, executor, submit):
-    states = []
+    states: list[EngineState] = []
     engine.watch(states.append)
     received = submit(engine, "one", max_tokens=50)
     await in_recovery(engine, executor)
     assert states == [EngineState.RECOVERING]
-    executor.gate.set()
+    executor.may_start.set()
     await engine.wait_idle()
     assert states == [EngineState.RECOVERING, EngineState.SERVING]
     received.check_end()
 
 
 async def test_a_drain_amid_recovery_finishes_what_was_accepted(engine, executor, submit):
-    states = []
+    states: list[EngineState] = []
     engine.watch(states.append)
     received = submit(engine, "one", max_tokens=50)
     await in_recovery(engine, executor)
@@ -249,7 +236,7 @@ async def test_a_drain_amid_recovery_finishes_what_was_accepted(engine, executor
     with pytest.raises(Refused) as refused:
         submit(engine, "new")
     assert refused.value.kind is RefusalKind.DRAINING
-    executor.gate.set()
+    executor.may_start.set()
     await engine.wait_idle()
     received.check_end()
     assert received.finished.reason is FinishReason.LENGTH
@@ -263,7 +250,7 @@ async def test_a_worker_that_dies_amid_a_drain_is_replaced(engine, executor, sub
     await in_recovery(engine, executor)
     assert engine.resume()
     assert not engine.resume()
-    executor.gate.set()
+    executor.may_start.set()
     await until(lambda: engine.state is EngineState.SERVING)
     await engine.wait_idle()
     received.check_end()
@@ -282,7 +269,7 @@ async def test_workers_that_do_not_start_are_tried_again(engine, executor, submi
 
 
 async def test_after_five_failures_everything_is_told_and_ends(engine, executor, submit):
-    states = []
+    states: list[tuple[EngineState, int]] = []
     requests = [submit(engine, str(number), first=number, max_tokens=100) for number in range(300)]
     engine.watch(lambda state: states.append((state, sum(r.finished is not None for r in requests))))
     await until(lambda: requests[0].token_ids)
@@ -347,7 +334,7 @@ async def test_a_step_that_does_not_end_is_fatal_and_found_out(new_engine, submi
 
 
 async def expired_after(watchdog_ticks, predicted_s):
-    expired = []
+    expired: list[float] = []
     watchdog = StepWatchdog(0.032, lambda: predicted_s, expired.append)
     watchdog.submitted()
     watchdog.start()
@@ -368,7 +355,7 @@ async def test_the_limit_of_a_step_follows_its_prediction():
 
 
 async def test_time_in_which_the_loop_stood_still_is_not_the_steps():
-    expired = []
+    expired: list[float] = []
     watchdog = StepWatchdog(0.05, lambda: 0.0, expired.append)
     watchdog.submitted()
     watchdog.start()

@@ -153,45 +153,26 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
     assert seen["RESTARTED"] >= 2
 
 
-async def test_waiting_for_blocks_and_a_row(explain, new_reading):
-    """What each cause is called."""
-    executor = RecordingExecutor(num_blocks=10, max_num_seqs=4, seconds_per_step=0.002)
-    service, ask = await explain(executor, max_num_seqs=2)
-    large, small = "l" * 90, "m" * 20
-    frames = [
-        start(ref=1, text=large, max_tokens=30),
-        start(ref=2, text=large.replace("l", "k"), max_tokens=2),
-        start(ref=3, text=small, max_tokens=60),
-        start(ref=4, text=small, max_tokens=2),
-    ]
-    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
-    waits = {
-        ref: [entry.detail for entry in of_kind(await ask(outcomes[ref].accepted[0].request_id), "WAITED")]
-        for ref in (2, 4)
-    }
-    assert "4 free blocks, 6 needed" in waits[2]
-    assert "all 2 rows run" in waits[4] or "all 2 rows run" in waits[2]
-
-
-async def test_a_step_that_is_spent_on_others(explain, new_reading):
-    executor = RecordingExecutor(seconds_per_step=0.002)
-    service, ask = await explain(executor, max_num_batched_tokens=64)
-    frames = [start(ref=ref, text=str(ref) * 200, max_tokens=2) for ref in (1, 2)]
-    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
-    told = await ask(outcomes[2].accepted[0].request_id)
-    assert "the step's 64 tokens are spent on others" in [entry.detail for entry in of_kind(told, "WAITED")]
-
-
-async def test_a_prefix_from_the_cache_and_one_that_another_computes(explain, new_reading):
-    executor = RecordingExecutor(seconds_per_step=0.002)
-    service, ask = await explain(executor)
-    shared = "s" * 200
-    frames = [start(ref=ref, text=shared + str(ref), max_tokens=2) for ref in (1, 2)]
-    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
-    told = await ask(outcomes[2].accepted[0].request_id)
-    assert "its prefix is being computed by another request" in [entry.detail for entry in of_kind(told, "WAITED")]
+async def test_a_prefix_from_the_cache(explain, new_reading):
+    service, ask = await explain()
+    for ref in (1, 2):
+        call = service.generation.Generate(iter([start(ref=ref, text="s" * 200 + str(ref), max_tokens=2)]))
+        reading = await new_reading().read(call)
+    told = await ask(reading.outcomes[2].accepted[0].request_id)
     (began,) = of_kind(told, "BEGAN")
-    assert began.num_tokens == outcomes[2].finished[0].usage.cached_tokens == 192
+    assert began.num_tokens == reading.outcomes[2].finished[0].usage.cached_tokens == 192
+    assert chunks_of(told) == [(began.first_step, 9)]
+
+
+async def test_waiting_for_blocks(explain, new_reading):
+    executor = RecordingExecutor(num_blocks=10, seconds_per_step=0.002)
+    service, ask = await explain(executor)
+    frames = [start(ref=ref, text=str(ref) * 90, max_tokens=40) for ref in (1, 2)]
+    outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
+    told = await ask(outcomes[2].accepted[0].request_id)
+    waits = [entry for entry in of_kind(told, "WAITED") if entry.detail.endswith("free blocks, 6 needed")]
+    assert waits[0].duration_us > 10_000
+    assert not of_kind(told, "HELD")
 
 
 async def test_preempted_by_another(explain, new_reading):
@@ -199,12 +180,12 @@ async def test_preempted_by_another(explain, new_reading):
     service, ask = await explain(executor)
     frames = [start(ref=ref, text=str(ref) * 40, max_tokens=60) for ref in (1, 2)]
     outcomes = (await new_reading().read(service.generation.Generate(iter(frames)))).outcomes
-    first, second = (outcomes[ref].accepted[0].request_id for ref in (1, 2))
-    told = await ask(second)
+    both = [await ask(outcomes[ref].accepted[0].request_id) for ref in (1, 2)]
+    (told,) = (each for each in both if of_kind(each, "PREEMPTED"))
+    (first,) = (each.request_id for each in both if each.request_id != told.request_id)
     assert [entry.detail for entry in of_kind(told, "PREEMPTED")] == [f"no block was free, and {first} needed 1"]
     order = [kind for kind in kinds(told) if kind != "WAITED"]
     assert order[order.index("DECODED") :] == ["DECODED", "PREEMPTED", "BEGAN", "PREFILLED", "DECODED", "ENDED"]
-    assert not of_kind(await ask(first), "PREEMPTED")
 
 
 async def test_a_worker_that_died(explain, new_reading):

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.service import generation, identity, messages
@@ -63,6 +64,7 @@ class FailingExecutor(FakeExecutor):
     def submit(self, plan):
         """May fail."""
         if self.answered > 3 and self.way == "submit":
+            self.die(SECRET)  # its results say so too
             raise ExecutorError(SECRET)
         if self.answered > 3 and self.way == "bug in submit":
             raise Fault
@@ -215,10 +217,8 @@ async def test_reliability_figure_3_submit_fails(start_service, new_reading, det
     ],
 )
 async def test_reliability_figure_3_the_executor_fails(start_service, new_reading, details_of, way, code):
-    service = await start_service(FailingExecutor(way))
-    if way == "submit":
-        # A worker that refuses plans says so in its results as well; until then its requests wait.
-        service.executor.die(SECRET)
+    executor = FailingExecutor(way)  # and so does every worker that replaces it
+    service = await start_service(executor, engine=Engine(executor, restart_delay_s=0.001))
     found = await one_status_each(service, new_reading, details_of)
     check(found, {code or grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE})
     assert len(found) == 6

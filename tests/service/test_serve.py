@@ -26,11 +26,14 @@ from penstock.clients.doctor import choose
 from penstock.clients.errors import RequestFailed
 from penstock.clients.machine import Gpu, inspect_machine
 from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.policy import Policy
 from penstock.service import serve
 from penstock.service.calls import Calls
-from penstock.service.config import ServeConfig
+from penstock.service.config import ServeConfig, parse_config
 from penstock.service.listen import Address
-from penstock.v1 import generation_pb2 as pb
+from penstock.v1 import admin_pb2, generation_pb2 as pb
+from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
@@ -162,6 +165,41 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     assert (
         said == f"penstock serve: --listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
     )
+
+
+def test_an_administration_port_in_use_is_said_with_its_flag(greeting, capsys):
+    port = target_of(greeting).rpartition(":")[2]
+    assert serve.serve(["--port", "0", "--admin-listen", f"127.0.0.1:{port}"]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"penstock serve: --admin-listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
+    )
+
+
+def test_the_printed_administration_answers(greeting):
+    match = re.search(r"top --admin (\S+)$", greeting, re.MULTILINE)
+    assert match is not None
+    assert match[1] != target_of(greeting)
+    assert "PENSTOCK_API_KEY" not in greeting
+    with grpc.insecure_channel(match[1]) as channel:
+        told = AdminServiceStub(channel).GetSettings(admin_pb2.GetSettingsRequest(), timeout=10)
+    assert told.settings.max_num_seqs == 256
+
+
+def test_the_administration_may_be_off():
+    assert serve.prepare(parse_config(["--port=0", "--admin-listen=off"])).server.admin_listen is None
+    assert serve.prepare(parse_config(["--port=0"])).server.admin_listen == "127.0.0.1:0"
+
+
+def test_what_operators_choose_reaches_the_scheduler(tmp_path):
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("default: {max-tokens: 9}\nacme: {weight: 2}\n")
+    flags = ["--port=0", "--scheduling-policy=deadline", "--target-itl=20", "--explain-requests=5"]
+    scheduler = serve.prepare(parse_config([*flags, f"--tenants-file={tenants}"])).server.scheduler
+    assert (scheduler.policy, scheduler.target_itl_s, scheduler.explain_requests) == (Policy.DEADLINE, 0.02, 5)
+    assert scheduler.default_tenant == TenantLimits(max_tokens=9)
+    assert scheduler.tenants == {"acme": TenantLimits(weight=2)}
+    assert serve.prepare(parse_config(["--port=0"])).server.scheduler == SchedulerConfig()
 
 
 # What the worker is given ---------------------------------------------------------------------------------------------
@@ -298,6 +336,13 @@ BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "no template": (lambda d: None, ("--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
     "no keys": (lambda d: None, ("--api-keys-file", "/nowhere"), "/nowhere"),
     "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--listen nowhere.invalid:0"),
+    "bad administration": (lambda d: None, ("--admin-listen", "50052"), "--admin-listen 50052: must be HOST:PORT"),
+    "open administration": (
+        lambda d: None,
+        ("--admin-listen", "0.0.0.0:0"),
+        "--admin-listen 0.0.0.0:0: anyone who reaches it could administer the service; give --api-keys-file",
+    ),
+    "no tenants": (lambda d: None, ("--tenants-file", "/nowhere"), "--tenants-file /nowhere: cannot be read"),
     "bad flag": (lambda d: None, ("--max-num-seqs", "no"), "--max-num-seqs"),
     "unknown flag": (lambda d: None, ("--speed", "high"), "--speed"),
 }

@@ -16,8 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import EngineState
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.state import EngineState
 from penstock.service.health import LIVENESS
 from penstock.service.listen import Address, ListenError
 from penstock.service.server import SERVICES
@@ -124,20 +126,27 @@ class TestItself:
             await health_of(service.channel, "nothing")
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
-    async def test_a_dead_worker_is_not_ready_but_live(self, start_service):
+    async def test_reliability_figure_4_health_follows_the_worker(self, start_service, details_of):
         service = await start_service()
+        service.executor.may_start.clear()
         watchers = [
             health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest(service=name))
             for name in ("", SERVICES[0], "")
         ]
         assert [(await watcher.read()).status for watcher in watchers] == [Status.SERVING] * 3
         watchers.pop().cancel()  # one that leaves takes nothing from the others
+        died = time.monotonic()
         service.executor.die()
         assert [(await watcher.read()).status for watcher in watchers] == [Status.NOT_SERVING] * 2
+        assert time.monotonic() - died < 1
         assert await health_of(service.channel, LIVENESS) == Status.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await service.generation.Complete(pb.CompleteRequest(start=start()))
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert details_of(error.value)["RetryInfo"].retry_delay.ToMilliseconds() == 1000
+        service.executor.may_start.set()
+        assert [(await watcher.read()).status for watcher in watchers] == [Status.SERVING] * 2
+        await service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=3)))
 
     async def test_a_change_of_state_is_told_on_streams(self, start_service):
         service = await start_service()
@@ -149,13 +158,30 @@ class TestItself:
         assert message.heartbeat.state == pb.SERVICE_STATE_DRAINING
         assert service.engine.state is EngineState.DRAINING
 
-    async def test_a_dead_worker_is_the_end_and_streams_are_told(self, start_service, details_of):
+    async def test_streams_are_told_that_the_worker_is_replaced_and_go_on(self, start_service, new_reading):
         service = await start_service()
+        service.executor.may_start.clear()
         call = service.generation.Generate()
         await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
         await asyncio.sleep(0.05)
         service.executor.die()
-        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_DRAINING
+        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_RECOVERING
+        service.executor.may_start.set()
+        assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
+        await call.write(frame(max_tokens=3))
+        await call.done_writing()
+        assert [end.status.code for end in (await new_reading().read(call)).outcomes[0].finished] == [0]
+
+    async def test_a_worker_that_cannot_be_replaced_is_the_end_and_streams_are_told(self, start_service, details_of):
+        executor = FakeExecutor(vocab_size=258)
+        service = await start_service(executor, engine=Engine(executor, restart_delay_s=0.001))
+        executor.fails_to_start.extend([ExecutorError("no memory", blames_step=True)] * 5)
+        call = service.generation.Generate()
+        await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
+        await asyncio.sleep(0.05)
+        executor.die()
+        while (await call.read()).heartbeat.state != pb.SERVICE_STATE_DRAINING:
+            pass
         await call.write(frame())
         [finished] = (await call.read()).finished
         assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]

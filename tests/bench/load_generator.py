@@ -1,0 +1,161 @@
+"""What `penstock bench` itself costs: CPU time a token, by each of its ways to call, and the limit that this sets.
+
+The services are processes of their own: the real one over a fake worker, at 100 steps a second, and a bare HTTP server
+that answers as vLLM does. The limit is the tokens a second at which the client would take 80 % of a core, from where on
+it warns.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from penstock.clients.bench_grpc import GrpcCaller
+from penstock.clients.bench_lengths import Uniform
+from penstock.clients.bench_load import ClosedLoop, RandomLoad
+from penstock.clients.bench_openai import OpenAiCaller
+from penstock.clients.bench_report import BUSY_SHARE
+from penstock.clients.bench_run import run
+from penstock.clients.connection import Connection
+from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.fake_worker import UncheckedSlots
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer
+
+NUM_REQUESTS = 256
+STEP_S = 0.01
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to call."""
+
+    label: str
+    service: str
+    num_streams: int | None = 1
+
+
+WAYS = (
+    Way("Generate, 1 stream", "grpc"),
+    Way("Generate, 4 streams", "grpc", 4),
+    Way("GenerateOne, a call each", "grpc", None),
+    Way("OpenAI's API, SSE", "sse"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="measured for so long, each time (default: 5)")
+    parser.add_argument("--serve", choices=("grpc", "sse"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.serve is not None:
+        uvloop.run(serve_grpc() if arguments.serve == "grpc" else serve_sse())
+        return
+    print(f"{NUM_REQUESTS} requests at a time, {arguments.seconds:g} s each")
+    print(f"{'':28}{'tokens/s':>10}{'messages/s':>12}{'CPU':>8}{'us a token':>12}{'limit, tokens/s':>17}")
+    for way in WAYS:
+        with service(way.service) as target:
+            print(f"{way.label:28}{uvloop.run(measure(way, target, arguments.seconds))}", flush=True)
+
+
+async def measure(way: Way, target: str, seconds: float) -> str:
+    """A line of the table."""
+    num_tokens = max(1, int(seconds / STEP_S))
+    load = RandomLoad(
+        vocab_size=256,
+        arrivals=ClosedLoop(NUM_REQUESTS),
+        num_requests=NUM_REQUESTS,
+        prompt_tokens=Uniform(PROMPT_TOKENS, PROMPT_TOKENS),
+        output_tokens=Uniform(num_tokens, num_tokens),
+    )
+    async with caller(way, target) as call:
+        report = await run(load, call)
+    assert len(report.ok) == NUM_REQUESTS, report.failures
+    tokens_per_s = sum(record.output_tokens for record in report.records) / report.seconds
+    messages_per_s = sum(len(record.message_s) for record in report.records) / report.seconds
+    share = report.client.process_share
+    return (
+        f"{tokens_per_s:10,.0f}{messages_per_s:12,.0f}{share:8.1%}{share / tokens_per_s * 1e6:12.2f}"
+        f"{BUSY_SHARE / share * tokens_per_s:17,.0f}"
+    )
+
+
+def caller(way: Way, target: str) -> "GrpcCaller | OpenAiCaller":
+    """The client's own."""
+    if way.service == "sse":
+        return OpenAiCaller(Connection(target), model="fake")
+    return GrpcCaller(Connection(target), num_streams=way.num_streams)
+
+
+@contextmanager
+def service(kind: str) -> Iterator[str]:
+    """A service in a process of its own; its address."""
+    command = [sys.executable, "-P", __file__, "--serve", kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def serve_grpc() -> None:
+    """The service over a fake worker; prints where it is."""
+    tokenizer = Tokenizer.load(resolve_model(DEMO))
+    executor = FakeExecutor(
+        num_blocks=NUM_REQUESTS * 200,
+        vocab_size=4096,
+        next_token=lambda history, sampling: 1000 + len(history) % 26,
+        slots=UncheckedSlots,
+        seconds_per_step=STEP_S,
+    )
+    scheduler = SchedulerConfig()
+    config = ServerConfig(model_name="fake", listen="127.0.0.1:0", scheduler=scheduler)
+    print(await Server(config, Engine(executor, scheduler), tokenizer).start(), flush=True)
+    await asyncio.Event().wait()
+
+
+async def serve_sse() -> None:
+    """A server that answers every POST with a token a step, in vLLM's form; prints where it is."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print("http://{}:{}".format(*server.sockets[0].getsockname()), flush=True)
+    await server.serve_forever()
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One request of one connection."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+    max_tokens = json.loads(await reader.readexactly(length))["max_tokens"]
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+    async for event in events(max_tokens):
+        writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    writer.write(b"data: [DONE]\n\n")
+    await writer.drain()
+    writer.close()
+
+
+async def events(num_tokens: int) -> AsyncIterator[dict[str, object]]:
+    """One a step."""
+    for i in range(num_tokens):
+        await asyncio.sleep(STEP_S)
+        finish = "length" if i == num_tokens - 1 else None
+        choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": finish, "token_ids": [1000 + i % 26]}
+        usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": i + 1, "total_tokens": PROMPT_TOKENS + i + 1}
+        yield {"id": "cmpl-1", "object": "text_completion", "model": "fake", "choices": [choice], "usage": usage}
+
+
+if __name__ == "__main__":
+    main()

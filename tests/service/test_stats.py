@@ -1,0 +1,106 @@
+"""WatchStats: where the engine stands, at once and then in every interval."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.state import EngineState
+from penstock.v1 import admin_pb2, generation_pb2 as pb
+
+
+@pytest.fixture
+def start_watched(start_service):
+    """A service with an administration, whose every output is the letter a."""
+
+    async def start(**config):
+        executor = FakeExecutor(
+            vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002, num_blocks=256
+        )
+        return await start_service(executor, admin_listen="127.0.0.1:0", **config)
+
+    return start
+
+
+def watch(service, **fields):
+    return service.admin.WatchStats(admin_pb2.WatchStatsRequest(**fields))
+
+
+def start(ref=1, text="x" * 64, **sampling):
+    return pb.GenerateRequest(start=pb.Start(ref=ref, text=text, sampling=pb.Sampling(**sampling)))
+
+
+async def test_the_first_answer_comes_at_once(start_watched):
+    service = await start_watched()
+    async with asyncio.timeout(10):
+        stats = await watch(service, interval_ms=3_600_000).read()
+    assert stats.state == admin_pb2.ENGINE_STATE_SERVING
+    assert (stats.live_requests, stats.running_rows, stats.waiting_choices, stats.steps) == (0, 0, 0, 0)
+    assert not stats.HasField("predicted_ttft_ms")
+    assert not stats.tenants
+
+
+async def test_what_runs_is_told(start_watched, new_reading):
+    service = await start_watched(scheduler=SchedulerConfig(max_num_seqs=2))
+    call = service.generation.Generate(iter([start(ref=ref, max_tokens=100, ignore_eos=True) for ref in (1, 2, 3)]))
+    await new_reading().read_until(call, lambda reading: reading.outcomes[1].deltas > 5)
+    answers = watch(service, interval_ms=100)
+    stats = await answers.read()
+    assert (stats.live_requests, stats.running_rows, stats.waiting_choices) == (3, 2, 1)
+    assert 0 < stats.kv_usage < 1
+    (tenant,) = stats.tenants
+    assert (tenant.tenant, tenant.live_requests) == ("default", 3)
+    assert tenant.served_tokens >= 64
+    following = await answers.read()
+    assert following.uptime_ms >= stats.uptime_ms + 95
+    assert following.steps > stats.steps
+    assert following.output_tokens > stats.output_tokens
+
+
+async def test_totals_are_those_of_what_ended(start_watched):
+    service = await start_watched(scheduler=SchedulerConfig(max_queued_requests=1))
+    for _ in range(2):
+        prompt = pb.Start(text="x" * 64, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        await service.generation.Complete(pb.CompleteRequest(start=prompt))
+    stats = await watch(service).read()
+    assert (stats.finished_requests, stats.output_tokens) == (2, 6)
+    assert (stats.prefill_tokens, stats.cached_tokens) == (64 + 16, 48)
+    assert (stats.refused_requests, stats.preemptions, stats.worker_restarts) == (0, 0, 0)
+    assert stats.cached_blocks > 0
+    assert stats.step_us > 0
+
+
+async def test_the_engines_state_is_told(start_watched):
+    service = await start_watched()
+    answers = watch(service, interval_ms=100)
+    await answers.read()
+    service.engine.drain()
+    assert (await answers.read()).state == admin_pb2.ENGINE_STATE_DRAINING
+
+
+async def test_it_ends_with_the_service(start_watched):
+    service = await start_watched()
+    answers = watch(service, interval_ms=3_600_000)
+    await answers.read()
+    stopping = asyncio.create_task(service.server.stop())
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await answers.read()
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert failure.value.details() == "the service is going down"
+    await stopping
+
+
+@pytest.mark.parametrize("interval_ms", [0, 99, 3_600_001])
+async def test_an_interval_out_of_bounds(start_watched, interval_ms):
+    service = await start_watched()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await watch(service, interval_ms=interval_ms).read()
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "interval_ms" in failure.value.details()
+
+
+def test_every_state_is_on_the_wire():
+    names = {name.removeprefix("ENGINE_STATE_") for name in admin_pb2.EngineState.keys()}  # noqa: SIM118 - an enum
+    assert names == {state.name for state in EngineState} | {"UNSPECIFIED"}
