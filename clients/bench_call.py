@@ -64,6 +64,11 @@ class Record:
         return self.status == OK
 
     @property
+    def failure(self) -> str:
+        """How it failed: the status, and the service's own name for it."""
+        return f"{self.status} {self.reason}".strip()
+
+    @property
     def ttft_s(self) -> float | None:
         """Time from sending to the first token."""
         return self.message_s[0] - self.sent_s if self.message_s else None

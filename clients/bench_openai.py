@@ -85,20 +85,20 @@ class OpenAiCaller:
         url = f"{self._base}{self._endpoint.partition('/v1/')[0]}/v1/models"
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CONNECT_SECONDS)) as response:
-                body = await response.text()
-                if response.status != 200:
-                    raise PenstockError(f"{url} answers HTTP {response.status}: {body[:_MAX_SHOWN]}")
-                models = {str(each["id"]): each for each in json.loads(body)["data"]}
+                status, body = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PenstockError(f"no server answers at {self._base}: {str(error) or type(error).__name__}") from None
+        try:
+            models = {str(each["id"]): each for each in json.loads(body)["data"]}
         except (ValueError, KeyError, TypeError):
-            raise PenstockError(f"{url} answers something else than a list of models") from None
-        name = self._model or next(iter(models), "")
-        if name not in models:
-            raise PenstockError(f"--model: {self._base} serves {', '.join(models) or 'none'}, not {name or 'any'}")
-        self._model = name
-        most = models[name].get("max_model_len")
-        return OpenAiModel(name, most if isinstance(most, int) else None)
+            models = {}
+        # A server may serve more than it lists, or list nothing: a name that was given stands.
+        self._model = self._model or next(iter(models), "")
+        if not self._model:
+            answer = " ".join(body.split())[:_MAX_SHOWN]
+            raise PenstockError(f"--model: name one, since {url} lists none; it answers HTTP {status}: {answer}")
+        most = models.get(self._model, {}).get("max_model_len")
+        return OpenAiModel(self._model, most if isinstance(most, int) else None)
 
     async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
         """Sends a request and notes all that comes."""
@@ -198,7 +198,7 @@ class _Events:
         token_ids: list[int] = choice.get("token_ids") or []
         if token_ids:
             self._num_tokens += len(token_ids)
-        elif usage:
+        elif text and usage:
             self._num_tokens = max(self._num_tokens, usage["completion_tokens"])
         elif text:
             self._num_tokens += 1  # the best guess, until the last event has the usage

@@ -134,8 +134,7 @@ class Report:
     @property
     def failures(self) -> Counter[str]:
         """How many failed or were refused, by status, and by the service's own name for it."""
-        failed = (record for record in self.records if not record.is_ok)
-        return Counter(f"{record.status} {record.reason}".strip() for record in failed)
+        return Counter(record.failure for record in self.records if not record.is_ok)
 
     def num_good(self, slo: Slo) -> int:
         """How many requests kept it."""
@@ -150,7 +149,7 @@ class Report:
         summary: dict[str, Any] = {
             "seconds": self.seconds,
             "was_stopped": self.was_stopped,
-            "requests": {"sent": len(sent), "ok": len(self.ok), "failed": dict(self.failures.most_common())},
+            "requests": {"sent": len(sent), "ok": len(self.ok), "failed": self._failed()},
             "requests_per_s": len(self.ok) / self.seconds,
             "prompt_tokens": prompt_tokens,
             "cached_tokens": sum(record.cached_tokens for record in sent),
@@ -183,6 +182,11 @@ class Report:
     def requests(self) -> list[dict[str, Any]]:
         """Each request, as JSON has it: times in seconds from the beginning of the run."""
         return [self._request(record) for record in self.records]
+
+    def _failed(self) -> dict[str, dict[str, Any]]:
+        """The failures, most frequent first, with what was said to the first request of each."""
+        said = {record.failure: record.error for record in reversed(self.records)}
+        return {failure: {"count": count, "error": said[failure]} for failure, count in self.failures.most_common()}
 
     def _predictions(self) -> dict[str, Any] | None:
         """How far off the service's predictions of the time to first token were, as shares of the real one."""

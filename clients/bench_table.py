@@ -11,6 +11,7 @@ _NAMES = {
 }
 _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 _LATE_S = 0.010
+_MAX_SHOWN = 160
 
 
 def table(summary: Mapping[str, Any]) -> str:
@@ -20,8 +21,10 @@ def table(summary: Mapping[str, Any]) -> str:
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
     requests = summary["requests"]
-    failed = ", ".join(f"{count:,} {status}" for status, count in requests["failed"].items())
-    yield _line("requests", f"{requests['ok']:,} of {requests['sent']:,} answered" + (f"; {failed}" if failed else ""))
+    yield _line("requests", f"{requests['ok']:,} of {requests['sent']:,} answered")
+    for status, failed in requests["failed"].items():
+        said = " ".join(failed["error"].split())[:_MAX_SHOWN]
+        yield _line("", f"{failed['count']:,} {status}: {said}")
     yield _line("duration", f"{summary['seconds']:.2f} s" + (" (stopped early)" if summary["was_stopped"] else ""))
     cached = summary["cached_tokens"] / summary["prompt_tokens"] if summary["prompt_tokens"] else 0
     yield _line(

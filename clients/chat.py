@@ -272,7 +272,8 @@ def _describe(client: Client) -> GetModelResponse:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock chat",
-        description="Talks to a running service in the terminal.",
+        description="Talks to a running service in the terminal. A turn sends what is new alone, while the service "
+        "has the rest.",
         epilog=f"in the chat:\n{_HELP}\n\n{_EPILOG}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

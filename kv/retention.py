@@ -5,6 +5,7 @@ that was put first. Each owner's share is bounded.
 """
 
 from bisect import insort
+from collections import OrderedDict
 
 
 class Lease:
@@ -17,8 +18,9 @@ class Lease:
         self.until = until
         self.owner = owner
         self.expiry = (until, number)
-        self.blocks: dict[int, None] = {}
-        """Those that nobody holds, the first to be given up first."""
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+        """Those that nobody holds, the first to be given up first; what a dict lost at its beginning would be walked
+        over each time."""
 
 
 def _expiry(lease: Lease) -> tuple[float, int]:

@@ -1,5 +1,5 @@
-"""What can be told of a worker from outside: how long it has been silent, whether it was stopped, and whether the kernel
-ended a process for want of memory.
+"""What can be told of a worker from outside: how long it has been silent, whether it was stopped, and whether the
+kernel ended a process for want of memory.
 
 Knows no frames. Where /proc or the cgroup files cannot be read, nothing is claimed.
 """

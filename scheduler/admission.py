@@ -10,8 +10,6 @@ from penstock.scheduler.request import RefusalKind, Refused, Request
 RETRY_AFTER_MS = 1000
 MIN_RETRY_AFTER_MS = 50
 """Sooner nobody need try again, whatever is predicted."""
-WAIT_MARGIN = 0.2
-"""Of the predicted time to the first token: so much longer it may take without the deadline being missed."""
 
 
 class Admission:
@@ -35,13 +33,13 @@ class Admission:
         num_tokens: int,
         num_tenant_live: int,
         prediction: Prediction | None,
-        service_s: float | None,
+        alone_s: float | None,
         now: float,
     ) -> None:
         """Raises Refused if the request may not enter a queue that holds so many requests, and tokens of prompts.
 
-        ``num_tenant_live`` requests of its tenant are alive. ``service_s`` is what it takes once it begins; nothing
-        predicted, nobody is refused for it.
+        ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it.
+        Where nothing is predicted, nobody is refused for it.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
@@ -59,7 +57,7 @@ class Admission:
                 None if num_prompt_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
             )
         if request.deadline is not None and prediction is not None:
-            _check_deadline(request.deadline - now, prediction, service_s)
+            _check_deadline(request.deadline - now, prediction, alone_s)
 
     def check_size(self, request: Request) -> None:
         """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
@@ -95,13 +93,13 @@ class Admission:
             )
 
 
-def _check_deadline(left_s: float, prediction: Prediction, service_s: float | None) -> None:
-    """A request that would take too long even if it began at once is cut by its deadline in any case: its caller gets
+def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None) -> None:
+    """A request that would take too long even with nobody beside it is cut by its deadline in any case: its caller gets
     what there is by then, and only the first token has to be in time."""
-    is_cut = service_s is not None and service_s > left_s
-    needed_s = (prediction.ttft_s if is_cut else prediction.total_s) + WAIT_MARGIN * prediction.ttft_s
+    is_cut = alone_s is not None and alone_s > left_s
+    needed_s = prediction.ttft_s if is_cut else prediction.latest_s
     if needed_s > left_s:
-        what = "its first token would come" if is_cut else "it would be done"
+        what = "its first token would come" if is_cut else "it might be done"
         raise Refused(
             RefusalKind.OVERLOADED,
             f"{what} in {needed_s:.3g} s, and its deadline is in {left_s:.3g} s; try again, or allow it more time",

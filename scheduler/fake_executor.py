@@ -23,8 +23,8 @@ class FakeExecutor:
     ``next_token`` chooses a row's next token; by default it is a function of the history alone. ``slots`` checks what
     the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.
 
-    Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after ``stop``
-    brings another one, once ``may_start`` is set.
+    Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after
+    ``stop`` brings another one, once ``may_start`` is set.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ All that is ahead of a request is work of the same worker, whoever's it is, so s
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,11 @@ from penstock.scheduler.step_model import StepModel, StepWork
 
 _PRUDENCE = 0.05
 """A request's own output is taken to be so long that only this share of the outputs known was longer."""
+_NUM_RATIOS = 64
+"""Requests that ended last, whose times are compared with what was predicted for them."""
+_NUM_LATER = 3
+"""The latest that is predicted is by the third worst of these."""
+_MAX_LATENESS = 3.0
 _MAX_KNOWN = 512
 """Outputs that are known; then they count half, so that new ones show."""
 _PRIOR = 0.1
@@ -54,6 +60,8 @@ class Prediction(NamedTuple):
     """To the first token."""
     total_s: float
     """To the last."""
+    latest_s: float
+    """To the last, in all but a few cases."""
 
 
 class Forecast:
@@ -64,6 +72,8 @@ class Forecast:
         self._budget = budget
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
+        self._ratios = deque([1.0] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
+        self._lateness = 1.0
         self._mean_output = 0.0
         self._num_outputs = 0
 
@@ -77,6 +87,11 @@ class Forecast:
         self._lengths.learn(num_output, num_output < max_tokens)
         self._num_outputs = min(self._num_outputs + 1, _MAX_KNOWN)
         self._mean_output += (num_output - self._mean_output) / self._num_outputs
+
+    def learn_total(self, predicted_s: float, took_s: float) -> None:
+        """A request took so long from its admission to its last token, for which so much was predicted then."""
+        self._ratios.append(min(took_s / predicted_s, _MAX_LATENESS))
+        self._lateness = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 
     def predict(self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
         """For a request that arrives now, and of whose prompt ``num_new_tokens`` are not cached; None while too little
@@ -99,7 +114,8 @@ class Forecast:
             return None
         rows = min(load.max_rows, num_rows + load.ahead_requests + 1)
         ttft_s = load.in_flight_s + seconds
-        return Prediction(ttft_s, ttft_s + self._decoding_s(rows, kv_each * rows, max_tokens))
+        total_s = ttft_s + self._decoding_s(rows, kv_each * rows, self._lengths.long(max_tokens, _PRUDENCE))
+        return Prediction(ttft_s, total_s, total_s * self._lateness)
 
     def service_s(
         self, load_decodes: int, load_decode_kv: int, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int
@@ -111,7 +127,17 @@ class Forecast:
         seconds = self._model.predict(_sum(own, _NOTHING, load_decodes * steps, load_decode_kv * steps), steps)
         if seconds is None:
             return None
-        return seconds + self._decoding_s(load_decodes + 1, load_decode_kv + num_prompt_tokens, max_tokens)
+        length = self._lengths.expected(max_tokens)
+        return seconds + self._decoding_s(load_decodes + 1, load_decode_kv + num_prompt_tokens, length)
+
+    def alone_s(self, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> float | None:
+        """How long a request takes, first step to last token, with no other beside it."""
+        chunk = self._chunk(0, 0, num_prompt_tokens)
+        chunks = math.ceil(num_new_tokens / chunk)
+        decodes = self._lengths.expected(max_tokens) - 1
+        kv = decodes * (num_prompt_tokens + decodes / 2)
+        own = _prompt(num_new_tokens, num_prompt_tokens, chunks)
+        return self._model.predict(_sum(own, _NOTHING, decodes, kv), chunks + decodes)
 
     def _chunk(self, decodes: float, decode_kv: float, num_prompt_tokens: int) -> int:
         """Tokens of prompts in a step."""
@@ -146,9 +172,9 @@ class Forecast:
         ends = sorted(left * shorter + number * self._mean_output for left in remaining for number in successors)
         return ends[index] + cycles * self._mean_output
 
-    def _decoding_s(self, rows: float, kv: float, max_tokens: int) -> float:
-        """What follows a first token: as many steps as the output may well need, prolonged by others' prompts."""
-        steps = self._lengths.long(max_tokens, _PRUDENCE) - 1
+    def _decoding_s(self, rows: float, kv: float, length: float) -> float:
+        """What follows a first token: as many steps as the output needs, prolonged by others' prompts."""
+        steps = length - 1
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
         return 0.0 if seconds is None else seconds * self._model.slowdown
 

@@ -1,5 +1,6 @@
 """What is to be expected: of steps, of waiting, of a request's deadline. Looks at rows and the queue; changes nothing."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -9,7 +10,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Request
+from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
@@ -31,6 +32,8 @@ class Outlook:
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
         self._by_deadline = config.policy is Policy.DEADLINE
+        self._predicted: dict[str, tuple[float, float]] = {}
+        """For each live request when it came, and what was predicted for all of it."""
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
@@ -67,10 +70,23 @@ class Outlook:
 
     # Requests -------------------------------------------------------------------------------------------------------
 
-    def ended(self, live: LiveRequest) -> None:
-        """A request ended by itself: its output tells what others' may be."""
-        for choice in live.choices:
-            self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+    def admitted(self, request: Request, prediction: Prediction | None) -> None:
+        """A request is in the queue."""
+        if prediction is not None:
+            self._predicted[request.request_id] = self._clock(), prediction.total_s
+
+    def ended(self, live: LiveRequest, reason: FinishReason) -> None:
+        """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
+        came_at, total_s = self._predicted.pop(live.request.request_id, (0.0, None))
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for choice in live.choices:
+                self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+        elif reason is not FinishReason.DEADLINE:
+            return
+        if total_s is not None:
+            # Of one that was dropped nobody knows when it would have ended: too late.
+            took_s = math.inf if reason is FinishReason.DEADLINE else self._clock() - came_at
+            self._forecast.learn_total(total_s, took_s)
 
     def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
@@ -101,6 +117,11 @@ class Outlook:
             request.max_tokens,
         )
 
+    def alone_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
+        """What a request takes with no other beside it; None while too little is known."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return self._forecast.alone_s(num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens)
+
     def is_late(self, live: LiveRequest) -> bool:
         """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
 
@@ -109,10 +130,10 @@ class Outlook:
         request = live.request
         if request.deadline is None:
             return False
-        service_s = self.service_s(request)
-        if service_s is None:
+        service_s, alone_s = self.service_s(request), self.alone_s(request)
+        if service_s is None or alone_s is None:
             return False
-        return self._clock() + service_s > request.deadline and request.arrival + service_s <= request.deadline
+        return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline
 
     def _num_due_before(self, deadline: float) -> int:
         due = (choice.live.request.deadline for choice in self._planner.waiting)

@@ -125,13 +125,15 @@ class Scheduler:
                 num_requests=waiting.num_requests,
                 num_tokens=waiting.num_tokens,
                 num_tenant_live=self.tenants.num_live(request.tenant),
-                prediction=prediction,
-                service_s=self.outlook.service_s(request, num_cached_tokens),
+                # While nobody is there, trying again later cannot help, and nothing would be learned.
+                prediction=prediction if self._requests else None,
+                alone_s=self.outlook.alone_s(request, num_cached_tokens),
                 now=self._clock(),
             )
         except Refused:
             self.counters.refused += 1
             raise
+        self.outlook.admitted(request, prediction)
         return Accepted(num_cached_tokens, position, None if prediction is None else prediction.ttft_s)
 
     def update_request(self, request_id: str, change: Change) -> bool:
@@ -221,8 +223,7 @@ class Scheduler:
                 self._planner.retire(choice)
         del self._requests[live.request.request_id]
         self._suspects.forget(live.request.request_id)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.outlook.ended(live)
+        self.outlook.ended(live, reason)
         self._report_finished(live, reason, message)
 
     def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
@@ -246,7 +247,9 @@ class Scheduler:
             return None
         planned = self._planner.plan()
         for live in self._planner.beginnings.take_late():
-            self._finish(live, FinishReason.DEADLINE, "the deadline could no longer be met when its turn came")
+            # Not if it has ended: it may be found twice, where a plan was made anew.
+            message = "the deadline could no longer be met when its turn came"
+            self.abort(live.request.request_id, FinishReason.DEADLINE, message)
         return None if planned is None else self._submit(planned)
 
     def _submit(self, planned: Planned) -> StepPlan:

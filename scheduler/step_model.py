@@ -31,6 +31,8 @@ _MEMORY = 256
 _PACED_BY = 16
 """Steps that the pace is taken from."""
 _MAX_PACE = 4.0
+_SLOWED_BY = 64
+"""Steps after which one counts 1/e for how much chunks slow decoding down."""
 _SWEEPS = 8
 """Over the coefficients, each fit: they start from where they were, so they need not arrive."""
 _DAMPING = 1e-3
@@ -120,8 +122,8 @@ class StepModel:
             decoding = predicted
             if work.chunks:
                 decoding = _dot(self._coefficients, _terms(StepWork(0, 0, work.decodes, work.decode_kv), 1))
-            self._whole_s += (predicted - self._whole_s) / _MEMORY
-            self._decoding_s += (decoding - self._decoding_s) / _MEMORY
+            self._whole_s += (predicted - self._whole_s) / _SLOWED_BY
+            self._decoding_s += (decoding - self._decoding_s) / _SLOWED_BY
         new = self._new_chunked if work.chunks else self._new_decoding
         # Errors are relative to what was expected, for a mean without bias; but what is far off counts by itself.
         about = min(max(predicted, seconds / 2), seconds * 2)

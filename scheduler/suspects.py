@@ -1,11 +1,11 @@
-"""Finds which request kills workers, by running those that may have done it in ever smaller groups. Plain data; knows no
-rows and no plans.
+"""Finds which request kills workers, by running those that may have done it in ever smaller groups. Plain data;
+knows no rows and no plans.
 
 Whoever was in a fatal step is a suspect. At first all of them resume together, since most crashes happen once. If the
 worker dies again, one of those who were in that step did it: they are cut in half, one half goes on trial, the other
 waits for its turn. A group that lives past where its members were when they died is cleared, and the next one goes on
-trial. While a trial goes on nobody else runs, so that each crash can be held against the group alone; it takes no longer
-than to compute the members' histories again.
+trial. While a trial goes on nobody else runs, so that each crash can be held against the group alone; it takes about as
+long as to compute the members' histories again.
 
     {a b c d}  crash -> {a b} {c d}  crash -> {a} {b} {c d}  lives -> {b} {c d}  crash, crash -> b is convicted
 """
@@ -103,7 +103,7 @@ class Suspects:
             self._arrange([[request_id for request_id in group if request_id not in self._passed], *rest])
 
     def hold(self, request_id: str, held: bool) -> None:
-        """A request cannot run, or can again. Nobody waits for the trial of one that cannot; it is tried alone later."""
+        """A request cannot run, or can again. Nobody waits for the trial of one that cannot: it is tried alone then."""
         if held:
             self._held.add(request_id)
             if self._remove(request_id):

@@ -71,14 +71,16 @@ class Entry:
 class _Track:
     """Where one choice is: what it waits for, or which stretch of steps it is in."""
 
-    __slots__ = ("cause", "decodes_from", "entry", "num_output_tokens")
+    __slots__ = ("cause", "decoded", "decodes_from", "entry", "num_output_tokens")
 
     def __init__(self) -> None:
         self.cause: Cause | None = None
         self.entry: Entry | None = None
         """The one that goes on."""
         self.num_output_tokens = 0
-        """Of the stretches that are over."""
+        """Of the stretches of decoding that are over."""
+        self.decoded: Entry | None = None
+        """The last of them."""
         self.decodes_from: int | None = None
         """The step with the last chunk of its history, while that is not answered."""
 
@@ -224,9 +226,12 @@ class Timeline:
         track = self._tracks[choice]
         if track.decodes_from is not None:
             self.decodes(choice, track.decodes_from)
-        self.so_far(choice, step, num_output_tokens)
         if track.entry is not None and track.entry.kind is Kind.DECODED:
-            track.num_output_tokens = num_output_tokens
+            self.so_far(choice, step, num_output_tokens)
+            track.decoded = track.entry
+        elif track.decoded is not None:  # tokens of steps that were answered after it had left
+            track.decoded.num_tokens += num_output_tokens - track.num_output_tokens
+        track.num_output_tokens = num_output_tokens
         self._go_on(track, None)
 
     def preempted(self, choice: int, step: int, why: str) -> None:
@@ -236,7 +241,7 @@ class Timeline:
 
     def restarted(self, step: int) -> None:
         """The worker died before this step was planned, and with it all that was computed of the request."""
-        self._tell(Kind.RESTARTED, 0, step, detail="the worker died; what it had is computed again")
+        self._tell(Kind.RESTARTED, 0, step, detail="the worker died: all is computed again")
 
     # The request --------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ TICKS = 32
 class StepWatchdog:
     """Says when the oldest step has gone on for too long.
 
-    It counts turns of its own instead of reading a clock, so the time in which this process did not run itself, since it
-    was stopped or the machine slept, is not held against the worker.
+    It counts turns of its own instead of reading a clock: time in which this process did not run itself, since it was
+    stopped or the machine slept, is not held against the worker.
     """
 
     def __init__(

@@ -1,23 +1,32 @@
 """AdminService: operators and routers ask what a running service does and why, and change what may be changed.
 
-Nothing happens here: each request is held against the bounds, and handed to the part that answers it.
+Nothing happens here: each request is held against the bounds, and handed to the part that answers it. What changes the
+service is logged, with the tenant of the key that did it.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf import text_format
 
 from penstock.scheduler.engine import Engine
 from penstock.service.bounds import Validator
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.explain import Explainer
+from penstock.service.identity import current_caller
 from penstock.service.kv_events import KvEvents
 from penstock.service.settings import LiveSettings
 from penstock.service.stats import StatsFeed
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+_MAX_LOGGED = 1000
+"""Characters of a change."""
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
@@ -49,18 +58,22 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Whoever watches the engine's state does the rest."""
         self._engine.drain()
+        _log_change("new requests are refused")
         return pb.DrainResponse(live_requests=self._engine.stats().requests)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         """Also where nothing was drained."""
         if self._is_going_down():
             raise ServiceError(Reason.GOING_DOWN)
-        self._engine.resume()
+        if self._engine.resume():
+            _log_change("new requests are taken again")
         return pb.ResumeResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """What rows hold stays."""
-        return pb.FlushCacheResponse(flushed_blocks=self._engine.flush_cache())
+        num_blocks = self._engine.flush_cache()
+        _log_change(f"{num_blocks} cached blocks are forgotten")
+        return pb.FlushCacheResponse(flushed_blocks=num_blocks)
 
     async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
         """As they are now."""
@@ -69,7 +82,9 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
         """All or nothing."""
         self._validator.check(request)
-        return pb.UpdateSettingsResponse(settings=self._settings.update(request))
+        settings = self._settings.update(request)
+        _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
+        return pb.UpdateSettingsResponse(settings=settings)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Also of a request that has ended."""
@@ -82,3 +97,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         """Until the caller leaves."""
         self._validator.check(request)
         await self._kv_events.WatchKvEvents(request, context)
+
+
+def _log_change(what: str) -> None:
+    _log.info("by %s: %s", current_caller.get().tenant, what[:_MAX_LOGGED])

@@ -9,8 +9,7 @@ from grpc_reflection.v1alpha import reflection
 from penstock.service.admin import AdminService
 from penstock.service.health import Health
 from penstock.service.listen import Address
-from penstock.service.listener import Listener
-from penstock.service.transport import new_server
+from penstock.service.transport import bind, for_this_user_alone, new_server
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -29,28 +28,25 @@ class AdminListener:
         health: Health,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
+        self._address = address
         self._service = service
-        self._health = health
-        self._interceptors = interceptors
-        self._listener = Listener(address, self._new_server, is_private=True)
+        self._server = new_server(interceptors, _MAX_STREAMS)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((ADMIN_SERVICE, health_name, reflection.SERVICE_NAME), self._server)
 
     def bind(self) -> str:
         """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""
-        return self._listener.bind()
+        with for_this_user_alone():
+            return bind(self._server, self._address)
 
     async def start(self) -> None:
         """Answers from here on."""
-        await self._listener.start()
+        await self._server.start()
 
     async def stop(self) -> None:
         """Ends what is on it."""
         self._service.close()
-        await self._listener.stop(_LAST_WORDS_S)
-
-    def _new_server(self) -> grpc.aio.Server:
-        server = new_server(self._interceptors, _MAX_STREAMS)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # type: ignore[no-untyped-call]
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((ADMIN_SERVICE, health_name, reflection.SERVICE_NAME), server)
-        return server
+        await self._server.stop(_LAST_WORDS_S)
+        self._address.remove()

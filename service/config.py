@@ -59,14 +59,15 @@ class ConfigError(Exception):
 
 def _flag(
     default: Any, text: str, *, metavar: str | None = None, low: float | None = None, high: float | None = None,
-    choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False,
+    choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False, group: str = "",
 ) -> Any:  # fmt: skip
-    """A field with what its flag needs: bounds that include their ends, and ``shown`` as the default in the help."""
+    """A field with what its flag needs: bounds that include their ends, and ``shown`` as the default in the help, where
+    ``group`` begins a group of flags."""
     return dataclasses.field(
         default=default,
         metadata={
             "help": text, "metavar": metavar, "low": low, "high": high, "choices": choices, "shown": shown,
-            "is_size": is_size,
+            "is_size": is_size, "group": group,
         },
     )  # fmt: skip
 
@@ -75,8 +76,22 @@ def _flag(
 class ServeConfig:
     """The flags of ``penstock serve``. Raises ConfigError where a value is out of bounds."""
 
-    model: str = _flag("demo", "a directory in Hugging Face's layout, the id of a model on the hub, or demo")
-    host: str | None = _flag(None, "the address to listen on; 0.0.0.0 is every IPv4 one", shown="127.0.0.1")
+    model: str = _flag(
+        "demo", "a directory in Hugging Face's layout, the id of a model on the hub, or demo", group="the model"
+    )
+    served_model_name: str | None = _flag(
+        None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
+    )
+    chat_template: Path | None = _flag(None, "a Jinja chat template", metavar="FILE", shown="the model's own")
+    max_model_len: int | None = _flag(
+        None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
+    )
+    host: str | None = _flag(
+        None,
+        "the address to listen on; 0.0.0.0 is every IPv4 one",
+        shown="127.0.0.1",
+        group="where it listens, and who may call",
+    )
     port: int | None = _flag(None, "the port to listen on; 0 is any free one", shown="50051", low=0, high=65535)
     listen: str | None = _flag(
         None, "host and port in one, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="by --host and --port"
@@ -85,21 +100,23 @@ class ServeConfig:
         None, "where the service is administered; what other machines can reach wants --api-keys-file",
         metavar="HOST:PORT|unix:PATH|off", shown="127.0.0.1 and the next port, or beside the socket PATH.admin",
     )  # fmt: skip
-    served_model_name: str | None = _flag(
-        None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
-    )
     api_keys_file: Path | None = _flag(
         None, "API keys' hashes and tenants, a line each: sha256:HEX TENANT", metavar="FILE",
         shown="everyone is one tenant",
     )  # fmt: skip
-    chat_template: Path | None = _flag(None, "a Jinja chat template", metavar="FILE", shown="the model's own")
+    tenants_file: Path | None = _flag(
+        None, "tenants' weights and caps, in YAML", metavar="FILE", shown="all weigh the same and have no cap"
+    )
+    device: str = _flag(
+        "auto",
+        "where the model runs: cpu, cuda, cuda:1; auto is a GPU if there is one",
+        metavar="NAME",
+        group="what computes",
+    )
     dtype: str = _flag(
         "auto",
         "the type of weights and activations; auto is the checkpoint's",
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
-    )
-    device: str = _flag(
-        "auto", "where the model runs: cpu, cuda, cuda:1; auto is a GPU if there is one", metavar="NAME"
     )
     load_format: str = _flag(
         "auto", "auto reads safetensors; dummy makes weights up, to measure with", choices=["auto", "dummy"]
@@ -107,12 +124,7 @@ class ServeConfig:
     threads: int | None = _flag(
         None, "threads that compute, on a CPU", metavar="N", low=1, high=1024, shown="the cores that may be used"
     )
-    max_model_len: int | None = _flag(
-        None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
-    )
-    max_num_seqs: int = _flag(256, "sequences in a step at most", metavar="N", low=1, high=4096)
-    max_num_batched_tokens: int = _flag(2048, "tokens in a step at most", metavar="N", low=1, high=1 << 20)
-    block_size: int = _flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16])
+    block_size: int = _flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     enable_prefix_caching: bool = _flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = _flag(
         None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "
@@ -123,19 +135,6 @@ class ServeConfig:
         None, "the KV cache's size; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
         shown="by --gpu-memory-utilization",
     )  # fmt: skip
-    scheduling_policy: str = _flag(
-        "fcfs",
-        "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time left, "
-        "fair the tenant that was served least for its weight",
-        choices=["fcfs", "priority", "deadline", "fair"],
-    )
-    target_itl: float = _flag(
-        0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
-        "that fit", metavar="MS", low=0, high=60_000, shown="none, as --max-num-batched-tokens allows",
-    )  # fmt: skip
-    tenants_file: Path | None = _flag(
-        None, "tenants' weights and caps, in YAML", metavar="FILE", shown="all weigh the same and have no cap"
-    )
     conversation_ttl: float = _flag(
         600.0, "how long a request that ended may be continued, and how long its KV is retained for that",
         metavar="SECONDS", low=0, high=86_400,
@@ -144,12 +143,30 @@ class ServeConfig:
         1_000_000, "tokens of each tenant's contexts that are kept to be continued; all tenants together have 16 times "
         "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
     )  # fmt: skip
-    explain_requests: int = _flag(
-        1000, "requests that ended and that penstock explain still knows", metavar="N", low=0, high=100_000
+    scheduling_policy: str = _flag(
+        "fcfs",
+        "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time left, "
+        "fair the tenant that was served least for its weight",
+        choices=["fcfs", "priority", "deadline", "fair"],
+        group="scheduling",
     )
+    target_itl: float = _flag(
+        0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
+        "that fit", metavar="MS", low=0, high=60_000, shown="none, as --max-num-batched-tokens allows",
+    )  # fmt: skip
+    max_num_seqs: int = _flag(256, "sequences in a step at most", metavar="N", low=1, high=4096)
+    max_num_batched_tokens: int = _flag(2048, "tokens in a step at most", metavar="N", low=1, high=1 << 20)
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(
         4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32
+    )
+    explain_requests: int = _flag(
+        1000,
+        "requests that ended and that penstock explain still knows",
+        metavar="N",
+        low=0,
+        high=100_000,
+        group="operation",
     )
     shutdown_grace: float = _flag(
         30.0, "what running requests have to finish after SIGTERM", metavar="SECONDS", low=0, high=86_400
@@ -314,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     # Values that are not given stay out of the result, so that the file's show.
     parser = _Parser(
         prog=PROGRAM,
+        usage=f"{PROGRAM} [MODEL] [FLAGS]",
         description="Serves a model over gRPC.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -321,20 +339,22 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for field in dataclasses.fields(ServeConfig):
+        if field.metadata["group"]:
+            flags = parser.add_argument_group(field.metadata["group"])
         text = field.metadata["help"]
         shown = field.metadata["shown"] or field.default
         if field.name == "model":
-            parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{text} (default: {shown})")
-            parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+            flags.add_argument("model", nargs="?", metavar="MODEL", help=f"{text} (default: {shown})")
+            flags.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
         elif bool in _types(field):
-            parser.add_argument(
+            flags.add_argument(
                 _name(field), action=argparse.BooleanOptionalAction, help=f"{text} (default: on)" if shown else text
             )
         else:
             choices = field.metadata["choices"]
             metavar = field.metadata["metavar"] or (f"{{{','.join(map(str, choices))}}}" if choices else None)
-            parser.add_argument(_name(field), type=_Argument(field), metavar=metavar, help=f"{text} (default: {shown})")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of flags (default: none)")
+            flags.add_argument(_name(field), type=_Argument(field), metavar=metavar, help=f"{text} (default: {shown})")
+    flags.add_argument("--config", metavar="FILE", help="a YAML file of flags (default: none)")
     return parser
 
 

@@ -40,7 +40,7 @@ class KvEvents:
         self._watching.add(changed)
         try:
             while not self._is_closed:
-                await context.write(self._message(reader.read(MAX_MESSAGE_BYTES)))
+                await context.write(message(self._log, reader.read(MAX_MESSAGE_BYTES)))
                 changed.clear()
                 if reader.is_up_to_date and not self._is_closed:
                     self._log.wake_once(changed.set)
@@ -57,15 +57,17 @@ class KvEvents:
         for changed in self._watching:
             changed.set()
 
-    def _message(self, changes: KvChanges) -> pb.WatchKvEventsResponse:
-        return pb.WatchKvEventsResponse(
-            sequence=changes.sequence,
-            stream_id=self._log.stream_id,
-            cleared=changes.cleared,
-            removed_hashes=changes.removed,
-            stored=[
-                pb.KvBlock(hash=block_hash, parent_hash=parent_hash, token_ids=token_ids)
-                for block_hash, parent_hash, token_ids in changes.stored
-            ],
-            block_size=self._log.block_size,
-        )
+
+def message(log: KvEventLog, changes: KvChanges) -> pb.WatchKvEventsResponse:
+    """As it is sent."""
+    return pb.WatchKvEventsResponse(
+        sequence=changes.sequence,
+        stream_id=log.stream_id,
+        cleared=changes.cleared,
+        removed_hashes=changes.removed,
+        stored=[
+            pb.KvBlock(hash=block_hash, parent_hash=parent_hash, token_ids=token_ids)
+            for block_hash, parent_hash, token_ids in changes.stored
+        ],
+        block_size=log.block_size,
+    )

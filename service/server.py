@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -34,7 +33,6 @@ from penstock.service.guard import StatusInterceptor
 from penstock.service.health import Health
 from penstock.service.identity import Authenticator, Everyone, IdentityInterceptor
 from penstock.service.listen import ADMIN_FLAG, Address
-from penstock.service.listener import Listener
 from penstock.service.live import Surroundings
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
@@ -42,7 +40,7 @@ from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.tokenizer_service import TokenizerService
-from penstock.service.transport import new_server
+from penstock.service.transport import bind, new_server
 from penstock.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -125,11 +123,11 @@ class Server:
         if self._admin_address is not None:
             self._admin_address.check_free()
         facts = await self._engine.start()
-        running = _Running(self._config, self._address, self._engine, self._tokenizer, facts, self._health)
+        running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
         if self._admin_address is not None:
             running.add_admin(self._admin_address, self._is_going_down)
         try:
-            bound, self.admin_target = await running.listen()
+            bound, self.admin_target = await running.listen(self._address)
         except BaseException:
             await self._engine.stop()
             running.close()
@@ -186,6 +184,7 @@ class Server:
         await running.stop_listening()
         await self._engine.stop()
         running.close()
+        self._address.remove()
         _log.info("stopped")
 
     def _is_going_down(self) -> bool:
@@ -216,13 +215,7 @@ class _Running:
     """What exists from the moment that the worker's facts are known."""
 
     def __init__(
-        self,
-        config: ServerConfig,
-        address: Address,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        facts: WorkerFacts,
-        health: Health,
+        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, facts: WorkerFacts, health: Health
     ) -> None:
         self.pool = TokenizerPool(
             tokenizer,
@@ -244,40 +237,35 @@ class _Running:
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
         self._interceptors = [StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
-        version = importlib.metadata.version("penstock")
-        model = ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config)
-        tokenizing = TokenizerService(validator, self.pool)
-
-        def build() -> grpc.aio.Server:
-            server = new_server(self._interceptors, max_streams)
-            generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, server)
-            model_pb2_grpc.add_ModelServiceServicer_to_server(model, server)
-            tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizing, server)
-            health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-            health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-            reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), server)
-            return server
-
-        self._listener = Listener(address, build)
+        self._server = new_server(self._interceptors, max_streams)
         self.admin: AdminListener | None = None
+        version = importlib.metadata.version("penstock")
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config), self._server
+        )
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self._server)
 
     def add_admin(self, address: Address, is_going_down: Callable[[], bool]) -> None:
         """Has ``listen`` open the administration there as well."""
         service = AdminService(self._engine, self._validator, is_going_down)
         self.admin = AdminListener(address, service, self._health, self._interceptors)
 
-    async def listen(self) -> tuple[str, str | None]:
+    async def listen(self, address: Address) -> tuple[str, str | None]:
         """Opens both listeners; returns where they are. Raises ListenError."""
-        bound = self._listener.bind()
+        bound = bind(self._server, address)
         admin = None if self.admin is None else self.admin.bind()
-        await self._listener.start()
+        await self._server.start()
         if self.admin is not None:
             await self.admin.start()
         return bound, admin
 
     async def stop_listening(self) -> None:
         """Closes both."""
-        await self._listener.stop(FLUSH_S)
+        await self._server.stop(FLUSH_S)
         if self.admin is not None:
             await self.admin.stop()
 

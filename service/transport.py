@@ -1,5 +1,6 @@
 """A gRPC server as every listener of the service has it, and how it is bound to its address."""
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from penstock.service.listen import Address, ListenError
+from penstock.service.unknown_calls import refuse_unknown_calls
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
@@ -33,7 +35,9 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: 
         # Two services on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
     ]
-    return grpc.aio.server(interceptors=interceptors, options=options)
+    server = grpc.aio.server(interceptors=interceptors, options=options)
+    refuse_unknown_calls(server, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
+    return server
 
 
 def bind(server: grpc.aio.Server, address: Address) -> str:

@@ -19,6 +19,7 @@ import time
 import typing
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import grpc
@@ -28,7 +29,15 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from penstock.v1 import generation_pb2 as pb, model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from penstock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2 as pb,
+    model_pb2,
+    model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 from penstock.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
@@ -266,6 +275,43 @@ def _prompt(start: pb.Start) -> str:
             return start.text
 
 
+class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
+    """The administration of a service that is not there: tells what a test has put into it."""
+
+    def __init__(self) -> None:
+        self.explained: dict[str, admin_pb2.ExplainResponse] = {}
+        self.stats: list[admin_pb2.WatchStatsResponse] = []
+        """One after the other; then the service ends, unless it hangs."""
+        self.hangs = False
+        self.intervals: list[int] = []
+        self.target = ""
+        self._leaving = threading.Event()
+
+    def Explain(self, request, context):
+        if request.request_id not in self.explained:
+            context.abort(grpc.StatusCode.NOT_FOUND, "it is not among the last 1,000; --explain-requests keeps more")
+        return self.explained[request.request_id]
+
+    def WatchStats(self, request, context):
+        self.intervals.append(request.interval_ms)
+        yield from self.stats
+        if self.hangs:
+            self._leaving.wait()
+
+    @contextmanager
+    def serving(self) -> Iterator["FakeAdmin"]:
+        """Answers on a port of its own."""
+        server = grpc.server(ThreadPoolExecutor(4))
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
+        self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield self
+        finally:
+            self._leaving.set()
+            server.stop(None).wait()
+
+
 class Tool:
     """The command ``penstock``, in a process of its own."""
 
@@ -377,6 +423,14 @@ async def service():
 def threaded_service():
     """On a thread, for tests without a loop."""
     with FakeService().on_a_thread() as fake:
+        yield fake
+
+
+@pytest.fixture
+def admin(monkeypatch):
+    """An administration, which the environment names."""
+    with FakeAdmin().serving() as fake:
+        monkeypatch.setenv("PENSTOCK_ADMIN", fake.target)
         yield fake
 
 

@@ -71,7 +71,11 @@ def test_a_summary():
     assert told["requests"] == {
         "sent": 5,
         "ok": 2,
-        "failed": {"RESOURCE_EXHAUSTED QUEUE_FULL": 2, "UNAVAILABLE": 1, "NOT_SENT": 1},
+        "failed": {
+            "RESOURCE_EXHAUSTED QUEUE_FULL": {"count": 2, "error": "the queue is full"},
+            "UNAVAILABLE": {"count": 1, "error": "the queue is full"},
+            "NOT_SENT": {"count": 1, "error": "the queue is full"},
+        },
     }
     assert told["requests_per_s"] == pytest.approx(0.2)
     assert (told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]) == (60, 20, 4)
@@ -116,7 +120,7 @@ def test_other_slos_are_refused(text):
 
 def test_the_table():
     text = table(report(answered(prompt_tokens=40, cached_tokens=10), refused(1)).summary(Slo(ttft=0.5, e2e=2)))
-    assert "1 of 2 answered; 1 RESOURCE_EXHAUSTED QUEUE_FULL" in text
+    assert "1 of 2 answered\n              1 RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full\n" in text
     assert "(25% cached)" in text
     assert "50.0% of all requests (within ttft 500 ms, e2e 2.00 s)" in text
     assert "until failed or refused    10.0 ms" in text

@@ -104,6 +104,7 @@ async def test_a_turn_of_a_trace_waits_for_its_time_and_for_the_turn_before(tmp_
     report = await run(TraceReader(vocab_size=9).read(tmp_path / "t"), Scripted(0.03))
     first, second, third = report.records
     assert second.sent_s >= first.ended_s
+    assert second.late_s <= second.sent_s - first.ended_s  # the wait for the turn before is no lateness
     assert third.sent_s >= report.began_s + 0.2
 
 
@@ -112,6 +113,9 @@ async def test_nothing_is_sent_after_the_duration_and_what_runs_is_waited_for():
     report = await run(load(ClosedLoop(2), None), caller, duration_s=0.12)
     assert set(statuses(report)) == {OK}
     assert 2 <= len(report.records) <= 6  # each place has sent its third after 0.1 s at the earliest
+    report = await run(load(ClosedLoop(1), None, turns=100), caller, duration_s=0.12)
+    assert statuses(report) == [OK] * len(report.records)
+    assert len(report.records) <= 3
     report = await run(load(OpenLoop(100), None), caller, duration_s=0.12)
     assert all((record.request.arrival_s or 0) < 0.12 for record in report.records)
     assert set(statuses(report)) == {OK}

@@ -38,7 +38,7 @@ def test_an_unknown_command(capsys):
     )
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "drain", "flush-cache", "settings"])
+@pytest.mark.parametrize("command", ["chat", "generate", "bench", "top", "explain", "drain", "flush-cache", "settings"])
 def test_every_command_has_help(command, capsys):
     assert cli.main([command, "--help"]) == 0
     assert "examples:" in capsys.readouterr().out

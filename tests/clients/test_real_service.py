@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed
+from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed, UpdateRefused
 from penstock.clients.bench_grpc import GrpcCaller
 from penstock.clients.bench_lengths import Uniform
 from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad
@@ -149,6 +149,32 @@ async def test_a_refusal_names_the_field_and_fails_alone(client, options, field)
     assert failure.request_id
     assert await running.take()
     running.leave()
+
+
+async def test_a_request_that_goes_on_from_another(client):
+    first = await client.complete([{"role": "user", "content": "hi"}], max_tokens=3, retain_ms=1000)
+    assert first.finished.may_continue
+    new = [{"role": "user", "content": "ho"}]
+    turn = await client.complete(new, continue_from=first.request_id, max_tokens=3)
+    rendered = await client.render_chat(
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first.text}, *new]
+    )
+    assert turn.usage.prompt_tokens == len(rendered.token_ids)
+    with pytest.raises(RequestFailed, match="NOT_FOUND: no context is kept of that request"):
+        await client.complete(new, continue_from="gone")
+
+
+async def test_updates(client):
+    async with client.generate("on and on") as request:
+        await request.take()
+        request.update(max_tokens=9999, priority=1)
+        refused = None
+        while refused is None:
+            refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)
+        assert refused.failure.violations[0][0] == "max_tokens"
+        request.update(max_tokens=1)
+        answer = await request.completion()
+    assert answer.finish_reason is FinishReason.LENGTH
 
 
 async def test_keys(byte_tokenizer, tmp_path):
@@ -309,6 +335,10 @@ async def test_the_load_generator_continues_conversations_or_sends_them_again(re
     for resend in (False, True):
         async with GrpcCaller(Connection(real.target), resend_context=resend) as caller:
             report = await run(load, caller)
+            first, second = (next(r for r in report.records if r.request.number == number) for number in (0, 1))
+            start = caller._start(second.request, [first])
+            assert start.continue_from == ("" if resend else first.request_id)
+            assert len(start.token_ids.ids) == (50 if resend else 20)
         assert report.failures == {}
         asked.append({record.request.number: (record.prompt_tokens, record.token_ids) for record in report.records})
     assert asked[0] == asked[1]

@@ -224,6 +224,19 @@ def test_what_can_no_longer_meet_its_deadline_costs_no_step(world_type, new_requ
     assert world.scheduler.counters.prefill_tokens == prefilled + 4
 
 
+def test_what_is_late_ends_once_where_a_plan_is_made_anew(world_type, new_request):
+    """The first try finds it late and is empty; room is made; the second try finds it late again."""
+    world = world_type(8, config(policy=Policy.PRIORITY))
+    world.scheduler._planner.beginnings.is_late = lambda live: live.request.request_id == "late"
+    world.add(new_request("running", prompt(18), max_tokens=1, priority=1))
+    assert begun(world) == ["running"]
+    world.add(new_request("large", prompt(24, first=3), max_tokens=2))
+    late = world.add(new_request("late", prompt(3), max_tokens=2, deadline=1000.0))
+    assert begun(world) == ["large"]
+    assert late.finished.reason is FinishReason.DEADLINE
+    world.drain()
+
+
 def test_what_cannot_meet_its_deadline_is_refused_with_a_hint(world_type, new_request):
     world = world_type(100, config(max_num_seqs=1))
     learn(world, new_request)

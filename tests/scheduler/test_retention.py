@@ -99,7 +99,7 @@ def test_a_continuation_computes_its_new_tokens_and_at_most_16_old_ones(engine, 
 def test_without_retention_it_computes_everything_again(engine):
     _, _, context = engine.run("first", prompt_of("first", 300), max_tokens=10)
     engine.fill_the_pool_twice_over()
-    _, computed, _ = engine.run("second", context.token_ids + [1, 2, 3], max_tokens=3)
+    _, computed, _ = engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)
     assert computed == 313
 
 
@@ -197,7 +197,7 @@ def test_a_cancelled_request_keeps_what_it_had_computed(engine):
     engine.finish(received)
     context = received.finished.context
     engine.fill_the_pool_twice_over()
-    assert engine.run("second", context.token_ids + [1, 2, 3], max_tokens=3)[1] <= 3 + 16
+    assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] <= 3 + 16
 
 
 def test_what_the_worker_took_along_is_computed_again(engine):
@@ -206,15 +206,14 @@ def test_what_the_worker_took_along_is_computed_again(engine):
     facts = FakeExecutor(num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE).facts
     engine.worker = FakeWorker(facts, token_of_history(VOCAB_SIZE), CheckedSlots(NUM_BLOCKS, BLOCK_SIZE))
     assert engine.scheduler.kv.num_retained == 0
-    engine.worker._step = engine.scheduler.counters.steps
-    assert engine.run("second", context.token_ids + [1, 2, 3], max_tokens=3)[1] == 313
+    assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] == 313
 
 
 def test_without_a_prefix_cache_nothing_is_kept(new_engine):
     engine = new_engine(enable_prefix_caching=False)
     _, _, context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=60.0)
     assert engine.scheduler.kv.num_retained == 0
-    assert engine.run("second", context.token_ids + [1, 2, 3], max_tokens=3)[1] == 313
+    assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] == 313
 
 
 def test_sampled_and_stopped_requests_leave_a_context_as_well(engine):
@@ -225,4 +224,11 @@ def test_sampled_and_stopped_requests_leave_a_context_as_well(engine):
     assert received.finished.reason is FinishReason.STOP
     assert context.token_ids == prompt_of("first", 300) + received.token_ids.get(0, [])
     engine.fill_the_pool_twice_over()
-    assert engine.run("second", context.token_ids + [1, 2, 3], max_tokens=3)[1] <= 3 + 16
+    assert engine.run("second", [*context.token_ids, 1, 2, 3], max_tokens=3)[1] <= 3 + 16
+
+
+def test_what_was_kept_for_one_stays_kept_when_another_has_used_it(engine):
+    _, _, context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=60.0)
+    engine.run("second", context.token_ids + prompt_of("second", 20), max_tokens=3)
+    engine.fill_the_pool_twice_over()
+    assert engine.run("third", context.token_ids + prompt_of("third", 20), max_tokens=3)[1] <= 20 + 16

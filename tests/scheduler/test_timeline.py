@@ -162,6 +162,16 @@ def test_a_row_that_left_before_its_last_chunk_was_answered(register: Timelines)
     assert told(timeline)[:2] == [(Kind.PREFILLED, 0, 4, 4, 100), (Kind.DECODED, 0, 4, 5, 0)]
 
 
+def test_tokens_that_came_after_the_row_had_left(register: Timelines) -> None:
+    timeline = register.open(request())
+    timeline.decodes(0, 0)
+    timeline.left(0, 49, 48)
+    timeline.preempted(0, 49, "for a test")
+    timeline.left(0, 50, 50)  # of which the last two ended it
+    timeline.ended("LENGTH")
+    assert [entry.num_tokens for entry in lasting(timeline, Kind.DECODED)] == [50]
+
+
 def test_restarted(register: Timelines) -> None:
     timeline = register.open(request(n=2))
     timeline.began(0, 0, 0)

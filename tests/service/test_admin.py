@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from penstock.scheduler.engine import EngineState
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.service.health import LIVENESS
 from penstock.service.identity import ApiKeys
@@ -67,6 +68,11 @@ def start(max_tokens=4, text="hi"):
 
 def complete(service, **fields):
     return service.generation.Complete(pb.CompleteRequest(start=start(**fields)))
+
+
+async def wait_until(condition):
+    while not condition():  # noqa: ASYNC110 - the engine has no event for it
+        await asyncio.sleep(0.002)
 
 
 class TestListening:
@@ -223,6 +229,21 @@ class TestDraining:
         await service.admin.Resume(admin_pb2.ResumeRequest())
         assert (await complete(service)).finished.status.code == 0
 
+    async def test_a_drained_service_stays_so_though_its_worker_is_replaced(self, start_service):
+        executor = slow()
+        service = await start_service(executor, admin_listen=ANY_PORT)
+        call = service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=50)))
+        await wait_until(lambda: service.engine.stats().running == 1)
+        await service.admin.Drain(admin_pb2.DrainRequest())
+        executor.die()
+        await wait_until(lambda: executor.num_starts == 2 and service.engine.state is EngineState.DRAINING)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await complete(service)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await call).choices[0].text == "a" * 50
+        await service.admin.Resume(admin_pb2.ResumeRequest())
+        assert (await complete(service)).finished.status.code == 0
+
     async def test_a_service_that_goes_down_shows_it_and_does_not_come_back(self, start_service, details_of):
         """Up until the grace is over, so that one sees what it waits for."""
         service = await start_service(slow(), admin_listen=ANY_PORT)
@@ -245,6 +266,22 @@ class TestDraining:
         await service.admin.Drain(admin_pb2.DrainRequest())
         service.server.request_stop()
         await asyncio.wait_for(service.server.stop(grace_s=30), 10)
+
+
+async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, caplog):
+    service = await start_service(admin_listen=ANY_PORT, authenticator=keys)
+    key = bearer(KEYS["an operator's"])
+    with caplog.at_level("INFO", "penstock.service.admin"):
+        for name in ("Drain", "Resume", "Resume", "FlushCache", "GetSettings"):
+            await raw_call(service.admin_channel, name, key)
+        request = admin_pb2.UpdateSettingsRequest(max_num_seqs=7, tenants=[admin_pb2.TenantSettings(tenant="b")])
+        await service.admin.UpdateSettings(request, metadata=key)
+    assert caplog.messages == [
+        "by acme: new requests are refused",
+        "by acme: new requests are taken again",
+        "by acme: 0 cached blocks are forgotten",
+        'by acme: settings: max_num_seqs: 7 tenants { tenant: "b" }',
+    ]
 
 
 class TestFlushing:

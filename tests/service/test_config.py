@@ -42,7 +42,7 @@ def test_the_help_has_every_flag_its_default_and_examples(capsys):
         parse_config(["--help"])
     assert leaving.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    start = text.index("positional arguments")
+    start = text.index("the model:")
     for field in dataclasses.fields(ServeConfig):
         flag = "MODEL" if field.name == "model" else f"--{field.name.replace('_', '-')}"
         described = text[next(re.finditer(rf"{flag}[ ,]", text[start:])).start() + start :]

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.clients import Client
+from penstock.clients.requests import ChatMessage
 from penstock.service.local import local_service
 
 QUESTIONS = ["What does a kernel do?", "How does it know?", "And then?"]
@@ -17,9 +18,10 @@ def client():
 
 
 def test_a_turn_that_goes_on_is_the_turn_with_the_whole_context_token_for_token(client):
-    messages, last = [], ""
+    messages: list[ChatMessage] = []
+    last = ""
     for question in QUESTIONS:
-        new = {"role": "user", "content": question}
+        new: ChatMessage = {"role": "user", "content": question}
         turn = client.complete([new], continue_from=last or None, **GREEDY)
         whole = client.complete([*messages, new], **GREEDY)
         assert turn.token_ids == whole.token_ids

@@ -26,14 +26,11 @@ from penstock.clients.doctor import choose
 from penstock.clients.errors import RequestFailed
 from penstock.clients.machine import Gpu, inspect_machine
 from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.policy import Policy
 from penstock.service import serve
 from penstock.service.calls import Calls
-from penstock.service.config import ServeConfig, parse_config
+from penstock.service.config import ServeConfig
 from penstock.service.listen import Address
-from penstock.v1 import admin_pb2, generation_pb2 as pb
-from penstock.v1.admin_pb2_grpc import AdminServiceStub
+from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
@@ -167,39 +164,10 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     )
 
 
-def test_an_administration_port_in_use_is_said_with_its_flag(greeting, capsys):
-    port = target_of(greeting).rpartition(":")[2]
-    assert serve.serve(["--port", "0", "--admin-listen", f"127.0.0.1:{port}"]) == 1
-    said = capsys.readouterr().err
-    assert said == (
-        f"penstock serve: --admin-listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
-    )
-
-
 def test_the_printed_administration_answers(greeting):
-    match = re.search(r"top --admin (\S+)$", greeting, re.MULTILINE)
-    assert match is not None
-    assert match[1] != target_of(greeting)
     assert "PENSTOCK_API_KEY" not in greeting
-    with grpc.insecure_channel(match[1]) as channel:
-        told = AdminServiceStub(channel).GetSettings(admin_pb2.GetSettingsRequest(), timeout=10)
-    assert told.settings.max_num_seqs == 256
-
-
-def test_the_administration_may_be_off():
-    assert serve.prepare(parse_config(["--port=0", "--admin-listen=off"])).server.admin_listen is None
-    assert serve.prepare(parse_config(["--port=0"])).server.admin_listen == "127.0.0.1:0"
-
-
-def test_what_operators_choose_reaches_the_scheduler(tmp_path):
-    tenants = tmp_path / "tenants.yaml"
-    tenants.write_text("default: {max-tokens: 9}\nacme: {weight: 2}\n")
-    flags = ["--port=0", "--scheduling-policy=deadline", "--target-itl=20", "--explain-requests=5"]
-    scheduler = serve.prepare(parse_config([*flags, f"--tenants-file={tenants}"])).server.scheduler
-    assert (scheduler.policy, scheduler.target_itl_s, scheduler.explain_requests) == (Policy.DEADLINE, 0.02, 5)
-    assert scheduler.default_tenant == TenantLimits(max_tokens=9)
-    assert scheduler.tenants == {"acme": TenantLimits(weight=2)}
-    assert serve.prepare(parse_config(["--port=0"])).server.scheduler == SchedulerConfig()
+    (top,) = (line.strip() for line in greeting.splitlines() if "penstock top" in line)
+    assert json.loads(paste(f"{top} --once --json"))["state"] == "serving"
 
 
 # What the worker is given ---------------------------------------------------------------------------------------------
@@ -462,17 +430,33 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
         assert call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_when_the_worker_dies_requests_are_told_and_the_status_is_not_0(small_model):
+IMPATIENT = """
+import sys
+from penstock.scheduler.engine import Engine
+from penstock.service import serve
+
+Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def test_when_the_worker_cannot_be_replaced_requests_are_told_and_the_status_is_not_0(small_model, tmp_path):
+    model = shutil.copytree(small_model, tmp_path / "model")
     with (
-        serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting),
+        serving(model, "--port=0", "--kv-cache-memory-bytes=64M", command=(sys.executable, "-P", "-c", IMPATIENT)) as (
+            process,
+            greeting,
+        ),
         long_request(target_of(greeting)) as failures,
     ):
-        (worker,) = psutil.Process(process.pid).children()
+        shutil.rmtree(model)
+        (worker,) = workers_of(process)
         worker.send_signal(signal.SIGKILL)
-        errors = process.communicate(timeout=20)[1]
+        errors = process.communicate(timeout=30)[1]
     assert process.returncode == 1
     assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
-    assert "the worker is gone" in errors
+    assert errors.count("another worker did not start: ") == 5
+    assert "nothing can be computed any more" in errors
     assert "Traceback" not in errors
 
 

@@ -3,13 +3,19 @@
 import asyncio
 import itertools
 import re
+import socket
 from typing import Any
 
 import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.engine import EngineState
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.policy import Policy
+from penstock.service.config import parse_config
+from penstock.service.listen import ListenError
+from penstock.service.serve import prepare
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 ANY_PORT = "127.0.0.1:0"
@@ -41,6 +47,37 @@ async def refusal(service, details_of, **changes):
 
 def tenant(name="", **settings):
     return admin_pb2.TenantSettings(tenant=name, **settings)
+
+
+class TestTheStart:
+    """What `penstock serve` makes of its flags."""
+
+    def test_flags_reach_the_scheduler(self, tmp_path):
+        tenants = tmp_path / "tenants.yaml"
+        tenants.write_text("default: {max-tokens: 9}\nacme: {weight: 2}\n")
+        flags = ["--port=0", "--scheduling-policy=deadline", "--target-itl=20", "--explain-requests=5"]
+        scheduler = prepare(parse_config([*flags, f"--tenants-file={tenants}"])).server.scheduler
+        assert (scheduler.policy, scheduler.target_itl_s, scheduler.explain_requests) == (Policy.DEADLINE, 0.02, 5)
+        assert scheduler.default_tenant == TenantLimits(max_tokens=9)
+        assert scheduler.tenants == {"acme": TenantLimits(weight=2)}
+
+    def test_defaults_are_the_schedulers_own(self):
+        server = prepare(parse_config(["--port=0"])).server
+        assert server.scheduler == SchedulerConfig()
+        assert server.admin_listen == ANY_PORT
+
+    def test_a_port_of_the_administration_that_is_taken_is_named_before_anything_is_loaded(self, monkeypatch):
+        monkeypatch.setattr("penstock.service.serve.resolve_model", None)  # it must not come to that
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(ListenError) as error:
+                prepare(parse_config(["--port=0", f"--admin-listen={address}"]))
+        assert str(error.value) == (
+            f"--admin-listen {address}: the port is in use; stop what uses it or choose another"
+        )
+
+    def test_the_administration_may_be_off(self):
+        assert prepare(parse_config(["--port=0", "--admin-listen=off"])).server.admin_listen is None
 
 
 class TestTelling:
@@ -207,6 +244,22 @@ class TestUnderLoad:
         assert service.engine.stats().requests == 0
         assert service.blocks_in_use == 0
 
+    async def test_nor_while_the_worker_is_replaced(self, start_service, new_reading):
+        executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.0005)
+        service = await start_service(executor, SchedulerConfig(max_num_seqs=4), admin_listen=ANY_PORT)
+        prompts = [f"{number:03}" for number in range(8)]
+        frames = [pb.GenerateRequest(start=start(ref, prompt)) for ref, prompt in enumerate(prompts)]
+        stream = service.generation.Generate(iter(frames))
+        reading = await new_reading().read_until(stream, lambda r: r.outcomes[0].deltas > 0)
+        executor.may_start.clear()
+        executor.die()
+        await wait_until(lambda: service.engine.state is EngineState.RECOVERING)
+        await update(service, max_num_seqs=2, policy=admin_pb2.SCHEDULING_POLICY_FAIR, max_queued_requests=1)
+        executor.may_start.set()
+        await reading.read(stream)
+        assert [reading.outcomes[ref].text for ref in range(len(prompts))] == [expected(prompt) for prompt in prompts]
+        assert (await settings_of(service)).max_num_seqs == 2
+
 
 def by_length(history, sampling):
     """a, b, c ... by the length of the history."""
@@ -249,7 +302,24 @@ class TestWhatTheyDo:
         await wait_until(lambda: service.engine.stats().running == 8)
         await update(service, max_num_seqs=2)
         await wait_until(lambda: service.engine.stats().running <= 2)
+        assert service.engine.stats().requests > 2
         assert {await call.code() for call in calls} == {grpc.StatusCode.OK}
+
+    async def test_another_policy_orders_what_waits_already(self, start_service, new_reading):
+        executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.001)
+        service = await start_service(executor, SchedulerConfig(max_num_seqs=1), admin_listen=ANY_PORT)
+        stream = service.generation.Generate()
+        for ref in range(4):
+            frame = pb.GenerateRequest(start=start(ref, "hi"))
+            frame.start.priority = -ref
+            await stream.write(frame)
+        await wait_until(lambda: service.engine.stats().waiting == 3)
+        await update(service, policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
+        await stream.done_writing()
+        reading = await new_reading().read(stream)
+        ended = [finished.ref for message in reading.messages for finished in message.finished]
+        # Whether the first one goes on or makes room is the policy's own affair.
+        assert [ref for ref in ended if ref != 0] == [3, 2, 1]
 
 
 async def wait_until(condition):

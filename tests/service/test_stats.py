@@ -98,7 +98,7 @@ async def test_an_interval_out_of_bounds(start_watched, interval_ms):
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await watch(service, interval_ms=interval_ms).read()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "interval_ms" in failure.value.details()
+    assert "interval_ms" in str(failure.value.details())
 
 
 def test_every_state_is_on_the_wire():

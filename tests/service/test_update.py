@@ -276,3 +276,15 @@ class TestInPreparation:
         await preparing.send(update(1, max_tokens=5))
         await come_in(preparing)
         assert not preparing.refused
+
+    async def test_one_that_nobody_reads_is_queued_so(self, preparing):
+        await preparing.send(begin(1, max_tokens=5))
+        await come_in(preparing)
+        [live] = preparing.service.server._running.generation._live
+        live.hold(True)
+        preparing.go.set()
+        await preparing.until(lambda: preparing.outcome(1).accepted)
+        await asyncio.sleep(0.02)
+        assert not preparing.service.engine.stats().running
+        live.hold(False)
+        assert (await preparing.finished(1)).usage.output_tokens == 5

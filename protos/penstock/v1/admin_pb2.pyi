@@ -834,7 +834,7 @@ class WatchKvEventsRequest(_message.Message):
     STREAM_ID_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """The last sequence number that was received: what came after it follows, if the service still has it. Otherwise, and by
-    default, the first message clears, and tells all there is.
+    default, the first message clears, and all there is follows.
     """
     stream_id: _builtins.str
     """The stream that `after_sequence` is of, from its `stream_id`; another one begins anew."""
@@ -867,7 +867,9 @@ class WatchKvEventsResponse(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Of the last change in this message; each change has the next number, so that a gap shows."""
+    """Every change up to this one has been told, by this message and those before it; changes are numbered in order. What
+    `after_sequence` goes on from. 0 while the content of the cache is being told in several messages.
+    """
     stream_id: _builtins.str
     """Which service, in which life, counts so."""
     cleared: _builtins.bool
@@ -876,11 +878,11 @@ class WatchKvEventsResponse(_message.Message):
     """Tokens in a block."""
     @_builtins.property
     def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Blocks that can no longer be found."""
+        """Blocks that can no longer be found. One that came and went between two messages may never have been told."""
 
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
-        """Blocks that can be found from now on."""
+        """Blocks that can be found from now on. One may be told again."""
 
     def __init__(
         self,

@@ -369,7 +369,9 @@ class Start(_message.Message):
     comes before this prompt, so that it need not be sent again. One whose `finished.may_continue` was true, and not
     longer ago than the service keeps contexts: else NOT_FOUND, and the whole context must be sent. Any number of
     requests may continue the same one. `text` and `token_ids` are appended as they are; `chat` holds the new messages
-    alone, and what the template puts after the last answer comes before them. At most 64 bytes. Default: none.
+    alone, and what the template puts after the last answer comes before them (FAILED_PRECONDITION where a template
+    does not show answers as they are). All bounds are those of context and prompt together. At most 64 bytes.
+    Default: none.
     """
     timeout_ms: _builtins.int
     """The request's own deadline, in milliseconds from its arrival: 1 to 86,400,000. Default: the call's deadline on the
@@ -784,8 +786,8 @@ class Update(_message.Message):
     priority: _builtins.int
     """A new priority, -1,000 to 1,000. Default: unchanged."""
     max_tokens: _builtins.int
-    """A new limit on each choice's output: 1 to what the context leaves. A choice that has as many tokens already, or more,
-    ends with FINISH_REASON_LENGTH. Default: unchanged.
+    """A new limit on each choice's output: 1, or `min_tokens`, to what the context leaves. A choice that has as many
+    tokens already, or more, ends with FINISH_REASON_LENGTH. Default: unchanged.
     """
     def __init__(
         self,
@@ -1146,7 +1148,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, and of the context that it continues."""
     cached_tokens: _builtins.int
     """How many of them came from the prefix cache."""
     output_tokens: _builtins.int

@@ -1,0 +1,195 @@
+"""``penstock explain``: what it prints, to the letter, and what it says where there is nothing to explain."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.clients import cli
+from penstock.clients.timeline_text import describe
+from penstock.v1 import admin_pb2 as pb
+
+ID = "01KAH3Y5W7Q2R8T4V6X0Z1B3C5"
+OTHER = "01KAH3Y5W7Q2R8T4V6X0Z1B3C4"
+
+
+def entry(at_us, duration_us, kind, steps=None, num_tokens=0, detail="", choice=0):
+    first, last = steps or (None, None)
+    return pb.TimelineEntry(
+        at_us=at_us,
+        duration_us=duration_us,
+        kind=pb.TimelineKind.Value(f"TIMELINE_KIND_{kind}"),
+        first_step=first,
+        last_step=last,
+        num_tokens=num_tokens,
+        detail=detail,
+        choice=choice,
+    )
+
+
+TIMELINE = [
+    entry(100, 0, "ACCEPTED", detail="position 3 in the queue"),
+    entry(100, 1_000_000, "WAITED", detail="12 free blocks, 40 needed"),
+    entry(1_000_100, 0, "BEGAN", (812, 812), 2048),
+    entry(1_000_100, 500_000, "PREFILLED", (812, 819), 4096),
+    entry(1_500_100, 20_000, "PREFILLED", (820, 820), 120),
+    entry(1_520_100, 980_000, "DECODED", (820, 868), 50),
+    entry(2_500_100, 0, "PREEMPTED", (870, 870), detail=f"no block was free, and {OTHER} needed 1"),
+    entry(2_500_100, 500_000, "HELD", detail="nobody reads its stream"),
+    entry(3_000_100, 0, "RESTARTED", (880, 880), detail="the worker died: all is computed again"),
+    entry(3_000_100, 0, "BEGAN", (881, 881)),
+    entry(3_200_000, 0, "UPDATED", detail="priority 2"),
+    entry(4_000_000, 0, "ENDED", detail="STOP"),
+]
+
+WHOLE = f"""\
+request      {ID}  ended: STOP, after 4.00 s
+tenant       acme  (the caller's id: order-17)
+arrived      2025-11-20 11:48:54.123 UTC
+prompt       6,264 tokens; up to 512 of output
+first token  after 1.52 s; predicted after 0.80 s
+time         25 % waiting, 12 % held back, 13 % computing its prompt, 24 % decoding
+
+    at, s    for, s
+    0.000            +                                 accepted: position 3 in the queue
+    0.000     1.000  ........                          waited: 12 free blocks, 40 needed
+    1.000                    +                         began: 2,048 tokens from the cache (step 812)
+    1.000     0.500          ####                      computed 4,096 tokens in 8 chunks of 512 (steps 812 to 819)
+    1.500     0.020              #                     computed 120 tokens (step 820)
+    1.520     0.980              ========              put out 50 tokens, 50 a second (steps 820 to 868)
+    2.500                                +             preempted: no block was free, and {OTHER} needed 1 (step 870)
+    2.500     0.500                      ~~~~          was held: nobody reads its stream
+    3.000                                    +         restarted: the worker died: all is computed again (step 880)
+    3.000                                    +         began: nothing from the cache (step 881)
+    3.200                                     +        changed by its caller: priority 2
+    4.000                                           +  ended: STOP
+"""
+
+
+def response(timeline=TIMELINE, **fields):
+    facts: dict[str, Any] = {
+        "request_id": ID,
+        "tenant": "acme",
+        "client_request_id": "order-17",
+        "arrived_unix_us": 1_763_639_334_123_456,
+        "prompt_tokens": 6264,
+        "max_tokens": 512,
+        "num_choices": 1,
+        "ended": "STOP",
+        "predicted_ttft_ms": 800,
+        "first_token_us": 1_520_100,
+    }
+    return pb.ExplainResponse(timeline=timeline, **facts | fields)
+
+
+def plain(told):
+    return "".join(f"{line.rstrip()}\n" for line in describe(told, colours=False, unicode=False))
+
+
+def test_a_whole_timeline():
+    assert plain(response()) == WHOLE
+
+
+def test_bars_and_colours_where_the_terminal_has_them():
+    coloured = "\n".join(describe(response(), colours=True, unicode=True))
+    assert "\x1b[33m░░░░░░░░\x1b[0m" in coloured
+    assert "\x1b[32mended: STOP, after 4.00 s\x1b[0m" in coloured
+    plainly = "\n".join(describe(response(), colours=False, unicode=True))
+    assert "░░░░░░░░" in plainly
+    assert "\x1b" not in plainly
+    assert "\x1b[31mended: KILLED_WORKER" in "\n".join(
+        describe(response(ended="KILLED_WORKER"), colours=True, unicode=True)
+    )
+
+
+def test_a_request_that_lives():
+    timeline = [
+        entry(100, 0, "ACCEPTED", detail="position 0 in the queue"),
+        entry(100, 0, "BEGAN", (1, 1)),
+        entry(100, 50_000, "PREFILLED", (1, 1), 20),
+        entry(50_100, 99_900, "DECODED", (1, 11), 11),
+    ]
+    told = response(timeline, ended="", predicted_ttft_ms=None, first_token_us=50_100)
+    text = plain(told)
+    assert f"request      {ID}  has lived for 0.15 s\n" in text
+    assert "first token  after 50.1 ms; none was predicted\n" in text
+    assert "put out 11 tokens so far, 100 a second (steps 1 to 11)" in text
+    waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="behind 3 others")]
+    text = plain(response(waiting, ended="", first_token_us=None))
+    assert "waits: behind 3 others" in text
+    assert "first token  none yet; predicted after 0.80 s\n" in text
+
+
+def test_choices_have_a_column():
+    timeline = [entry(0, 10, "PREFILLED", (1, 1), 20), entry(10, 90, "DECODED", (1, 5), 5, choice=2)]
+    text = plain(response(timeline, num_choices=3))
+    assert "up to 512 of output for each of 3 choices" in text
+    assert "  #0      computed 20 tokens" in text
+    assert "  #2      put out 5 tokens" in text
+
+
+def test_what_was_left_out_is_told_where_it_was():
+    timeline = [entry(index, 0, "UPDATED", detail=str(index)) for index in range(6)]
+    lines = plain(response(timeline, omitted_entries=1234)).splitlines()
+    gap = next(index for index, line in enumerate(lines) if "... 1,234 more entries are not kept ..." in line)
+    assert lines[gap - 1].endswith(": 2")
+    assert lines[gap + 1].endswith(": 3")
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    timeline = [entry(0, 5, "WAITED", detail="\x1b[2J\nwell")]
+    assert "waited: ?[2J?well" in plain(response(timeline))
+
+
+def test_the_command(admin, capsys):
+    admin.explained[ID] = response()
+    assert cli.main(["explain", ID]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:6] == WHOLE.splitlines()[:6]
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == len(WHOLE.splitlines())
+
+
+def test_as_json(admin, capsys):
+    admin.explained[ID] = response(client_request_id="", predicted_ttft_ms=None)
+    assert cli.main(["explain", ID, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["request_id"], told["first_token_us"], told["predicted_ttft_ms"]) == (ID, 1_520_100, None)
+    assert [each["kind"] for each in told["timeline"]][:4] == ["accepted", "waited", "began", "prefilled"]
+    assert told["timeline"][0]["first_step"] is None
+    assert told["timeline"][3] == {
+        "at_us": 1_000_100,
+        "duration_us": 500_000,
+        "choice": 0,
+        "kind": "prefilled",
+        "first_step": 812,
+        "last_step": 819,
+        "num_tokens": 4096,
+        "detail": "",
+    }
+
+
+def test_an_id_of_which_nothing_is_known(admin, capsys):
+    assert cli.main(["explain", OTHER]) == 1
+    said = capsys.readouterr().err
+    assert said == f"penstock explain: {OTHER}: it is not among the last 1,000; --explain-requests keeps more\n"
+
+
+def test_no_administration_there(capsys):
+    assert cli.main(["explain", ID, "--admin", "127.0.0.1:1"]) == 1
+    said = capsys.readouterr().err
+    assert "no service answers at 127.0.0.1:1" in said
+    assert "--admin HOST:PORT, or $PENSTOCK_ADMIN" in said
+
+
+@pytest.mark.parametrize("arguments", [[], [ID, "--no-such-flag"]])
+def test_wrong_arguments(arguments, capsys):
+    assert cli.main(["explain", *arguments]) == 2
+    assert "usage: penstock explain" in capsys.readouterr().err
+
+
+def test_help_says_where_ids_are(capsys):
+    assert cli.main(["explain", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out
+    assert "accepted.request_id" in out

@@ -1,0 +1,51 @@
+"""A worker that is killed while it computes, under an engine: every output is what it would have been."""
+
+import asyncio
+import os
+import signal
+from random import Random
+
+import pytest
+
+from penstock.models.launch import WorkerProcess
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.request import FinishReason
+from penstock.scheduler.state import EngineState
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
+NUM_TOKENS = 60
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [("float32", GREEDY), ("float64", SAMPLED), ("bfloat16", SAMPLED)],
+    ids=["greedy in float32", "sampled in float64", "bfloat16"],
+)
+async def test_reliability_figure_4_killed_amid_8_streams(
+    tiny_model, worker_config, start_engine, prompts, dtype, sampling
+):
+    worker = WorkerProcess(worker_config(tiny_model("llama").path, dtype=dtype))
+    engine = await start_engine(worker)
+    expected = [answer.token_ids for answer in await engine.run(prompts, sampling, NUM_TOKENS)]
+    answers = [engine.submit(prompt, sampling, NUM_TOKENS) for prompt in prompts]
+    num_sent = Random(1).randint(1, NUM_TOKENS // 2)
+    await until(lambda: len(answers[0].token_ids) >= num_sent)
+    sent = [answer.token_ids.copy() for answer in answers]
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: engine.engine.state is EngineState.RECOVERING)
+    await until(lambda: engine.engine.state is EngineState.SERVING)
+    assert all(answer.token_ids[: len(known)] == known for answer, known in zip(answers, sent, strict=True))
+    await engine.engine.wait_idle()
+    assert {answer.finished.reason for answer in answers} == {FinishReason.LENGTH}
+    assert engine.stats.restarts == 1
+    if dtype == "bfloat16":  # in which chunks a history is computed changes its last bits
+        assert {len(answer.token_ids) for answer in answers} == {NUM_TOKENS}
+    else:
+        assert [answer.token_ids for answer in answers] == expected

@@ -1,0 +1,59 @@
+"""What the engine says reaches the wire whole."""
+
+import pytest
+from google.rpc import status_pb2
+
+from penstock.scheduler.request import Accepted, Finished, FinishReason, Timings, Usage
+from penstock.service.messages import finished_message
+from penstock.v1 import generation_pb2 as pb
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_every_end_has_its_reason(reason):
+    finished = Finished(reason, Usage(), Timings())
+    message = finished_message(1, "R", finished, status_pb2.Status(), None, False)
+    assert message.reason != pb.FINISH_REASON_UNSPECIFIED
+
+
+def test_an_end_is_told_with_all_that_is_known():
+    finished = Finished(FinishReason.STOP, Usage(1, 2, 3), Timings(10, 20, 30, 40, 5, 6))
+    message = finished_message(7, "R", finished, status_pb2.Status(), 2**64 - 1, True)
+    assert message == pb.Finished(
+        ref=7,
+        status=status_pb2.Status(),
+        usage=pb.Usage(prompt_tokens=1, cached_tokens=2, output_tokens=3),
+        timings=pb.Timings(queued_us=10, prefill_us=20, first_token_us=30, total_us=40, preemptions=5, restarts=6),
+        may_continue=True,
+        reason=pb.FINISH_REASON_STOP,
+        seed=2**64 - 1,
+        request_id="R",
+    )
+
+
+@pytest.mark.parametrize("predicted_ttft_s", [None, 1.5, 1e9])
+async def test_a_prediction_counts_from_arrival(start_service, new_reading, monkeypatch, predicted_ttft_s):
+    service = await start_service()
+    submit = service.engine.submit
+
+    def with_prediction(request):
+        sink = request.sink
+
+        def predicting(event):
+            if isinstance(event, Accepted):
+                event.predicted_ttft_s = predicted_ttft_s
+            sink(event)
+
+        request.sink = predicting
+        [live] = service.server._running.generation._live
+        live._arrival -= 10
+        submit(request)
+
+    monkeypatch.setattr(service.engine, "submit", with_prediction)
+    frame = pb.GenerateRequest(start=pb.Start(text="x", sampling=pb.Sampling(max_tokens=1)))
+    reading = await new_reading().read(service.generation.Generate(iter([frame])))
+    [accepted] = reading.outcomes[0].accepted
+    assert accepted.HasField("predicted_ttft_ms") == (predicted_ttft_s is not None)
+    if predicted_ttft_s == 1.5:
+        assert 11_500 <= accepted.predicted_ttft_ms < 20_000
+    elif predicted_ttft_s:
+        assert accepted.predicted_ttft_ms == 2**32 - 1
