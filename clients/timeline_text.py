@@ -136,15 +136,15 @@ def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
         case pb.TIMELINE_KIND_ACCEPTED:
             return f"accepted: {detail}"
         case pb.TIMELINE_KIND_WAITED:
-            return f"{'waits' if goes_on else 'waited'}: {detail}"
+            return f"{'waits' if goes_on else 'waited'} for {detail}"
         case pb.TIMELINE_KIND_BEGAN:
-            cached = f"{entry.num_tokens:,} tokens from the cache" if entry.num_tokens else "nothing from the cache"
-            return f"began: {cached}{_steps(entry)}"
+            cached = _tokens(entry.num_tokens) if entry.num_tokens else "nothing"
+            return f"began: {cached} from the cache{_steps(entry)}"
         case pb.TIMELINE_KIND_PREFILLED:
-            return f"computed {entry.num_tokens:,} tokens{_chunks(entry)}{_steps(entry)}"
+            return f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}{_steps(entry)}"
         case pb.TIMELINE_KIND_DECODED:
             so_far = " so far" if goes_on else ""
-            return f"put out {entry.num_tokens:,} tokens{so_far}{_speed(entry)}{_steps(entry)}"
+            return f"put out {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{_steps(entry)}"
         case pb.TIMELINE_KIND_PREEMPTED:
             return f"preempted: {detail}{_steps(entry)}"
         case pb.TIMELINE_KIND_RESTARTED:
@@ -157,6 +157,10 @@ def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
             return f"ended: {detail}"
         case _:
             return detail
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
 
 
 def _chunks(entry: pb.TimelineEntry) -> str:

@@ -149,7 +149,9 @@ class Forecast:
 
     def _steps_to_row(self, load: Load, num_prompt_tokens: int) -> int:
         """Until enough of the rows that run have ended for a request to begin that has so many others ahead of it."""
-        num_rows = len(load.remaining)
+        # Those ahead that have a row at once run as well.
+        remaining = [*load.remaining, *[self._mean_output] * min(load.free_rows, load.ahead_requests)]
+        num_rows = len(remaining)
         if not num_rows:
             return 0
         missing_rows = load.ahead_requests + 1 - load.free_rows
@@ -158,9 +160,9 @@ class Forecast:
         missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
         if missing <= 0:
             return 0
-        return math.ceil(self._steps_to_end(load.remaining, missing))
+        return math.ceil(self._steps_to_end(remaining, missing))
 
-    def _steps_to_end(self, remaining: Sequence[int], num_ends: int) -> float:
+    def _steps_to_end(self, remaining: Sequence[float], num_ends: int) -> float:
         """Until so many rows have ended, of those that run and of those that take their places one after another."""
         num_rows = len(remaining)
         mean = sum(remaining) / num_rows

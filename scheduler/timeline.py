@@ -15,6 +15,8 @@ MAX_ENTRIES = 512
 """Of one timeline; beyond, the middle is left out."""
 MIN_WAIT_S = 0.001
 """A wait that was shorter is not told: it is the ordinary time until the next plan."""
+INTERLUDE_S = 0.1
+"""Nor is what was waited for between two waits for one and the same thing, if it was shorter than this."""
 
 
 class Kind(Enum):
@@ -33,17 +35,15 @@ class Kind(Enum):
 
 
 class Cause(Enum):
-    """What a choice waits for, as a sentence whose gaps are the numbers that ``Timeline.waits`` is given."""
+    """What a choice waits for, or why it is held: words whose gaps are the numbers that ``Timeline.waits`` is given."""
 
-    TURN = "behind {} others"
+    TURN = "its turn: {} are ahead of it"
     NEXT_PLAN = "the next step"
-    ROWS = "all {} rows run"
-    BLOCKS = "{} free blocks, {} needed"
-    BUDGET = "the step's {} tokens are spent on others"
-    PREFIX = "its prefix is being computed by another request"
-    PROMPT = "its prompt is being computed by its first choice"
+    ROWS = "a row: all {} run"
+    BLOCKS = "blocks: {} are free, {} needed"
+    BUDGET = "its turn: the step's {} tokens go to others"
+    PREFIX = "its prefix, which another request computes"
     LAST_ANSWER = "the answer of the step that it was last in"
-    ROOM_FOR_OLDER = "an older request that needs {} blocks goes first"
     WORKER = "the new worker"
     SUSPECT = "few run at a time, to find out which request ended the worker"
     UNREAD = "nobody reads its stream"
@@ -71,12 +71,15 @@ class Entry:
 class _Track:
     """Where one choice is: what it waits for, or which stretch of steps it is in."""
 
-    __slots__ = ("cause", "decoded", "decodes_from", "entry", "num_output_tokens")
+    __slots__ = ("cause", "cause_before", "decoded", "decodes_from", "entry", "num_output_tokens", "wait_before")
 
     def __init__(self) -> None:
         self.cause: Cause | None = None
         self.entry: Entry | None = None
         """The one that goes on."""
+        self.cause_before: Cause | None = None
+        self.wait_before: Entry | None = None
+        """What was waited for until ``entry`` began: it may go on yet."""
         self.num_output_tokens = 0
         """Of the stretches of decoding that are over."""
         self.decoded: Entry | None = None
@@ -138,12 +141,12 @@ class Timeline:
 
     def entries(self) -> list[Entry]:
         """In order of time, those that go on included."""
-        going_on = [track.entry for track in self._tracks if track.entry is not None]
+        pending = [entry for track in self._tracks for entry in (track.wait_before, track.entry) if entry is not None]
         if self._hold is not None:
-            going_on.append(self._hold)
+            pending.append(self._hold)
         if self._last is None:
-            return sorted(self._start + going_on, key=_beginning)
-        return sorted(self._start, key=_beginning) + sorted([*self._last, *going_on], key=_beginning)
+            return sorted(self._start + pending, key=_beginning)
+        return sorted(self._start, key=_beginning) + sorted([*self._last, *pending], key=_beginning)
 
     def so_far(self, choice: int, step: int, num_output_tokens: int) -> None:
         """Before somebody reads: ``step`` is the first one that the choice is not in, and it has so many output tokens
@@ -171,7 +174,17 @@ class Timeline:
         if track.cause is cause or self._hold is not None:
             return
         kind = Kind.HELD if cause in _HOLDS else Kind.WAITED
-        self._go_on(track, self._open(kind, choice, detail=cause.value.format(*numbers)))
+        entry = self._open(kind, choice, detail=cause.value.format(*numbers))
+        if track.cause is None or track.entry is None:
+            self._go_on(track, entry)
+        elif track.cause_before is cause and track.wait_before is not None and entry.at - track.entry.at < INTERLUDE_S:
+            track.entry, track.wait_before = track.wait_before, None
+            track.entry.until = None
+        else:
+            self._settle(track)
+            track.entry.until = entry.at
+            track.wait_before, track.cause_before = track.entry, track.cause
+            track.entry = entry
         track.cause = cause
 
     def held(self, why: str = Cause.UNREAD.value) -> None:
@@ -269,10 +282,17 @@ class Timeline:
 
     def _go_on(self, track: _Track, entry: Entry | None) -> None:
         """What the choice was in is over; it is in ``entry`` now."""
+        self._settle(track)
         if track.entry is not None:
             self._close(track.entry, self._clock() if entry is None else entry.at)
         track.entry = entry
         track.cause = None
+
+    def _settle(self, track: _Track) -> None:
+        """What was waited for before does not go on."""
+        if track.wait_before is not None and track.wait_before.until is not None:
+            self._close(track.wait_before, track.wait_before.until)
+        track.wait_before = None
 
     def _open(self, kind: Kind, choice: int, step: int | None = None, num_tokens: int = 0, detail: str = "") -> Entry:
         return Entry(kind, self._clock(), None, choice, step, step, num_tokens, detail)

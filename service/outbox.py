@@ -134,6 +134,8 @@ class Outbox(Generic[M]):
         self._due = _NEVER
         """When the next message leaves, by the loop's clock: what hurries most decides."""
         self._num_live = 0
+        self._is_active = False
+        """As the pacer knows it."""
         self._closed = False
         self._last_word: Exception | None = None
         self._failure: Exception | None = None
@@ -329,6 +331,7 @@ class Outbox(Generic[M]):
 
     def _set_stalled(self, is_stalled: bool) -> None:
         self.is_stalled = is_stalled
+        self._count_active()
         # Later: this may be the engine that puts in what a step brought, and it must not be changed amid that.
         self._loop.call_soon(self._on_stall, is_stalled)
         if is_stalled:
@@ -396,6 +399,11 @@ class Outbox(Generic[M]):
         self._set_live(0)
 
     def _set_live(self, num_live: int) -> None:
-        """A stream with live requests counts for the pace of all."""
-        self._pacer.add((num_live > 0) - (self._num_live > 0))
         self._num_live = num_live
+        self._count_active()
+
+    def _count_active(self) -> None:
+        """A stream with live requests counts for the pace of all, unless it is stalled: then it has little to write."""
+        is_active = self._num_live > 0 and not self.is_stalled
+        self._pacer.add(is_active - self._is_active)
+        self._is_active = is_active

@@ -90,6 +90,15 @@ def test_a_summary():
     assert "goodput" not in told
 
 
+def test_times_are_of_requests_that_were_answered_whole():
+    cut = answered(1, 0, ((5.0, 1), (9.0, 2)))
+    cut.fail(109.5, "UNAVAILABLE", "the worker is gone")
+    told = report(answered(0, 0, ((0.1, 1), (0.2, 1))), cut).summary()
+    assert [told["times_s"][name]["count"] for name in ("ttft", "itl", "tpot", "e2e")] == [1, 1, 1, 1]
+    assert told["output_tokens"] == 5  # but what came counts as throughput
+    assert told["requests_per_s"] == pytest.approx(0.1)
+
+
 def test_goodput_counts_requests_that_keep_every_bound():
     good = answered(0, 0, ((0.1, 1), (0.14, 1), (0.18, 1)))
     slow_start = answered(1, 0, ((0.6, 1), (0.64, 1)))

@@ -29,7 +29,7 @@ def entry(at_us, duration_us, kind, steps=None, num_tokens=0, detail="", choice=
 
 TIMELINE = [
     entry(100, 0, "ACCEPTED", detail="position 3 in the queue"),
-    entry(100, 1_000_000, "WAITED", detail="12 free blocks, 40 needed"),
+    entry(100, 1_000_000, "WAITED", detail="blocks: 12 are free, 40 needed"),
     entry(1_000_100, 0, "BEGAN", (812, 812), 2048),
     entry(1_000_100, 500_000, "PREFILLED", (812, 819), 4096),
     entry(1_500_100, 20_000, "PREFILLED", (820, 820), 120),
@@ -52,7 +52,7 @@ time         25 % waiting, 12 % held back, 13 % computing its prompt, 24 % decod
 
     at, s    for, s
     0.000            +                                 accepted: position 3 in the queue
-    0.000     1.000  ........                          waited: 12 free blocks, 40 needed
+    0.000     1.000  ........                          waited for blocks: 12 are free, 40 needed
     1.000                    +                         began: 2,048 tokens from the cache (step 812)
     1.000     0.500          ####                      computed 4,096 tokens in 8 chunks of 512 (steps 812 to 819)
     1.500     0.020              #                     computed 120 tokens (step 820)
@@ -114,9 +114,9 @@ def test_a_request_that_lives():
     assert f"request      {ID}  has lived for 0.15 s\n" in text
     assert "first token  after 50.1 ms; none was predicted\n" in text
     assert "put out 11 tokens so far, 100 a second (steps 1 to 11)" in text
-    waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="behind 3 others")]
+    waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="its turn: 3 are ahead of it")]
     text = plain(response(waiting, ended="", first_token_us=None))
-    assert "waits: behind 3 others" in text
+    assert "waits for its turn: 3 are ahead of it" in text
     assert "first token  none yet; predicted after 0.80 s\n" in text
 
 
@@ -138,7 +138,7 @@ def test_what_was_left_out_is_told_where_it_was():
 
 def test_what_a_terminal_would_obey_is_not_printed():
     timeline = [entry(0, 5, "WAITED", detail="\x1b[2J\nwell")]
-    assert "waited: ?[2J?well" in plain(response(timeline))
+    assert "waited for ?[2J?well" in plain(response(timeline))
 
 
 def test_the_command(admin, capsys):

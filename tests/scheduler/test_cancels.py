@@ -21,6 +21,7 @@ from penstock.scheduler.state import EngineState
 
 VOCAB_SIZE = 100
 NUM_LIVE = 24
+CANCELS_A_DEATH = 150
 FREE_WITHIN_S = 1.0
 POINTS = {"waiting", "prefilling", "decoding", "preempted", "held", "recovering"}
 
@@ -79,7 +80,7 @@ class Load:
         self.num_submitted += 1
         name = str(self.num_submitted)
         # Some begin alike, so that blocks are shared.
-        first, length = self.rng.choice((0, self.num_submitted)), self.rng.choice((5, 40, 150))
+        first, length = self.rng.choice((0, self.num_submitted)), self.rng.choice((5, 40, 150, 300))
         prompt = [(first + position) % VOCAB_SIZE for position in range(length)]
         request = self.new_request(
             name,
@@ -117,6 +118,7 @@ class Load:
 
     async def run(self, num_cancels):
         held = set()
+        num_deaths = 1
         while len(self.cancelled) < num_cancels:
             self.live = {name: received for name, received in self.live.items() if received.finished is None}
             while self.engine.state is EngineState.SERVING and len(self.live) < NUM_LIVE:
@@ -132,9 +134,11 @@ class Load:
                 self.engine.hold(name, name in held)
             else:
                 self.cancel(name)
-            if self.rng.random() < 0.003 and self.engine.state is EngineState.SERVING:
+            if len(self.cancelled) > num_deaths * CANCELS_A_DEATH and self.engine.state is EngineState.SERVING:
+                num_deaths += 1
+                self.executor.may_start.clear()
                 self.executor.die()
-                await asyncio.sleep(0)
+                asyncio.get_running_loop().call_later(0.02, self.executor.may_start.set)
             if self.rng.random() < 0.02:
                 await self.cancel_the_rest()
 

@@ -58,7 +58,7 @@ def test_too_few_blocks(new_world, new_request):
     steps(world, 1)
     world.add(new_request("larger", prompt(28, first=3), max_tokens=4))
     finish(world)
-    assert waits(world, "larger") == ["6 free blocks, 7 needed"]
+    assert waits(world, "larger") == ["blocks: 6 are free, 7 needed"]
 
 
 def test_every_row_runs(new_world, new_request):
@@ -68,9 +68,9 @@ def test_every_row_runs(new_world, new_request):
     world.add(new_request("first", prompt(5, first=1)))
     world.add(new_request("second", prompt(5, first=2)))
     steps(world, 1)
-    assert waits(world, "first") == ["all 1 rows run"]
+    assert waits(world, "first") == ["a row: all 1 run"]
     (first_cause,) = told(world, "second", Kind.WAITED)
-    assert first_cause.detail == "behind 1 others"
+    assert first_cause.detail == "its turn: 1 are ahead of it"
     finish(world)
 
 
@@ -79,7 +79,7 @@ def test_the_step_is_spent_on_others(new_world, new_request):
     world.add(new_request("long", prompt(32)))
     world.add(new_request("next", prompt(4, first=3)))
     finish(world)
-    assert waits(world, "next") == ["the step's 16 tokens are spent on others"]
+    assert waits(world, "next") == ["its turn: the step's 16 tokens go to others"]
 
 
 def test_another_computes_its_prefix(new_world, new_request):
@@ -87,7 +87,7 @@ def test_another_computes_its_prefix(new_world, new_request):
     world.add(new_request("one", prompt(20)))
     world.add(new_request("two", prompt(20)))
     finish(world)
-    assert waits(world, "two") == ["its prefix is being computed by another request"]
+    assert waits(world, "two") == ["its prefix, which another request computes"]
 
 
 def test_its_own_last_answer(new_world, new_request):
@@ -104,7 +104,7 @@ def test_its_own_last_answer(new_world, new_request):
         *(Kind.BEGAN, Kind.PREFILLED, Kind.DECODED, Kind.ENDED),
     ]
     assert after[0].detail == "the answer of the step that it was last in"
-    assert after[1].detail == "1 free blocks, 3 needed"
+    assert after[1].detail == "blocks: 1 are free, 3 needed"
 
 
 def test_one_that_goes_first_takes_its_row(new_world, new_request):
@@ -115,7 +115,7 @@ def test_one_that_goes_first_takes_its_row(new_world, new_request):
     finish(world)
     preempted = told(world, "slow", Kind.PREEMPTED)
     assert [entry.detail for entry in preempted] == ["there was no room for urgent, which goes first"]
-    assert waits(world, "slow")[-1] == "all 1 rows run"
+    assert waits(world, "slow")[-1] == "a row: all 1 run"
 
 
 def test_the_new_worker_then_a_trial(new_world, new_request):

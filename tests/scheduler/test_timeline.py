@@ -65,7 +65,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
         (Kind.ENDED, 0, None, None, 0),
     ]
     entries = timeline.entries()
-    assert entries[1].detail == "behind 2 others"
+    assert entries[1].detail == "its turn: 2 are ahead of it"
     assert all(entry.until is not None and entry.until >= entry.at for entry in entries)
     assert [entry.at for entry in entries] == sorted(entry.at for entry in entries)
     assert timeline.predicted_ttft_s == 0.25
@@ -85,8 +85,8 @@ def test_a_wait_is_noted_once_for_each_cause(register: Timelines) -> None:
     waits = lasting(timeline, Kind.WAITED)
     assert [wait.detail for wait in waits] == [
         "the next step",
-        "12 free blocks, 40 needed",
-        "its prefix is being computed by another request",
+        "blocks: 12 are free, 40 needed",
+        "its prefix, which another request computes",
     ]
     assert waits[0].until == waits[1].at
     assert waits[1].until == waits[2].at
@@ -100,6 +100,27 @@ def test_a_wait_of_the_ordinary_length_is_not_told(register: Timelines, clock: C
     clock.now += 0.0009
     timeline.began(0, 0, 0)
     assert not lasting(timeline, Kind.WAITED)
+
+
+def test_a_short_interlude_is_not_told(register: Timelines, clock: Clock) -> None:
+    clock.tick = 0.0
+    timeline = register.open(request())
+    timeline.accepted(1, None)
+    for _ in range(1000):
+        for cause, seconds in ((Cause.BLOCKS, 0.2), (Cause.BUDGET, 0.05)):
+            timeline.waits(0, cause, 3, 9)
+            clock.now += seconds
+    timeline.waits(0, Cause.BLOCKS, 1, 9)
+    clock.now += 1.0
+    (waiting,) = lasting(timeline, Kind.WAITED)
+    assert (waiting.until, waiting.detail) == (None, "blocks: 3 are free, 9 needed")
+    timeline.waits(0, Cause.BUDGET, 64)
+    clock.now += 0.2
+    timeline.waits(0, Cause.BLOCKS, 4, 9)
+    timeline.began(0, 5000, 0)
+    waits = lasting(timeline, Kind.WAITED)
+    assert [round(wait.until - wait.at, 6) for wait in waits if wait.until is not None] == [251.0, 0.2]
+    assert waits[1].detail == "its turn: the step's 64 tokens go to others"
 
 
 def test_chunks_are_one_entry_if_alike_and_in_a_row(register: Timelines) -> None:
@@ -195,9 +216,9 @@ def test_held_and_released(register: Timelines) -> None:
     timeline.released()
     timeline.waits(0, Cause.ROWS, 256)
     assert [(entry.kind, entry.detail) for entry in timeline.entries()[1:]] == [
-        (Kind.WAITED, "behind 3 others"),
+        (Kind.WAITED, "its turn: 3 are ahead of it"),
         (Kind.HELD, "nobody reads its stream"),
-        (Kind.WAITED, "all 256 rows run"),
+        (Kind.WAITED, "a row: all 256 run"),
     ]
     assert [entry.until is None for entry in timeline.entries()[1:]] == [False, False, True]
 
@@ -216,7 +237,7 @@ def test_choices_are_told_apart(register: Timelines) -> None:
     timeline.began(0, 0, 0)
     timeline.prefilled(0, 0, 100)
     for choice in (1, 2):
-        timeline.waits(choice, Cause.PROMPT)
+        timeline.waits(choice, Cause.NEXT_PLAN)
         timeline.began(choice, 1, 96)
         timeline.prefilled(choice, 1, 4)
     for choice in range(3):

@@ -186,8 +186,8 @@ async def test_waiting_for_blocks(explain, new_reading):
     frames = [start(ref=ref, text=str(ref) * 90, max_tokens=40) for ref in (1, 2)]
     outcomes = await run_together(service, frames, new_reading)
     both = [await ask(outcomes[ref].accepted[0].request_id) for ref in (1, 2)]
-    waits = [entry for told in both for entry in of_kind(told, "WAITED") if "free blocks" in entry.detail]
-    assert [entry.detail for entry in waits] == ["4 free blocks, 6 needed"]
+    waits = [entry for told in both for entry in of_kind(told, "WAITED") if "blocks" in entry.detail]
+    assert [entry.detail for entry in waits] == ["blocks: 4 are free, 6 needed"]
     assert waits[0].duration_us > 10_000
 
 

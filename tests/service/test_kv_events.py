@@ -3,6 +3,9 @@
 import asyncio
 import hashlib
 import random
+import re
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -169,3 +172,27 @@ async def test_a_mirror_stays_right_under_traffic_that_evicts_and_when_it_is_cut
         await mirror.catch_up()
     assert service.engine.kv_events.sequence > 5 * 60
     assert mirror.num_cleared == 1, "it never had to begin anew"
+
+
+async def test_the_mirror_of_the_docs_follows_and_tries_again(start_service):
+    document = Path(__file__).parents[2] / "docs" / "kv_cache.md"
+    (code,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("asyncio.sleep(1)", "asyncio.sleep(0.01)"), names)
+    service = await start_service(admin_listen=ANY_PORT)
+    log = service.engine.kv_events
+    blocks: dict[bytes, admin_pb2.KvBlock] = {}
+
+    async def until_equal():
+        async with asyncio.timeout(20):
+            while blocks.keys() != set(log.hashes):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+
+    following = asyncio.create_task(names["follow"](service.admin_channel, blocks))
+    await complete(service, "x" * 50)
+    await until_equal()
+    assert blocks
+    await service.server.stop()
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    following.cancel()
