@@ -86,7 +86,7 @@ def dashboard(
         f"{stats.output_tokens:,} output tokens, {stats.finished_requests:,} requests ended, "
         f"{stats.refused_requests:,} refused",
     )
-    yield _row("", f"{stats.preemptions:,} preemptions, {stats.worker_restarts:,} workers replaced")
+    yield _row("", f"preempted: {stats.preemptions:,}; workers replaced: {stats.worker_restarts:,}")
     if stats.tenants:
         yield from _tenants(before, stats, rates)
 

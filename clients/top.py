@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 from collections import deque
@@ -21,6 +22,8 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 _MAX_HISTORY = 40
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """To the terminal's other screen without a cursor, and back to what was there before."""
+_GOOD, _BAD = "1;32", "1;31"
+"""Bold and green, bold and red."""
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 _EPILOG = """\
@@ -112,6 +115,7 @@ class _Screen:
     def __init__(self, target: str) -> None:
         self._target = target
         self._unicode = shows("█░▁", sys.stdout)
+        self._colours = not os.environ.get("NO_COLOR")
         self._before: pb.WatchStatsResponse | None = None
         self._history: deque[float] = deque(maxlen=_MAX_HISTORY)
         self._entered = False
@@ -122,6 +126,8 @@ class _Screen:
             self._history.append(Rates.between(before, stats).output_tokens)
         columns, rows = shutil.get_terminal_size()
         lines = [text[: columns - 1] for text in dashboard(self._target, before, stats, self._history, self._unicode)]
+        if self._colours:
+            lines[0] = f"\x1b[{_GOOD if stats.state == pb.ENGINE_STATE_SERVING else _BAD}m{lines[0]}\x1b[0m"
         enter = "" if self._entered else _ENTER
         self._entered = True
         sys.stdout.write(enter + _HOME + "".join(f"{text}{_END_OF_LINE}\n" for text in lines[: rows - 1]))

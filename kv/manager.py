@@ -11,8 +11,7 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 
 MIN_EVENTS_KEPT = 1 << 10
-MAX_EVENTS_KEPT = 1 << 16
-"""At 80 bytes each."""
+"""However small the pool is; at 80 bytes each."""
 
 
 class Hashing(Protocol):
@@ -61,9 +60,9 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, hashing: Hashing) -> None:
         self.block_size = block_size
         self.hashing = hashing
-        # Who has missed more changes than there are blocks is served better by all there is.
-        max_changes = min(max(num_blocks, MIN_EVENTS_KEPT), MAX_EVENTS_KEPT)
-        self.events = KvEventLog(block_size, max_changes)
+        # Who has missed more changes than there are blocks is served better by all there is, and does not fall behind
+        # again while it is told that, unless the cache changes faster than it is told.
+        self.events = KvEventLog(block_size, max(num_blocks, MIN_EVENTS_KEPT))
         """Of the prefix map."""
         self.pool = BlockPool(num_blocks, self.events.removed)
         # Hash of a block that will be published soon -> who computes it.

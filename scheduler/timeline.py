@@ -37,7 +37,7 @@ class Kind(Enum):
 class Cause(Enum):
     """What a choice waits for, or why it is held: words whose gaps are the numbers that ``Timeline.waits`` is given."""
 
-    TURN = "its turn: {} are ahead of it"
+    TURN = "its turn: {} ahead of it"
     NEXT_PLAN = "the next step"
     ROWS = "a row: all {} run"
     BLOCKS = "blocks: {} are free, {} needed"

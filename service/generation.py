@@ -13,7 +13,7 @@ import grpc
 
 from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
 from penstock.scheduler.state import EngineState
-from penstock.service.backlog import Backlog
+from penstock.service.backlog import Backlog, Pacer
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
 from penstock.service.convert import Answer
@@ -22,7 +22,7 @@ from penstock.service.guard import current_request_id
 from penstock.service.identity import Caller, current_caller
 from penstock.service.live import LiveRequest, Surroundings
 from penstock.service.messages import fill_delta, fill_logprobs, single_message, stream_message
-from penstock.service.outbox import HEARTBEAT_S, Outbox, Pacer
+from penstock.service.outbox import HEARTBEAT_S, Outbox
 from penstock.service.request_id import new_request_id
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from penstock.scheduler.request import Delta, PromptLogprobs
-from penstock.service.backlog import Backlog
+from penstock.service.backlog import Backlog, Pacer
 from penstock.service.batch import (
     MAX_PART_BYTES,
     PART_BYTES,
@@ -41,10 +41,6 @@ ACCEPTED_WAIT_S = 0.005
 """How long ``accepted`` waits for a first token to go with."""
 BLOCKED_S = 0.1
 """A write that takes longer is held up by the stream's reader."""
-WRITE_COST_S = 1.5e-4
-"""Each stream's share of the time between messages. At 40 us a message, most of it the kernel's and gRPC's, writers
-take 27 % of a core at most, however many streams there are."""
-
 TURN_S = 0.005
 """Streams that wait leave together, this far apart: gRPC sends what is written in one turn of the loop in fewer system
 calls, and they cost more than all else about a message."""
@@ -75,21 +71,6 @@ class Receiver(Protocol):
     def fail(self, error: Exception) -> None:
         """Nothing more can be received in order: ends whatever carries the request with ``error``."""
         ...
-
-
-class Pacer:
-    """How long a stream waits between two messages: in proportion to the streams that have live requests."""
-
-    def __init__(self, write_cost_s: float = WRITE_COST_S) -> None:
-        self.interval = 0.0
-        """Seconds. With few streams it is less than any step."""
-        self._num_active = 0
-        self._write_cost_s = write_cost_s
-
-    def add(self, num_streams: int) -> None:
-        """So many more streams (or fewer) have live requests."""
-        self._num_active += num_streams
-        self.interval = self._num_active * self._write_cost_s
 
 
 M = TypeVar("M", bound=Message)

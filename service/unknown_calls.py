@@ -9,7 +9,7 @@ import contextlib
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 REFUSE_TIMEOUT_S = 5.0
 """A client that takes nothing holds nothing up for longer."""

@@ -111,8 +111,9 @@ def report(found: dict[int, list[Measured]]) -> None:
 @contextmanager
 def service(flags: Sequence[str]) -> Iterator[int]:
     """A service in a process of its own; its port."""
-    command = [Path(sys.executable).with_name("penstock"), "serve", *flags, "--port", "0", "--log-level", "warning"]
-    command += ["--kv-cache-memory-bytes", "1G"]
+    program = str(Path(sys.executable).with_name("penstock"))
+    command = [program, "serve", *flags, "--port", "0", "--log-level", "warning", "--kv-cache-memory-bytes", "1G"]
+    command += ["--admin-listen", "off"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:

@@ -92,7 +92,7 @@ class MeasuredOutbox(Outbox[Any]):
             self.open.discard(self)
 
     @property
-    def is_stalled(self) -> bool:
+    def is_held_up(self) -> bool:
         """Whether its reader holds it up."""
         return self._writer is not None
 
@@ -183,7 +183,7 @@ async def time_between_tokens(others: str, seconds: float) -> tuple[float, int]:
         victim = {"num_streams": 1, "requests_each": 1, "num_tokens": int(seconds * STEPS_PER_SECOND)}
         process = start_client(target, victim)
         output = (await asyncio.to_thread(process.communicate))[0]
-        result = float(output), sum(outbox.is_stalled for outbox in MeasuredOutbox.open)
+        result = float(output), sum(outbox.is_held_up for outbox in MeasuredOutbox.open)
 
     await with_service(measure, tasks)
     return result

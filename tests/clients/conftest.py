@@ -349,7 +349,7 @@ class Terminal:
         self._side, other = pty.openpty()
         termios.tcsetwinsize(other, (30, 100))
         command = [*tool.command, *map(str, arguments)]
-        environment = tool.environment | {"TERM": "dumb", "NO_COLOR": "1"}
+        environment = tool.environment | {"TERM": "dumb", "NO_COLOR": tool.environment.get("NO_COLOR", "1")}
         self.process = subprocess.Popen(
             command, env=environment, stdin=other, stdout=other, stderr=other, start_new_session=True, close_fds=True
         )

@@ -114,9 +114,9 @@ def test_a_request_that_lives():
     assert f"request      {ID}  has lived for 0.15 s\n" in text
     assert "first token  after 50.1 ms; none was predicted\n" in text
     assert "put out 11 tokens so far, 100 a second (steps 1 to 11)" in text
-    waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="its turn: 3 are ahead of it")]
+    waiting = [timeline[0], entry(100, 70_000, "WAITED", detail="its turn: 3 ahead of it")]
     text = plain(response(waiting, ended="", first_token_us=None))
-    assert "waits for its turn: 3 are ahead of it" in text
+    assert "waits for its turn: 3 ahead of it" in text
     assert "first token  none yet; predicted after 0.80 s\n" in text
 
 

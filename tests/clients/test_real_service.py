@@ -371,6 +371,7 @@ async def test_the_load_generators_deadlines_and_early_end(byte_tokenizer, num_s
             report = await run(long, caller)
         assert report.failures == {"DEADLINE_EXCEEDED DEADLINE": 4}
         assert all(record.output_tokens and record.prompt_tokens == 5 for record in report.records)
+        assert {record.finish_reason for record in report.records} == {"deadline"}  # told by its Finished alone
         stop = asyncio.Event()
         async with GrpcCaller(Connection(real.target), num_streams=num_streams) as caller:
             asyncio.get_running_loop().call_later(0.1, stop.set)

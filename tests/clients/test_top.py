@@ -63,7 +63,7 @@ steps            40.0 a second, 23.9 ms at the median
 requests         10.0 ended a second, 2.0 refused
 
 in all     3,000 output tokens, 30 requests ended, 4 refused
-           7 preemptions, 1 workers replaced
+           preempted: 7; workers replaced: 1
 
 tenant     live    tokens/s          served
 acme        150       1,500           4,000
@@ -135,6 +135,14 @@ def test_on_a_terminal_until_ctrl_c(admin, tool, open_terminal):
     terminal.wait_for("new-one")
     terminal.interrupt("\x1b[?1049l")
     assert terminal.end() == 130
+
+
+def test_a_state_that_is_not_serving_is_red(admin, tool, open_terminal):
+    admin.stats, admin.hangs = [BEFORE, NOW], True
+    tool.environment["NO_COLOR"] = ""
+    terminal = open_terminal("top", "--admin", admin.target)
+    terminal.wait_for("\x1b[1;32mpenstock top")
+    terminal.wait_for("\x1b[1;31mpenstock top")
 
 
 @pytest.mark.parametrize("interval", ["0.05", "4000", "nan", "soon"])

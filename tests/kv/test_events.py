@@ -1,6 +1,7 @@
 """What a reader of the log is told makes its mirror equal to the prefix map, whenever and however much it reads."""
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -120,6 +121,27 @@ def test_a_reader_that_falls_behind_begins_anew_within_a_snapshot_as_well(log):
         rest = reader.read(ENDLESS)
         assert (rest.cleared, rest.sequence) == (False, log.sequence)
         assert sorted(stored_numbers(first) + stored_numbers(rest)) == [0, 1, 2]
+
+
+def test_a_reader_that_is_told_faster_than_the_cache_changes_catches_up():
+    """The log knows as many changes as there are blocks; two changes come with every three that are told."""
+    log = KvEventLog(block_size=2, max_changes=60)
+    known = deque(number.to_bytes(32) for number in range(60))
+    for block_hash in known:
+        log.stored(block_hash, b"", (1, 2))
+    reader = KvEventReader(log)
+    num_cleared = 0
+    for number in range(60, 200):
+        changes = reader.read(100)
+        num_cleared += changes.cleared
+        assert len(changes.removed) + len(changes.stored) <= 3
+        if reader.is_up_to_date:
+            break
+        log.removed(known.popleft())
+        known.append(number.to_bytes(32))
+        log.stored(known[-1], b"", (1, 2))
+    assert reader.is_up_to_date
+    assert num_cleared == 1
 
 
 def test_a_cleared_cache_is_told_at_once_whatever_was_pending(log):

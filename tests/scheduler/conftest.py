@@ -387,6 +387,7 @@ class World:
         waiting = list(planner.waiting.in_order())
         pinned = [choice for choice in waiting if choice.pinned]
         self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
+        assert set(self.scheduler.kv.events.hashes) == set(self.scheduler.kv.pool.hashes), "events differ from the map"
         assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
         lines = (
             *planner.waiting._lanes.values(),

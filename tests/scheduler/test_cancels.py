@@ -74,7 +74,7 @@ class Load:
         self.num_submitted = 0
         self.cancelled = []
         """(the seeds of its choices, plans made before) of each cancel."""
-        self.points = Counter()
+        self.points: Counter[str] = Counter()
 
     def submit(self):
         self.num_submitted += 1
@@ -102,6 +102,7 @@ class Load:
         self.points[self.point_of(name)] += 1
         seeds = [sampling_of_choice(received.request.sampling, i).seed for i in range(received.request.n)]
         assert self.engine.abort(name, FinishReason.CANCELLED)
+        assert received.finished
         assert received.finished.reason is FinishReason.CANCELLED
         self.cancelled.append((seeds, self.executor.plans_made))
 
@@ -117,7 +118,7 @@ class Load:
         return "prefilling" if ChoiceState.PREFILLING in states else "decoding"
 
     async def run(self, num_cancels):
-        held = set()
+        held: set[str] = set()
         num_deaths = 1
         while len(self.cancelled) < num_cancels:
             self.live = {name: received for name, received in self.live.items() if received.finished is None}

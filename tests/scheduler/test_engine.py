@@ -129,7 +129,7 @@ async def test_abort_ends_a_request_once(engine, submit):
 async def test_deadlines_end_running_and_waiting_requests(submit):
     engine = Engine(FakeExecutor(vocab_size=VOCAB_SIZE, seconds_per_step=0.002), SchedulerConfig(max_num_seqs=1))
     await engine.start()
-    deadline = time.monotonic() + 0.05
+    deadline = time.monotonic() + 0.3
     running = submit(engine, "running", max_tokens=3000, deadline=deadline)
     waiting = submit(engine, "waiting", max_tokens=3000, deadline=deadline)
     in_time = submit(engine, "in time", max_tokens=1, deadline=time.monotonic() + 60)

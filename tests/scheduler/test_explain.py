@@ -70,7 +70,7 @@ def test_every_row_runs(new_world, new_request):
     steps(world, 1)
     assert waits(world, "first") == ["a row: all 1 run"]
     (first_cause,) = told(world, "second", Kind.WAITED)
-    assert first_cause.detail == "its turn: 1 are ahead of it"
+    assert first_cause.detail == "its turn: 1 ahead of it"
     finish(world)
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.events import KvEventLog
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.choice import Choice, ChoiceState
@@ -188,6 +189,10 @@ def hash_kept_after_eviction(patch):
     patch.setattr(BlockPool, "_evict", evict)
 
 
+def eviction_that_is_not_told(patch):
+    patch.setattr(KvEventLog, "removed", lambda log, block_hash: None)
+
+
 def published_when_its_tokens_are_known(patch):
     begin = Beginnings._begin
 
@@ -332,6 +337,7 @@ PLANTED_BUGS = [
     shared_block_not_counted,
     shared_block_left_in_the_lru,
     hash_kept_after_eviction,
+    eviction_that_is_not_told,
     published_when_its_tokens_are_known,
     published_one_slot_early,
     row_number_reused_at_once,

@@ -1,6 +1,9 @@
 """What a request's timeline tells, and how little it keeps."""
 
+import re
 import sys
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +68,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
         (Kind.ENDED, 0, None, None, 0),
     ]
     entries = timeline.entries()
-    assert entries[1].detail == "its turn: 2 are ahead of it"
+    assert entries[1].detail == "its turn: 2 ahead of it"
     assert all(entry.until is not None and entry.until >= entry.at for entry in entries)
     assert [entry.at for entry in entries] == sorted(entry.at for entry in entries)
     assert timeline.predicted_ttft_s == 0.25
@@ -216,7 +219,7 @@ def test_held_and_released(register: Timelines) -> None:
     timeline.released()
     timeline.waits(0, Cause.ROWS, 256)
     assert [(entry.kind, entry.detail) for entry in timeline.entries()[1:]] == [
-        (Kind.WAITED, "its turn: 3 are ahead of it"),
+        (Kind.WAITED, "its turn: 3 ahead of it"),
         (Kind.HELD, "nobody reads its stream"),
         (Kind.WAITED, "a row: all 256 run"),
     ]
@@ -287,6 +290,32 @@ def test_the_last_ones_that_ended_are_kept(register: Timelines) -> None:
     register.resize(0)
     assert [name for name in names if register.find(name)] == ["d"]
     assert register.find("never") is None
+
+
+def test_every_cause_is_in_the_documentation() -> None:
+    documentation = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
+    for cause in Cause:
+        example = re.escape(cause.value).replace(r"\{\}", r"\d+")
+        assert re.search(f"`{example}`", documentation), cause
+
+
+def test_an_ordinary_timeline_is_small(register: Timelines) -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(100):
+            timeline = register.open(request(str(number)))
+            timeline.accepted(number, 0.5)
+            timeline.began(0, number, 16)
+            timeline.prefilled(0, number, 84)
+            timeline.will_decode(0, number)
+            timeline.decodes(0, number)
+            timeline.left(0, number + 50, 50)
+            timeline.ended("LENGTH")
+        per_request = (tracemalloc.get_traced_memory()[0] - before) / 100
+    finally:
+        tracemalloc.stop()
+    assert per_request < 3000
 
 
 def test_no_token_and_no_request_is_kept(register: Timelines) -> None:

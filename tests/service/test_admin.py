@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.scheduler.engine import EngineState
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.state import EngineState
 from penstock.service.health import LIVENESS
 from penstock.service.identity import ApiKeys
 from penstock.service.listen import Address, ListenError, admin_address

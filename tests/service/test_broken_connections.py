@@ -9,7 +9,7 @@ import contextlib
 import random
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -38,15 +38,16 @@ def frames_of(raw: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def headers(stream: int, method: str, flags: int = END_HEADERS, **more: str) -> bytes:
-    fields = {
+def headers(stream: int, method: str, flags: int = END_HEADERS, more: Mapping[str, str] | None = None) -> bytes:
+    fields: dict[str, str] = {
         ":method": "POST",
         ":scheme": "http",
         ":path": f"/penstock.v1.GenerationService/{method}",
         ":authority": "localhost",
         "content-type": "application/grpc",
         "te": "trailers",
-    } | more
+        **(more or {}),
+    }
     block = b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
         for name, value in fields.items()
@@ -146,7 +147,9 @@ def a_strange_call(rng: random.Random) -> bytes:
         "authorization": rng.choice(("", "Bearer", "\x7f" * 20)),
     }
     name = rng.choice(sorted(strange))
-    return opening(rng) + headers(1, "GenerateOne", **{name: strange[name]}) + frame(DATA, message(rng), 1, END_STREAM)
+    return (
+        opening(rng) + headers(1, "GenerateOne", more={name: strange[name]}) + frame(DATA, message(rng), 1, END_STREAM)
+    )
 
 
 def window_tricks(rng: random.Random) -> bytes:

@@ -110,7 +110,7 @@ def random_message(rng: random.Random, descriptor: Descriptor, wildness: float, 
 def random_value(rng: random.Random, field: FieldDescriptor, wildness: float) -> Any:
     """At an edge of its type, or a small one that is likely to be good."""
     kind, is_wild = field.type, rng.random() < wildness
-    if kind == FieldDescriptor.TYPE_ENUM:
+    if field.enum_type is not None:
         return rng.choice([*(value.number for value in field.enum_type.values), *((99, -1) if is_wild else ())])
     if kind == FieldDescriptor.TYPE_BOOL:
         return rng.random() < 0.5
@@ -245,7 +245,7 @@ class Fuzzer:
                 self.faults.append(f"{method.path}: {error.code()} {error.details()}: {[f.hex() for f in frames]}")
 
     async def read(self, method: Method, frames: list[bytes]) -> None:
-        channel = self.admins if "AdminService" in method.path else self.callers
+        channel: Any = self.admins if "AdminService" in method.path else self.callers
         if method.takes_stream:
             call: Any = channel.stream_stream(method.path)(iter(frames))
         elif method.gives_stream:
@@ -264,10 +264,11 @@ class Fuzzer:
 
     def check_in_band(self, message: pb.GenerateResponse, frames: list[bytes]) -> None:
         """The statuses of a stream's requests are held to the same."""
-        for ended in (*message.finished, *message.update_refused):
-            self.codes[f"in band {ended.status.code}"] += 1
-            if ended.status.code in {code.value[0] for code in OURS}:
-                self.faults.append(f"in band: {ended.status.message}: {[frame.hex() for frame in frames]}")
+        statuses = [ended.status for ended in message.finished] + [refused.status for refused in message.update_refused]
+        for status in statuses:
+            self.codes[f"in band {status.code}"] += 1
+            if status.code in {code.value[0] for code in OURS}:
+                self.faults.append(f"in band: {status.message}: {[frame.hex() for frame in frames]}")
 
 
 async def fuzz(start_service: Any, caplog: Any, methods: list[Method], num_messages: int, seed: int) -> Fuzzer:

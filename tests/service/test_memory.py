@@ -21,6 +21,7 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 NUM_AT_ONCE = 48
+FORMATS = (pb.OUTPUT_FORMAT_TEXT, pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)
 KEPT = 20
 """Ended requests that ``Explain`` still knows."""
 
@@ -47,7 +48,7 @@ class Client:
         rng = self._rng
         text = f"{rng.randrange(10**6)} " * rng.choice((1, 4, 20))
         sampling = pb.Sampling(max_tokens=rng.randrange(1, 9), ignore_eos=True, temperature=rng.choice((0.0, 1.0)))
-        output = pb.Output(logprobs=rng.choice((None, 3)), format=rng.randrange(4))
+        output = pb.Output(logprobs=rng.choice((None, 3)), format=rng.choice(FORMATS))
         start = pb.Start(text=text, sampling=sampling, output=output)
         kind = rng.randrange(3)
         if kind == 0:
@@ -113,7 +114,7 @@ async def test_reliability_figure_17_600_requests_leave_nothing_behind(start_ser
 @pytest.mark.soak
 async def test_reliability_figure_17_50000_requests_leave_no_memory_behind():
     """Of the service's own process, over the demo model."""
-    command = [Path(sys.executable).with_name("penstock"), "serve", "--port", "0", "--log-level", "warning"]
+    command = [str(Path(sys.executable).with_name("penstock")), "serve", "--port", "0", "--log-level", "warning"]
     command += ["--threads", "1", "--admin-listen", "off", "--kv-cache-memory-bytes", "16M", "--max-model-len", "512"]
     # What is kept on purpose is full when the warm-up ends.
     command += ["--conversation-tokens", "4096", "--conversation-ttl", "5"]

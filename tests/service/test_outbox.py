@@ -7,11 +7,11 @@ import pytest
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
 from penstock.service import backlog as backlog_module, outbox as outbox_module
-from penstock.service.backlog import Backlog
+from penstock.service.backlog import Backlog, Pacer
 from penstock.service.batch import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.messages import stream_message
-from penstock.service.outbox import Outbox, Pacer
+from penstock.service.outbox import Outbox
 from penstock.v1 import generation_pb2 as pb
 
 TEXT = OutputForm(text=True, token_ids=False)

@@ -86,6 +86,8 @@ class Life:
 
     process: asyncio.subprocess.Process
     channel: grpc.aio.Channel
+    load_s: float
+    """Until it served for the first time."""
     health: list[tuple[float, int]] = field(default_factory=list)
 
     @property
@@ -111,6 +113,7 @@ class Life:
 @asynccontextmanager
 async def serving(*arguments: str, **env: str) -> AsyncIterator[Life]:
     """The demo model, served by a process of its own; it is ended with SIGTERM, and leaves no worker."""
+    began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         PENSTOCK,
         *("serve", "--port=0", *SMALL, *arguments),
@@ -124,7 +127,7 @@ async def serving(*arguments: str, **env: str) -> AsyncIterator[Life]:
     target = greeting.split()[-1]
     try:
         async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            life = Life(process, channel)
+            life = Life(process, channel, time.monotonic() - began)
             watching = asyncio.create_task(life.watch_health())
             await until(lambda: life.health)
             yield life
@@ -184,17 +187,19 @@ def deadly_path(tmp_path):
     return str(tmp_path)
 
 
-async def killed_under_streams(life, new_reading, num_streams, num_tokens, num_kills, temperature):
-    """Health follows within a second, service within a few; returns the outputs, undisturbed and not."""
+async def killed_under_streams(life, new_reading, num_streams, num_tokens, num_kills, temperature, patience=1.0):
+    """Health follows within a second, service within the time of loading and 5 s, each times ``patience``; returns the
+    outputs, undisturbed and not."""
     sent = frames(prompts_of(num_streams), temperature, num_tokens)
     undisturbed = await Streams(life, sent, new_reading()).outputs()
     streams = Streams(life, sent, new_reading())
     for kill in range(num_kills):
         goal = max(num_streams, streams.num_tokens + 1, (kill + 1) * num_streams * num_tokens // (num_kills + 2))
-        await until(lambda goal=goal: streams.num_tokens >= goal)
+        while streams.num_tokens < goal:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
         down, up = await life.hurt(signal.SIGKILL)
-        assert down < 1
-        assert up < 15
+        assert down < patience
+        assert up < patience * (life.load_s + 5)
     outputs = await streams.outputs()
     assert {len(ids) for ids in outputs.values()} == {num_tokens}
     assert len(outputs) == num_streams
@@ -203,7 +208,7 @@ async def killed_under_streams(life, new_reading, num_streams, num_tokens, num_k
 
 async def test_reliability_figures_4_and_10_killed_stopped_and_killed_amid_its_end(new_reading):
     async with serving("--dtype=float32") as life:
-        undisturbed, outputs = await killed_under_streams(life, new_reading, 6, 150, 1, temperature=0.0)
+        undisturbed, outputs = await killed_under_streams(life, new_reading, 6, 150, 1, temperature=0.0, patience=5)
         assert outputs == undisturbed
 
         streams = Streams(life, frames(prompts_of(6), 0.0, 150), new_reading())
