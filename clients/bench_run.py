@@ -109,7 +109,8 @@ class _Sender:
             due = self.began_s + (conversation[0].arrival_s or 0.0)
             if self._is_over(due):
                 return
-            await _sleep_until(due)
+            # Even if it is late already: what was sent must get its turns of the loop.
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if len(outstanding) >= self.max_outstanding:
                 self._not_sent(conversation, f"{self.max_outstanding} were on their way already")
                 continue

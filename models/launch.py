@@ -5,6 +5,7 @@ know.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from penstock.models.wire import FrameBuffer, Kind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
 
+logger = logging.getLogger(__name__)
+
 WORKER = "from penstock.models.worker import main; main()"
 QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Compute threads that wait for each other sleep instead of spinning: where the service's loop or anything else shares
@@ -28,6 +31,8 @@ their cores, spinning was seen to cost nine tenths of the speed."""
 CLOSE_TIMEOUT_S = 2.0
 """For a worker to end by itself when its socket closes; it ignores SIGTERM, and holds nothing that SIGKILL would
 lose."""
+KILL_TIMEOUT_S = 10.0
+"""For one that was sent SIGKILL. What hangs in a driver may outlast even that; it is left behind."""
 POLL_INTERVAL_S = 0.01
 
 WATCH_INTERVAL_S = 0.25
@@ -108,7 +113,7 @@ class WorkerProcess:
             self._link.condemn(ExecutorError(why, blames_step=True))
 
     async def stop(self) -> None:
-        """Ends the worker, by closing its socket, then by SIGKILL. Always reaps it."""
+        """Ends the worker, by closing its socket, then by SIGKILL, and reaps it."""
         link, self._link = self._link, None
         if link is not None:
             await link.close()
@@ -170,6 +175,9 @@ class _Link(asyncio.Protocol):
         if self._verdict is None:
             self._verdict = verdict
             self.process.kill()
+            assert self._transport is not None
+            self._unwatch()
+            self._watch = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     async def close(self) -> None:
         """Ends the process and reaps it. No answer follows."""
@@ -181,11 +189,12 @@ class _Link(asyncio.Protocol):
             # One that still loads does not look at its socket.
             if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
                 self.process.kill()
-                await self._ended(None)
-        finally:
-            if self.process.returncode is None:  # cancelled: nobody will come back for it
-                self.process.kill()
-                self.process.wait()
+                if not await self._ended(KILL_TIMEOUT_S):
+                    logger.error("process %d cannot be killed, and is left behind", self.process.pid)
+        except asyncio.CancelledError:  # nobody will come back for it
+            self.process.kill()
+            self.process.wait()
+            raise
         self.answers.put_nowait(None)
         if not self.facts.done():
             self.facts.set_exception(ExecutorError("the worker was stopped while it loaded the model"))
@@ -253,7 +262,7 @@ class _Link(asyncio.Protocol):
         """Says how the worker ended, to whoever waits for it."""
         if not await self._ended(CLOSE_TIMEOUT_S):
             self.process.kill()
-            await self._ended(None)
+            await self._ended(KILL_TIMEOUT_S)
         self.lost = self._verdict or self._finding()
         if not self.facts.done():
             self.facts.set_exception(self.lost)
@@ -272,12 +281,12 @@ class _Link(asyncio.Protocol):
             return ExecutorError(f"the worker was ended by SIGKILL{when}: memory ran out", blames_step=True)
         return ExecutorError(f"the worker was ended by SIGKILL{when}, though the kernel tells of no lack of memory")
 
-    async def _ended(self, timeout_s: float | None) -> bool:
+    async def _ended(self, timeout_s: float) -> bool:
         """Whether the process ends in time; reaps it if so."""
         loop = asyncio.get_running_loop()
-        deadline = None if timeout_s is None else loop.time() + timeout_s
+        deadline = loop.time() + timeout_s
         while self.process.poll() is None:
-            if deadline is not None and loop.time() >= deadline:
+            if loop.time() >= deadline:
                 return False
             await asyncio.sleep(POLL_INTERVAL_S)
         return True

@@ -114,8 +114,8 @@ class Engine:
         return True
 
     def update(self, request_id: str, change: Change) -> bool:
-        """Changes a live request; what the next plan says follows it. False if it is not alive. Raises Refused, and then
-        nothing has changed."""
+        """Changes a live request, from the next plan on; False if it is not alive. Raises Refused, and then nothing has
+        changed."""
         if self._scheduler is None:
             return False
         with self._failing_as_a_whole():

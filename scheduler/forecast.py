@@ -19,8 +19,8 @@ _PRUDENCE = 0.05
 """A request's own output is taken to be so long that only this share of the outputs known was longer."""
 _NUM_RATIOS = 64
 """Requests that ended last, whose times are compared with what was predicted for them."""
-_NUM_LATER = 3
-"""The latest that is predicted is by the third worst of these."""
+_NUM_LATER = 4
+"""The latest that is predicted is by the fourth worst of these."""
 _MAX_LATENESS = 3.0
 _MAX_KNOWN = 512
 """Outputs that are known; then they count half, so that new ones show."""

@@ -1,4 +1,4 @@
-"""What is to be expected: of steps, of waiting, of a request's deadline. Looks at rows and the queue; changes nothing."""
+"""What is to be expected: of steps, of waiting, of a deadline. Looks at rows and the queue; changes nothing."""
 
 import math
 from collections import deque
@@ -65,7 +65,7 @@ class Outlook:
 
     @property
     def oldest_step_s(self) -> float | None:
-        """What the step that is being computed is predicted to take; None while nothing is known, or nothing computed."""
+        """What the step that is being computed is predicted to take; None without one, or while nothing is known."""
         return self._model.predict(self._in_flight[0]) if self._in_flight else None
 
     # Requests -------------------------------------------------------------------------------------------------------

@@ -174,9 +174,12 @@ class Scheduler:
         live = self._requests.get(request_id)
         if live is None:
             return self.timelines.find(request_id)
+        self._tell_so_far(live)
+        return live.timeline
+
+    def _tell_so_far(self, live: LiveRequest) -> None:
         for choice in live.choices:
             live.timeline.so_far(choice.index, self._planner.end_of(choice), choice.delivery.num_tokens)
-        return live.timeline
 
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
         """Ends a request early; False if it is not alive."""
@@ -192,6 +195,7 @@ class Scheduler:
         self._requests.clear()
         for live in lives:
             try:
+                self._tell_so_far(live)
                 self._report_finished(live, reason, message)
             except Exception:
                 logger.exception("request %s: nobody could be told of its end", live.request.request_id)

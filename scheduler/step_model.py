@@ -31,7 +31,7 @@ _MEMORY = 256
 _PACED_BY = 16
 """Steps that the pace is taken from."""
 _MAX_PACE = 4.0
-_SLOWED_BY = 64
+_SLOWED_BY = 128
 """Steps after which one counts 1/e for how much chunks slow decoding down."""
 _SWEEPS = 8
 """Over the coefficients, each fit: they start from where they were, so they need not arrive."""

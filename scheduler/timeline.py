@@ -49,9 +49,6 @@ class Cause(Enum):
     UNREAD = "nobody reads its stream"
 
 
-_HOLDS = frozenset({Cause.SUSPECT, Cause.UNREAD})
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """What happened, or went on for a while. Times are by the register's clock."""
@@ -120,6 +117,7 @@ class Timeline:
         self.max_tokens = request.max_tokens
         self.num_choices = request.n
         self.predicted_ttft_s: float | None = None
+        """From its arrival on, as its caller was told."""
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.ended_by = ""
@@ -159,8 +157,9 @@ class Timeline:
     # The queue ----------------------------------------------------------------------------------------------------
 
     def accepted(self, position: int, predicted_ttft_s: float | None) -> None:
-        """It entered the queue, behind ``position`` others."""
-        self.predicted_ttft_s = predicted_ttft_s
+        """It entered the queue, behind ``position`` others; its first token is predicted so long from now."""
+        if predicted_ttft_s is not None:
+            self.predicted_ttft_s = self._clock() - self.arrival + predicted_ttft_s
         self._tell(Kind.ACCEPTED, detail=f"position {position} in the queue")
         if position:
             self.waits(0, Cause.TURN, position)
@@ -173,7 +172,7 @@ class Timeline:
         track = self._tracks[choice]
         if track.cause is cause or self._hold is not None:
             return
-        kind = Kind.HELD if cause in _HOLDS else Kind.WAITED
+        kind = Kind.HELD if cause is Cause.SUSPECT else Kind.WAITED
         entry = self._open(kind, choice, detail=cause.value.format(*numbers))
         if track.cause is None or track.entry is None:
             self._go_on(track, entry)
@@ -187,13 +186,13 @@ class Timeline:
             track.entry = entry
         track.cause = cause
 
-    def held(self, why: str = Cause.UNREAD.value) -> None:
-        """The whole request is held back. Its choices wait for nothing else meanwhile."""
+    def held(self) -> None:
+        """The whole request is held back: nobody reads its stream. Its choices wait for nothing else meanwhile."""
         if self._hold is None:
             for track in self._tracks:
                 if track.cause is not None:
                     self._go_on(track, None)
-            self._hold = self._open(Kind.HELD, 0, detail=why)
+            self._hold = self._open(Kind.HELD, 0, detail=Cause.UNREAD.value)
 
     def released(self) -> None:
         """It is held back no longer."""
@@ -322,7 +321,7 @@ class Timelines:
     """Those of the requests that live, and of the last ``max_ended`` that ended."""
 
     def __init__(self, max_ended: int, clock: Callable[[], float]) -> None:
-        self.max_ended = max_ended
+        self._max_ended = max_ended
         self._clock = clock
         self._live: dict[str, Timeline] = {}
         self._ended: dict[str, Timeline] = {}
@@ -345,11 +344,11 @@ class Timelines:
 
     def resize(self, max_ended: int) -> None:
         """From now on so many are kept."""
-        self.max_ended = max_ended
+        self._max_ended = max_ended
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._ended) > self.max_ended:
+        while len(self._ended) > self._max_ended:
             del self._ended[next(iter(self._ended))]
 
 

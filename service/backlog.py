@@ -7,7 +7,6 @@ take 27 % of a core at most, however many streams there are."""
 
 MAX_STREAM_BYTES = 4 << 20
 MAX_TOTAL_BYTES = 32 << 20
-"""As messages they take up to twice as much memory as on the wire."""
 MIN_STREAM_BYTES = 64 << 10
 """One message. However many readers are slow, a stream that is read is not stopped for what a step brings."""
 

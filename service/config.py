@@ -168,6 +168,13 @@ class ServeConfig:
         high=100_000,
         group="operation",
     )
+    drain_delay: float = _flag(
+        0.0,
+        "after SIGTERM: how long new requests are still taken while health says NOT_SERVING, for balancers to notice",
+        metavar="SECONDS",
+        low=0,
+        high=3600,
+    )
     shutdown_grace: float = _flag(
         30.0, "what running requests have to finish after SIGTERM", metavar="SECONDS", low=0, high=86_400
     )

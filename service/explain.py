@@ -10,8 +10,6 @@ from penstock.scheduler.timeline import Entry, Kind, Timeline
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import admin_pb2 as pb
 
-FLAG = "--explain-requests"
-
 _KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in Kind}
 
 
@@ -30,7 +28,8 @@ class Explainer:
             num_kept = self._engine.config.explain_requests
             raise ServiceError(
                 Reason.REQUEST_UNKNOWN,
-                f"no request of this id lives, nor is it among the last {num_kept:,} that ended; {FLAG} keeps more",
+                f"no request of this id lives, nor is it among the last {num_kept:,} that ended; "
+                "--explain-requests keeps more",
                 field="request_id",
             )
         return _explained(timeline, time.monotonic(), time.time())

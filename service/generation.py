@@ -49,7 +49,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._backlog = Backlog()
         self._live: set[LiveRequest] = set()
         """Those on every kind of call."""
-        self._outboxes: set[Outbox[pb.GenerateResponse]] = set()
+        self._outboxes: set[Outbox] = set()
         """Those of the multiplexed streams."""
 
     @property
@@ -77,19 +77,19 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             stream.drop()
 
     async def GenerateOne(  # type: ignore[override]
-        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateOneResponse]
+        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
         has_begun = False
 
-        async def write(message: pb.GenerateOneResponse) -> None:
+        async def write(raw: bytes) -> None:
             nonlocal has_begun
             if not has_begun:
                 # By itself: in one operation with a message that is held up, no status could overtake it.
                 has_begun = True
                 outbox.begin_beats()  # not before: a beat would keep proxies from trying again elsewhere
                 await context.send_initial_metadata(())
-            await context.write(message)
+            await context.write(raw)
 
         outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
 
@@ -129,7 +129,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     def new_request(
         self,
         start: pb.Start,
-        receiver: "Outbox[Any] | _WholeAnswer",
+        receiver: "Outbox | _WholeAnswer",
         caller: Caller,
         on_end: Callable[[LiveRequest], None],
         call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
@@ -170,7 +170,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         for outbox in self._outboxes:
             outbox.close(error)
 
-    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox[Any]:
+    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
         return Outbox(write, encode, self._pacer, self._backlog, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":
@@ -180,9 +180,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 class _Stream:
     """The requests of one multiplexed stream."""
 
-    def __init__(
-        self, service: GenerationService, outbox: Outbox[pb.GenerateResponse], validator: Validator, caller: Caller
-    ) -> None:
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, caller: Caller) -> None:
         self._service = service
         self._outbox = outbox
         self._validator = validator

@@ -89,7 +89,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            return make(answer, None, handler.response_serializer)
+            return make(answer, None, lambda message: message if isinstance(message, bytes) else serialize(message))
         make = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )

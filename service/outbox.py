@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
@@ -73,31 +73,29 @@ class Receiver(Protocol):
         ...
 
 
-M = TypeVar("M", bound=Message)
+class _Ready(NamedTuple):
+    """A message as the wire has it, and what was counted for it: at least its length."""
 
-
-class _Ready(NamedTuple, Generic[M]):
-    """A message, and at least what it takes on the wire."""
-
-    message: M
+    raw: bytes
     num_bytes: int
 
 
-class Outbox(Generic[M]):
+class Outbox:
     """The pending output of one stream. All methods but ``run`` are synchronous and belong to the event loop."""
 
     def __init__(
         self,
-        write: Callable[[M], Awaitable[None]],
-        encode: Callable[[Batch], M],
+        write: Callable[[bytes], Awaitable[None]],
+        encode: Callable[[Batch], Message],
         pacer: Pacer,
         backlog: Backlog,
         state: Callable[[], "pb.ServiceState.ValueType"],
         on_stall: Callable[[bool], None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``write`` sends a message, ``encode`` makes it, ``state`` is what a heartbeat tells. ``on_stall`` is told
-        True when the stream should get nothing more, and False when it has drained; never amid a call of ours."""
+        """``write`` sends a message as the wire has it, ``encode`` makes it, ``state`` is what a heartbeat tells.
+        ``on_stall`` is told True when the stream should get nothing more, and False when it has drained; never amid a
+        call of ours."""
         self._write = write
         self._encode = encode
         self._pacer = pacer
@@ -106,8 +104,8 @@ class Outbox(Generic[M]):
         self._on_stall = on_stall
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
-        self._ready: deque[_Ready[M]] = deque()
-        """Messages that are full; as such they take a tenth of the memory that their parts did."""
+        self._ready: deque[_Ready] = deque()
+        """Messages that are full: a tenth of the memory that their parts took."""
         self._batch: Batch | None = None
         """What comes next joins it."""
         self._pending_bytes = 0
@@ -227,12 +225,12 @@ class Outbox(Generic[M]):
             self._close_batch()
         if self._failure is not None:
             raise self._failure
-        message, num_bytes = self._ready.popleft()
+        raw, num_bytes = self._ready.popleft()
         self._due = _AT_ONCE if self._has_more else _NEVER
         self._last_write = self._loop.time()
         self._writer, self._writing_bytes = task, num_bytes
         try:
-            await self._write(message)
+            await self._write(raw)
         except asyncio.CancelledError:
             if self._was_cut and self._failure is not None and task.uncancel() == 0:
                 raise self._failure from None
@@ -292,7 +290,7 @@ class Outbox(Generic[M]):
         if batch is None:
             return
         try:
-            self._ready.append(_Ready(self._encode(batch), batch.num_bytes))
+            self._ready.append(_Ready(self._encode(batch).SerializeToString(), batch.num_bytes))
         except Exception as error:
             self.fail(error)  # not to whoever put something in: it is the stream that is broken
 

@@ -121,6 +121,7 @@ def prepare(config: ServeConfig) -> Prepared:
         authenticator=keys,
         conversation_ttl_s=config.conversation_ttl,
         conversation_tokens=config.conversation_tokens,
+        drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,
     )
     return Prepared(server, _worker_config(config, path, tokenizer.vocab_size, inspect_machine()), tokenizer)

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -85,6 +86,9 @@ class ServerConfig:
     """How long a request that ended may be continued, and how long its KV may be retained for that."""
     conversation_tokens: int = 1_000_000
     """Of a tenant's contexts that are kept to be continued."""
+    drain_delay_s: float = 0.0
+    """How long new requests are still taken after SIGTERM, with health at NOT_SERVING: until balancers send them
+    elsewhere."""
     grace_s: float = 30.0
     """How long running requests may go on after SIGTERM."""
     heartbeat_s: float = HEARTBEAT_S
@@ -140,13 +144,16 @@ class Server:
 
     async def serve_until_stopped(self) -> None:
         """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the
-        configured grace; a second signal ends the grace."""
+        configured delay and grace; a second signal ends both."""
         _calm_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         try:
             await self._stop_requested.wait()
+            if self._engine.state in (EngineState.SERVING, EngineState.RECOVERING):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), self._config.drain_delay_s)
             await self.stop(self._config.grace_s)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):

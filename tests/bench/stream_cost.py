@@ -72,7 +72,7 @@ class PacedExecutor(FakeExecutor):
             yield result
 
 
-class MeasuredOutbox(Outbox[Any]):
+class MeasuredOutbox(Outbox):
     """An outbox that notes how long its oldest token waited, for each message."""
 
     waits: list[float] = []  # noqa: RUF012 - of all outboxes of a run

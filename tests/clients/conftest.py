@@ -429,7 +429,7 @@ def threaded_service():
 @pytest.fixture
 def admin(monkeypatch):
     """An administration, which the environment names."""
-    with FakeAdmin().serving() as fake:
+    with FakeAdmin().serving() as fake:  # type: ignore[abstract]
         monkeypatch.setenv("PENSTOCK_ADMIN", fake.target)
         yield fake
 

@@ -247,6 +247,16 @@ def test_flush_cache(operator, client, capsys):
     assert cached() == 0
 
 
+def test_explain_and_top(operator, client, capsys):
+    completion = client.complete("The kernel is", max_tokens=5, ignore_eos=True)
+    timeline = run(capsys, "explain", completion.request_id)
+    assert f"request      {completion.request_id}  ended: LENGTH" in timeline
+    assert "tenant       acme" in timeline
+    assert re.search(r"computed \d+ tokens \(step \d+\)", timeline)
+    assert "put out 5 tokens" in timeline
+    assert run(capsys, "top", "--once", "--interval", "0.1").startswith("SERVING: requests 0, rows 0, waiting 0")
+
+
 class TestTrouble:
     """What is said where nothing can be administered."""
 

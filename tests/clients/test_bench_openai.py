@@ -43,10 +43,10 @@ class HttpServer:
         self.open += 1
         try:
             for event in self._events(body):
-                await response.write(
-                    b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\r\n\r\n"
-                )
+                data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\r\n\r\n"
+                await response.write(data[:9])  # an event may come in pieces
                 await asyncio.sleep(0.001)
+                await response.write(data[9:])
             if self.style == "hang":
                 await asyncio.sleep(30)
             if self.style != "breaks off":

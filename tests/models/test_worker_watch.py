@@ -165,6 +165,24 @@ async def test_a_condemned_worker_ends_at_once(worker):
     assert not psutil.pid_exists(pid)
 
 
+async def test_a_worker_that_cannot_be_killed_is_left_behind(worker, monkeypatch, caplog):
+    """What hangs in a driver does not end, whatever it is sent."""
+    popen = worker._link.process
+    os.kill(worker.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "CLOSE_TIMEOUT_S", 0.1)
+        patch.setattr(launch, "KILL_TIMEOUT_S", 0.1)
+        patch.setattr(popen, "kill", lambda: None)
+        worker.condemn("a step took 31 s")
+        assert str(await end_of(worker)) == "a step took 31 s"
+        await worker.stop()
+    assert "cannot be killed" in caplog.text
+    popen.kill()
+    popen.wait()
+    await worker.start()
+    assert await works(worker)
+
+
 async def test_a_worker_with_other_facts_is_none(new_worker, monkeypatch):
     process = new_worker()
     monkeypatch.setattr(process, "_facts", FakeExecutor(num_blocks=9, vocab_size=7).facts)  # of the last one

@@ -185,3 +185,13 @@ def test_one_that_never_began(new_world, new_request):
     timeline = world.scheduler.explain("waits")
     assert (timeline.ended_by, timeline.first_token_at) == ("DEADLINE", None)
     finish(world)
+
+
+def test_one_that_was_abandoned(new_world, new_request):
+    world = new_world()
+    world.add(new_request("runs", prompt(5), max_tokens=9))
+    steps(world, 4)
+    world.scheduler.abandon(FinishReason.WORKER_DIED, "no worker can be had")
+    (decoded,) = told(world, "runs", Kind.DECODED)
+    assert (decoded.first_step, decoded.last_step, decoded.num_tokens) == (0, 3, 4)
+    assert told(world, "runs")[-1].detail == "WORKER_DIED"

@@ -71,7 +71,7 @@ def test_an_ordinary_request(register: Timelines, clock: Clock) -> None:
     assert entries[1].detail == "its turn: 2 ahead of it"
     assert all(entry.until is not None and entry.until >= entry.at for entry in entries)
     assert [entry.at for entry in entries] == sorted(entry.at for entry in entries)
-    assert timeline.predicted_ttft_s == 0.25
+    assert timeline.predicted_ttft_s == 0.75  # half a second after it arrived
     assert timeline.first_token_at == 9.5
     assert (timeline.ended_by, timeline.ended_at) == ("LENGTH", clock.now - 1)
     assert (timeline.tenant, timeline.client_request_id, timeline.prompt_tokens) == ("acme", "mine", 100)

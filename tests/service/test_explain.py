@@ -142,8 +142,10 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
     shared = "s" * 40
     prompts = [f"{chr(65 + ref)}{shared if ref % 3 else ''}{'y' * rng.randint(5, 90)}" for ref in range(20)]
     frames = [start(ref=ref, text=text, max_tokens=rng.randint(1, 120)) for ref, text in enumerate(prompts)]
-    call = service.generation.Generate(iter(frames))
-    reading = asyncio.create_task(new_reading().read(call))
+    executor.answers.clear()
+    reading = asyncio.create_task(new_reading().read(service.generation.Generate(iter(frames))))
+    await until(lambda: service.engine.stats().requests == len(frames))
+    executor.answers.set()
     for num_plans in (40, 150):
         await until(lambda num_plans=num_plans: len(executor.all_plans) >= num_plans)
         executor.die()
@@ -165,6 +167,9 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
         assert len(of_kind(told, "PREEMPTED")) == timings.preemptions
         assert len(of_kind(told, "RESTARTED")) == timings.restarts
         seen.update(kinds(told))
+        accepted = outcomes[ref].accepted[0]
+        assert told.HasField("predicted_ttft_ms") == accepted.HasField("predicted_ttft_ms")
+        assert abs(told.predicted_ttft_ms - accepted.predicted_ttft_ms) <= 1  # two readings of a clock
     assert seen["PREEMPTED"], "blocks were not short"
     assert seen["RESTARTED"] >= 2
 

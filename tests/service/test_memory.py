@@ -132,7 +132,7 @@ async def test_reliability_figure_17_50000_requests_leave_no_memory_behind():
 
             async with grpc.aio.insecure_channel(match[1]) as channel:
                 client = Client(channel, seed=1)
-                await client.send(10_000)
+                await client.send(20_000)
                 before = state()
                 for _ in range(5):
                     await client.send(10_000)

@@ -29,8 +29,8 @@ class Writer:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def write(self, message):
-        self.messages.append(message)
+    async def write(self, raw):
+        self.messages.append(pb.GenerateResponse.FromString(raw))
         await asyncio.sleep(0)
         await self.open.wait()
         if (pace := self.pace) is not None:

@@ -20,6 +20,7 @@ from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
+from penstock.service import server as server_module
 from penstock.service.health import LIVENESS
 from penstock.service.listen import Address, ListenError
 from penstock.service.server import SERVICES
@@ -333,6 +334,21 @@ class TestGoingDown:
         service = await start_service()
         await asyncio.gather(service.server.stop(), service.server.stop())
         await service.server.stop()
+
+    async def test_balancers_have_their_delay(self, start_service, monkeypatch):
+        """New requests are taken while health says already that there should be none."""
+        monkeypatch.setattr(server_module, "_calm_collector", lambda: None)
+        service = await start_service(drain_delay_s=3600.0)
+        serving = asyncio.create_task(service.server.serve_until_stopped())
+        await asyncio.sleep(0)
+        service.server.request_stop()
+        health = health_pb2_grpc.HealthStub(service.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == Status.NOT_SERVING
+        answer = await service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=3)))
+        assert answer.finished.status.code == 0
+        assert not serving.done()
+        service.server.request_stop()  # a second signal
+        await asyncio.wait_for(serving, 10)
 
     async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
         """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
