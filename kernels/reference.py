@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from penstock.kernels.wide import widened
 
-MAX_SCORES = 1 << 19
+MAX_SCORES = 1 << 18
 """Scores of one product in ``attention``: what stays in a CPU's cache."""
 MIN_QUERIES = 16
 """... but not fewer queries at a time than make a product worth calling."""
@@ -98,7 +98,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, re
         queries = slice(begin, min(begin + step, num_queries))
         seen = slice(num_keys if reach is None else min(num_keys, reach + queries.stop - 1))
         part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
-        scores = widened(torch.matmul(part, key[head, :, seen].transpose(1, 2)))
+        # Keys times queries: a product packs its right side, which for few queries would be most of the work.
+        scores = widened(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
         scores.view(rows, group, -1, scores.shape[-1]).masked_fill_(hidden[:, :, queries, seen], -math.inf)
         mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value[head, :, seen])
         out[head, :, :, queries] = mixed.view(rows, group, -1, head_dim)

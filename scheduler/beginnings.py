@@ -110,8 +110,8 @@ class Beginnings:
 
     def first_without_room(self) -> Choice | None:
         """Whoever would begin next, if rows or blocks are all that it lacks."""
-        choice = next((choice for choice in self._waiting.in_order() if not choice.live.held), None)
-        if choice is None or choice.in_flight or not self.may_run(choice.live):
+        choice = next((choice for choice in self._waiting.in_order() if not self._is_kept_back(choice)), None)
+        if choice is None or choice.in_flight:
             return None
         has_room = len(self._running) < self.max_rows and not self._lacks_blocks(choice)
         return None if has_room else choice

@@ -17,9 +17,18 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.scheduler.delivery import Delivery
-from penstock.scheduler.plan import Decode, SamplingParams
+from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import Context, Finished, FinishReason, Request, Timings, Usage
+from penstock.scheduler.request import (
+    Context,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    TextState,
+    Timings,
+    Usage,
+)
 from penstock.scheduler.tenants import TenantUse
 from penstock.scheduler.timeline import Timeline
 
@@ -43,10 +52,13 @@ class LiveRequest:
 
     __slots__ = (
         "choices",
+        "entered_at",
+        "expected_s",
         "first_token_at",
         "forked",
         "held",
         "num_ended",
+        "num_expected_cached",
         "num_prompt_logprobs",
         "number",
         "request",
@@ -58,7 +70,9 @@ class LiveRequest:
         "usage",
     )
 
-    def __init__(self, request: Request, number: int, tenant: TenantUse, timeline: Timeline) -> None:
+    def __init__(
+        self, request: Request, number: int, texts: list[TextState], tenant: TenantUse, timeline: Timeline
+    ) -> None:
         self.request = request
         """Another one, with what its caller changed, where that happened."""
         self.number = number
@@ -69,8 +83,14 @@ class LiveRequest:
         """Nobody reads its output, so nothing of it is planned."""
         self.choices: list[Choice] = []
         """Choice 0 alone, until the prompt is computed."""
-        self.texts = [request.make_text() for _ in range(request.n)]
-        """Made at admission, where a failure is the request's alone."""
+        self.texts = texts
+        """Of the choices: made at admission, where a failure is the request's alone."""
+        self.entered_at = 0.0
+        """When it was admitted."""
+        self.expected_s: float | None = None
+        """From then to its last token, as predicted; None where that does not depend on the load alone."""
+        self.num_expected_cached = 0
+        """Tokens of its prompt that were cached then."""
         self.forked = request.n == 1
         self.num_ended = 0
         self.num_prompt_logprobs = 1
@@ -86,6 +106,25 @@ class LiveRequest:
         return self.request.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < len(
             self.request.prompt_token_ids
         )
+
+    def new_prompt_logprobs(self, part: PromptLogprobsPart) -> PromptLogprobs | None:
+        """What a part has that its caller was not told, who is told it now; a row that began again computes again what
+        was reported before."""
+        start = self.num_prompt_logprobs
+        num_known = start - part.start
+        assert num_known >= 0, f"log-probabilities of the prompt are missing before position {part.start}"
+        logprobs = part.logprobs
+        if num_known >= len(logprobs.chosen):
+            return None
+        num_entries = num_known * logprobs.num_top
+        new = TokenLogprobs(
+            logprobs.num_top,
+            logprobs.chosen[num_known:],
+            logprobs.top_token_ids[num_entries:],
+            logprobs.top[num_entries:],
+        )
+        self.num_prompt_logprobs += len(new.chosen)
+        return PromptLogprobs(start, new)
 
     def finished(self, reason: FinishReason, message: str, context: Context | None, now: float) -> Finished:
         """The request's last event."""

@@ -72,8 +72,8 @@ class Forecast:
         self._budget = budget
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
-        self._ratios = deque([1.0] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
-        self._lateness = 1.0
+        self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
+        self.forget_lateness()
         self._mean_output = 0.0
         self._num_outputs = 0
 
@@ -92,6 +92,11 @@ class Forecast:
         """A request took so long from its admission to its last token, for which so much was predicted then."""
         self._ratios.append(min(took_s / predicted_s, _MAX_LATENESS))
         self._lateness = max(1.0, sorted(self._ratios)[-_NUM_LATER])
+
+    def forget_lateness(self) -> None:
+        """What was learned of whole requests' times is old."""
+        self._ratios.extend([1.0] * _NUM_RATIOS)
+        self._lateness = 1.0
 
     def predict(self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
         """For a request that arrives now, and of whose prompt ``num_new_tokens`` are not cached; None while too little

@@ -53,29 +53,35 @@ class GivingWay:
         later = [choice for line in (running.prefilling, running.decoding) for choice in line if choice.rank > rank]
         return self._cheapest(self._last(later)) if later else needy
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether any row might give way to one that waits."""
+        return bool(self._running.held) or self._policy in (Policy.PRIORITY, Policy.FAIR)
+
     def for_waiting(self, choice: Choice, num_blocks: int, max_rows: int) -> Choice | None:
         """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
         if it would not be enough."""
         if self._running.held:
             return self._cheapest(self._running.held)
-        inferior = [other for other in self._running if self._comes_after(other, choice, max_rows)]
+        inferior = self._after(choice, max_rows)
         if not inferior or self._kv.pool.num_free + sum(len(other.block_ids) for other in inferior) < num_blocks:
             return None
         return self._cheapest(self._last(inferior))
 
-    def _comes_after(self, running: Choice, waiting: Choice, max_rows: int) -> bool:
+    def _after(self, waiting: Choice, max_rows: int) -> list[Choice]:
+        """The rows that come after a choice that waits."""
         if self._policy is Policy.PRIORITY:
-            return running.rank[0] > waiting.rank[0]
+            return [choice for choice in self._running if choice.rank[0] > waiting.rank[0]]
         if self._policy is not Policy.FAIR:
-            return False
+            return []
         # A tenant with fewer rows than its share takes one from a tenant with more than its own, and never more than
         # that, so no row goes to and fro.
         num_rows = min(max_rows, len(self._running) + 1)
-        poor, rich = waiting.live.tenant, running.live.tenant
-        return (
-            poor.num_rows + 1 <= max(1.0, num_rows * self._tenants.share(poor))
-            and rich.num_rows - 1 >= max(1.0, num_rows * self._tenants.share(rich))
-        )  # fmt: skip
+        poor, share = waiting.live.tenant, self._tenants.share
+        if poor.num_rows + 1 > max(1.0, num_rows * share(poor)):
+            return []
+        rich = {use for use in self._tenants if use.num_rows - 1 >= max(1.0, num_rows * share(use))}
+        return [choice for choice in self._running if choice.live.tenant in rich] if rich else []
 
     def _last(self, choices: Iterable[Choice]) -> list[Choice]:
         place = _PLACE[self._policy]

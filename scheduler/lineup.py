@@ -56,6 +56,7 @@ class WaitingQueue:
         """Enters a choice."""
         insort(self._lanes.setdefault(self._lane(choice), []), choice, key=_rank)
         self._num_choices += 1
+        choice.live.tenant.num_waiting += 1
         if choice.live.started_at is None:
             self.num_requests += 1
             self.num_tokens += choice.num_prompt_tokens
@@ -71,6 +72,7 @@ class WaitingQueue:
         if not lane:
             del self._lanes[name]
         self._num_choices -= 1
+        choice.live.tenant.num_waiting -= 1
         if choice.live.started_at is None:
             self.num_requests -= 1
             self.num_tokens -= choice.num_prompt_tokens

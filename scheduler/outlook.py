@@ -15,6 +15,8 @@ from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
 SHORT_PROMPT = 32
+FORGET_LATENESS_S = 30.0
+"""Where no request has told for so long how late others were, that is forgotten: it might be why all are refused."""
 
 
 class Outlook:
@@ -32,8 +34,7 @@ class Outlook:
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
         self._by_deadline = config.policy is Policy.DEADLINE
-        self._predicted: dict[str, tuple[float, float]] = {}
-        """For each live request when it came, and what was predicted for all of it."""
+        self._learned_at = clock()
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
@@ -70,27 +71,28 @@ class Outlook:
 
     # Requests -------------------------------------------------------------------------------------------------------
 
-    def admitted(self, request: Request, prediction: Prediction | None) -> None:
-        """A request is in the queue."""
-        if prediction is not None:
-            self._predicted[request.request_id] = self._clock(), prediction.total_s
-
     def ended(self, live: LiveRequest, reason: FinishReason) -> None:
         """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
-        came_at, total_s = self._predicted.pop(live.request.request_id, (0.0, None))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for choice in live.choices:
                 self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
-        elif reason is not FinishReason.DEADLINE:
-            return
-        if total_s is not None:
-            # Of one that was dropped nobody knows when it would have ended: too late.
-            took_s = math.inf if reason is FinishReason.DEADLINE else self._clock() - came_at
-            self._forecast.learn_total(total_s, took_s)
+            if live.expected_s is not None:
+                self._learn_total(live.expected_s, self._clock() - live.entered_at)
+        elif reason is FinishReason.DEADLINE and live.expected_s is not None:
+            deadline = live.request.deadline
+            # Nobody knows when it would have ended: too late, which tells something if it was expected in time.
+            if deadline is not None and live.entered_at + live.expected_s <= deadline:
+                self._learn_total(live.expected_s, math.inf)
+
+    def _learn_total(self, expected_s: float, took_s: float) -> None:
+        self._forecast.learn_total(expected_s, took_s)
+        self._learned_at = self._clock()
 
     def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
         num_prompt_tokens = len(request.prompt_token_ids)
+        if self._clock() - self._learned_at > FORGET_LATENESS_S:
+            self._forecast.forget_lateness()
         if self._by_deadline and request.deadline is not None:
             # Long requests overtake short ones that are due sooner. If each counted only those with less slack than its
             # own, more would be admitted than can be done in time.
@@ -130,7 +132,8 @@ class Outlook:
         request = live.request
         if request.deadline is None:
             return False
-        service_s, alone_s = self.service_s(request), self.alone_s(request)
+        cached = live.num_expected_cached
+        service_s, alone_s = self.service_s(request, cached), self.alone_s(request, cached)
         if service_s is None or alone_s is None:
             return False
         return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline

@@ -273,8 +273,10 @@ class Planner:
         this_round, behind = Round(), self._behind()
         beginners = self.beginnings.candidates(this_round)
         for choice in merge(behind, beginners, key=self.waiting.order) if len(self.waiting) else behind:
-            if choice.state is ChoiceState.WAITING and not self.beginnings.begin(plan, choice, this_round):
-                continue
+            if choice.state is ChoiceState.WAITING:
+                if not self.beginnings.begin(plan, choice, this_round):
+                    continue
+                self._tenants.began(choice.live.tenant)
             budget -= self._plan_chunk(plan, choice, budget)
             chunked.append(choice)
             if not budget:
@@ -324,6 +326,8 @@ class Planner:
 
     def _make_room(self) -> bool:
         """Has a row give way to whoever waits first and finds no room; False if none has to."""
+        if not self._giving_way.makes_room:
+            return False
         choice = self.beginnings.first_without_room()
         if choice is None:
             return False

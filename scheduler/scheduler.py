@@ -22,11 +22,12 @@ from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.forecast import Prediction
 from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
-from penstock.scheduler.request import Accepted, Change, FinishReason, PromptLogprobs, Refused, Request
+from penstock.scheduler.request import Accepted, Change, Delta, FinishReason, Refused, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -106,19 +107,25 @@ class Scheduler:
         cached = 0
         if request.sampling.prompt_logprobs is None:
             cached = len(self.kv.find_prefix(hashes, len(request.prompt_token_ids))) * self.kv.block_size
-        accepted = self._admit(request, cached)
-        live = LiveRequest(request, self._num_arrived, self.tenants.enter(request.tenant), self.timelines.open(request))
+        position = self._planner.waiting.num_ahead(request.tenant, self._rank(request, self._num_arrived, 0))
+        prediction = self.outlook.predict(request, cached, position)
+        self._admit(request, cached, prediction)
+        texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
+        tenant, timeline = self.tenants.enter(request.tenant), self.timelines.open(request)
+        live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
+        live.entered_at, live.num_expected_cached = self._clock(), cached
         self._num_arrived += 1
         self._requests[request.request_id] = live
         self._planner.enter(self._new_choice(live, 0, hashes, pinned=[]))
-        live.timeline.accepted(accepted.queue_position, accepted.predicted_ttft_s)
-        request.sink(accepted)
+        ttft_s = None
+        if prediction is not None:
+            ttft_s, live.expected_s = prediction.ttft_s, prediction.total_s
+        timeline.accepted(position, ttft_s)
+        request.sink(Accepted(cached, position, ttft_s))
 
-    def _admit(self, request: Request, num_cached_tokens: int) -> Accepted:
+    def _admit(self, request: Request, num_cached_tokens: int, prediction: Prediction | None) -> None:
         """Raises Refused."""
         waiting = self._planner.waiting
-        position = waiting.num_ahead(request.tenant, self._rank(request, self._num_arrived, 0))
-        prediction = self.outlook.predict(request, num_cached_tokens, position)
         try:
             self._admission.check(
                 request,
@@ -133,8 +140,6 @@ class Scheduler:
         except Refused:
             self.counters.refused += 1
             raise
-        self.outlook.admitted(request, prediction)
-        return Accepted(num_cached_tokens, position, None if prediction is None else prediction.ttft_s)
 
     def update_request(self, request_id: str, change: Change) -> bool:
         """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
@@ -143,19 +148,29 @@ class Scheduler:
         if live is None:
             return False
         request = live.request.changed(change)
-        self._admission.check_size(request)
+        if change.max_tokens is not None:  # no other change makes it larger, though its tenant's caps may be lower now
+            self._admission.check_size(request)
+            live.expected_s = None
         live.request = request
         live.timeline.updated(change)
         for choice in list(live.choices):
             if choice.state is not ChoiceState.ENDED:
                 self._planner.change_rank(choice, self._rank(request, live.number, choice.index))
-                choice.limit(self._admission.max_tokens(request))
-                if choice.delivery.num_tokens >= choice.delivery.max_tokens:
-                    delta = choice.delivery.cut()
-                    request.sink(delta)
-                    assert delta.end is not None
-                    self._end(choice, delta.end.reason)
+                if change.max_tokens is not None:
+                    self._limit(choice, self._admission.max_tokens(request))
         return True
+
+    def _limit(self, choice: Choice, max_tokens: int) -> None:
+        """Output ends after so many tokens: at once, if there are as many."""
+        choice.limit(max_tokens)
+        if choice.delivery.num_tokens < max_tokens or choice.delivery.end is not None:
+            return
+        try:
+            delta = choice.delivery.cut()
+        except Exception:
+            self._give_up(choice.live)
+        else:
+            self._tell(choice, delta)
 
     def hold(self, request_id: str, held: bool) -> None:
         """While it is held a request is in no plan, and its rows give way before any other."""
@@ -165,6 +180,7 @@ class Scheduler:
         self._planner.hold(live, held)
         self._suspects.hold(request_id, held)
         if held:
+            live.expected_s = None
             live.timeline.held()
         else:
             live.timeline.released()
@@ -249,12 +265,17 @@ class Scheduler:
         """The next plan, to be submitted at once; None if there is nothing to do, or too much unanswered."""
         if len(self._in_flight) >= self._config.max_plans_in_flight:
             return None
-        planned = self._planner.plan()
-        for live in self._planner.beginnings.take_late():
-            # Not if it has ended: it may be found twice, where a plan was made anew.
-            message = "the deadline could no longer be met when its turn came"
-            self.abort(live.request.request_id, FinishReason.DEADLINE, message)
-        return None if planned is None else self._submit(planned)
+        while True:
+            planned = self._planner.plan()
+            plan = None if planned is None else self._submit(planned)
+            late = self._planner.beginnings.take_late()
+            for live in late:
+                # It may have ended, since it may be found twice; or be in time after all, once room was made for it.
+                if live.started_at is None:
+                    message = "the deadline could no longer be met when its turn came"
+                    self.abort(live.request.request_id, FinishReason.DEADLINE, message)
+            if plan is not None or not late:  # otherwise somebody behind it may begin
+                return plan
 
     def _submit(self, planned: Planned) -> StepPlan:
         plan = planned.plan
@@ -296,6 +317,8 @@ class Scheduler:
         self._in_flight.clear()
         self.outlook.restart()
         self._planner.restart()
+        for live in self._requests.values():
+            live.expected_s = None
         for live in running:
             live.timings.restarts += 1
             live.timeline.restarted(self.counters.steps)
@@ -363,14 +386,20 @@ class Scheduler:
         try:
             delta = choice.delivery.take(token_ids, logprobs)
         except Exception:
-            # The text state is not ours; what it cannot do must not end the other requests.
-            logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
-            self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
+            self._give_up(live)
             return
         if delta is not None:
-            live.request.sink(delta)
-            if delta.end is not None:
-                self._end(choice, delta.end.reason)
+            self._tell(choice, delta)
+
+    def _tell(self, choice: Choice, delta: Delta) -> None:
+        choice.live.request.sink(delta)
+        if delta.end is not None:
+            self._end(choice, delta.end.reason)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
+        logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
+        self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
 
     def _end(self, choice: Choice, reason: FinishReason) -> None:
         """A choice ended, and its caller was told; who may have aborted the request."""
@@ -385,19 +414,6 @@ class Scheduler:
         live = self._planner.rows.holder(part.row, part.epoch).live
         if live.request.request_id not in self._requests:
             return
-        # A row that began again computes again what was reported before its preemption.
-        num_known = live.num_prompt_logprobs - part.start
-        assert num_known >= 0, f"log-probabilities of the prompt are missing before position {part.start}"
-        logprobs = part.logprobs
-        if num_known >= len(logprobs.chosen):
-            return
-        num_entries = num_known * logprobs.num_top
-        new = TokenLogprobs(
-            logprobs.num_top,
-            logprobs.chosen[num_known:],
-            logprobs.top_token_ids[num_entries:],
-            logprobs.top[num_entries:],
-        )
-        start = live.num_prompt_logprobs
-        live.num_prompt_logprobs += len(new.chosen)
-        live.request.sink(PromptLogprobs(start, new))
+        new = live.new_prompt_logprobs(part)
+        if new is not None:
+            live.request.sink(new)

@@ -1,9 +1,10 @@
 """What each tenant has and was served: the turns of the ``fair`` policy, and the counts behind caps and statistics.
 
 A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant that comes back from having
-nothing to do is lifted to the lowest turn of those that are busy, so that nobody saves up turns; work is never held
-back for a tenant that has none. Knows neither blocks nor rows, but how many rows each has.
+Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves up
+no turns: when a request of it comes, it is lifted to the lowest turn of those that wait, or to that of the last one
+that began. Work is never held back for a tenant that has none. Knows neither blocks nor rows, but how many rows each
+has.
 """
 
 import heapq
@@ -18,7 +19,7 @@ MAX_REMEMBERED = 4096
 class TenantUse:
     """One tenant's."""
 
-    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "served", "turn")
+    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "served", "turn")
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
@@ -27,6 +28,8 @@ class TenantUse:
         """Requests that have not finished."""
         self.num_rows = 0
         """Of those that run."""
+        self.num_waiting = 0
+        """Choices in the queue."""
         self.served = 0
         """Tokens computed for its prompts and chosen for its outputs."""
         self.turn = 0.0
@@ -46,6 +49,8 @@ class Tenants:
         self._config = config
         self._uses: dict[str, TenantUse] = {}
         self._busy: dict[str, TenantUse] = {}
+        self._last: TenantUse | None = None
+        """Whoever began last."""
         self._total_weight = 0.0
         """Of the busy ones."""
 
@@ -63,13 +68,18 @@ class Tenants:
         use = self._uses.get(name)
         if use is None:
             use = self._uses[name] = TenantUse(name, self._config.tenant(name))
+        if not use.num_waiting:
+            last = 0.0 if self._last is None else self._last.turn
+            use.turn = max(use.turn, min((other.turn for other in self._busy.values() if other.num_waiting), default=last))
         if not use.num_live:
-            if self._busy:
-                use.turn = max(use.turn, min(other.turn for other in self._busy.values()))
             self._busy[name] = use
             self._total_weight += use.limits.weight
         use.num_live += 1
         return use
+
+    def began(self, use: TenantUse) -> None:
+        """A choice of it got a row."""
+        self._last = use
 
     def leave(self, use: TenantUse) -> None:
         """A request of it is over."""
@@ -95,10 +105,13 @@ class Tenants:
         return use.limits.weight / self._total_weight
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Weights and caps are as ``config`` has them from now on."""
+        """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
+        is_new_policy = config.policy is not self._config.policy
         self._config = config
         for use in self._uses.values():
             use.limits = config.tenant(use.name)
+            if is_new_policy:
+                use.turn = 0.0
         self._total_weight = sum(use.limits.weight for use in self._busy.values())
 
     def busiest(self, limit: int) -> list[TenantUse]:

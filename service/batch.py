@@ -42,9 +42,9 @@ class Batch:
         self.num_bytes = 0
         """At least what the message takes on the wire."""
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a part of so many bytes may still go in."""
-        return self.num_bytes + num_bytes <= MAX_PART_BYTES
+    def has_room(self, num_bytes: int, most: int = MAX_PART_BYTES) -> bool:
+        """Whether a part of so many bytes may still go in, where a message may have ``most``."""
+        return self.num_bytes + num_bytes <= most
 
 
 def delta_bytes(delta: Delta, form: OutputForm) -> int:

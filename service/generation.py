@@ -160,15 +160,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         for outbox in self._outboxes:
             outbox.heartbeat()
 
-    def cancel_all(self, reason: FinishReason, message: str) -> None:
-        """Ends every request."""
+    def shut_down(self) -> None:
+        """Ends every request, and every multiplexed stream with UNAVAILABLE that was not done, when what waits on it is
+        written."""
+        unfinished = [outbox for outbox in self._outboxes if not outbox.is_closed]
         for live in list(self._live):
-            live.cancel(reason, message)
-
-    def close_streams(self, error: ServiceError) -> None:
-        """Ends every multiplexed stream with ``error``, when what waits on it is written."""
-        for outbox in self._outboxes:
-            outbox.close(error)
+            live.cancel(FinishReason.SHUTDOWN)
+        for outbox in unfinished:
+            outbox.close(ServiceError(Reason.DRAINING))
 
     def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
         return Outbox(write, encode, self._pacer, self._backlog, self._state, on_stall, self._heartbeat_s)

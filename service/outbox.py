@@ -41,6 +41,9 @@ ACCEPTED_WAIT_S = 0.005
 """How long ``accepted`` waits for a first token to go with."""
 BLOCKED_S = 0.1
 """A write that takes longer is held up by the stream's reader."""
+HELD_UP_PART_BYTES = 8 << 10
+"""Then messages are smaller: until one is full its parts take ten times the memory, and a slow reader is not taken for
+one that is gone."""
 TURN_S = 0.005
 """Streams that wait leave together, this far apart: gRPC sends what is written in one turn of the loop in fewer system
 calls, and they cost more than all else about a message."""
@@ -113,8 +116,7 @@ class Outbox:
         self._due = _NEVER
         """When the next message leaves, by the loop's clock: what hurries most decides."""
         self._num_live = 0
-        self._is_active = False
-        """As the pacer knows it."""
+        self._is_active = False  # as the pacer knows it
         self._closed = False
         self._last_word: Exception | None = None
         self._failure: Exception | None = None
@@ -192,6 +194,11 @@ class Outbox:
         """From here on a heartbeat leaves whenever nothing else has for its time."""
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._closed
+
     def close(self, error: Exception | None = None) -> None:
         """Nothing more will come: when all is written ``run`` returns, or raises ``error``."""
         self._closed = True
@@ -263,6 +270,10 @@ class Outbox:
                 self._disarm()
 
     @property
+    def _is_held_up(self) -> bool:
+        return self._writer is not None and self._loop.time() > self._last_write + BLOCKED_S
+
+    @property
     def _has_more(self) -> bool:
         return bool(self._ready) or self._batch is not None
 
@@ -271,18 +282,23 @@ class Outbox:
         if self._failure is not None or self._closed:
             return Batch()  # nobody will read it
         self._count(num_bytes)
+        if self._pending_bytes > HELD_UP_PART_BYTES:  # which is rare
+            self._keep_bounds(num_bytes)
+        if self._batch is None:
+            self._batch = Batch()
+        self._batch.num_bytes += num_bytes
+        return self._batch
+
+    def _keep_bounds(self, num_bytes: int) -> None:
+        """Of the message that would take so many bytes more, and of all that is pending, with them."""
         if not self.is_stalled and self._pending_bytes > self._backlog.threshold():
             self._set_stalled(True)
         elif self._pending_bytes > MAX_STALLED_BYTES:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
-            return Batch()
-        if self._batch is not None and not self._batch.has_room(num_bytes):
+        most = HELD_UP_PART_BYTES if self._is_held_up else MAX_PART_BYTES
+        if self._batch is not None and not self._batch.has_room(num_bytes, most):
             self._close_batch()
             self._ring(_AT_ONCE)
-        if self._batch is None or self._failure is not None:
-            self._batch = Batch()
-        self._batch.num_bytes += num_bytes
-        return self._batch
 
     def _close_batch(self) -> None:
         """Makes it a message: nothing more joins it."""
@@ -327,8 +343,6 @@ class Outbox:
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
         else:
             self._reader_watch = self._loop.call_later(left, self._watch_reader)
-
-    # ------------------------------------------------------------------------------------------------- when it leaves
 
     def _ring(self, due: float) -> None:
         """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because

@@ -21,14 +21,12 @@ from grpc_reflection.v1alpha import reflection
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
-from penstock.scheduler.request import FinishReason
 from penstock.scheduler.state import EngineState
 from penstock.service.admin import AdminService
 from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
 from penstock.service.bounds import ModelLimits, Validator
 from penstock.service.conversations import Conversations
 from penstock.service.convert import Converter
-from penstock.service.errors import Reason, ServiceError
 from penstock.service.generation import GenerationService
 from penstock.service.guard import StatusInterceptor
 from penstock.service.health import Health
@@ -184,8 +182,7 @@ class Server:
         await asyncio.wait({idle, hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         hurry.cancel()
-        running.generation.cancel_all(FinishReason.SHUTDOWN, "")
-        running.generation.close_streams(ServiceError(Reason.DRAINING))
+        running.generation.shut_down()
         self._health.close()
         self._stats_log.stop()
         await running.stop_listening()

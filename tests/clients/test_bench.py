@@ -1,5 +1,6 @@
 """``penstock bench``: arguments, what it prints and writes, its exit status, Ctrl-C, and a terminal's progress bar."""
 
+import asyncio
 import json
 import re
 import signal
@@ -7,8 +8,14 @@ import time
 
 import pytest
 
-from penstock.clients import cli
+from penstock.clients import bench_grpc, cli
 from penstock.clients.bench_flags import parse_arguments
+from penstock.clients.bench_grpc import GrpcCaller
+from penstock.clients.bench_load import ClosedLoop, RandomLoad, Request
+from penstock.clients.bench_run import run
+from penstock.clients.bench_trace import Trace
+from penstock.clients.connection import Connection
+from penstock.clients.errors import InvalidOption
 
 SMALL = ("--vocab-size", 90, "--num-requests", 12, "--prompt-tokens", "uniform:5-30", "--warmup", 2)
 
@@ -87,6 +94,26 @@ def test_another_model_or_nowhere_to_write(tool, threaded_service, tmp_path):
     done = tool.run("bench", threaded_service.target, "--json", tmp_path / "no" / "x.json")
     assert done.stderr == f"penstock bench: --json: cannot write {tmp_path}/no/x.json\n"
     assert threaded_service.starts == []
+
+
+async def test_a_service_that_never_answers_is_given_up_after_the_deadline(service, monkeypatch):
+    monkeypatch.setattr(bench_grpc, "_GRACE_SECONDS", 0.05)
+    asked = Trace([Request(0, list(b"silent"), 5), Request(1, list(b"echo"), 4)], ClosedLoop(2))
+    async with GrpcCaller(Connection(service.target), timeout_s=1.0) as caller:
+        report = await run(asked, caller)
+        assert [(record.status, bytes(record.token_ids)) for record in report.records] == [
+            ("DEADLINE_EXCEEDED", b""),
+            ("OK", b"echo"),
+        ]
+        async with asyncio.timeout(5):
+            while not service.cancelled:  # noqa: ASYNC110 - the service tells nobody
+                await asyncio.sleep(0.01)
+
+
+async def test_text_alone_cannot_be_counted(service):
+    async with GrpcCaller(Connection(service.target)) as caller:
+        with pytest.raises(InvalidOption, match=r"^format: expected token_ids or text_and_token_ids"):
+            await run(RandomLoad(vocab_size=90, options={"format": "text"}), caller)
 
 
 def test_the_progress_bar(open_terminal, threaded_service):

@@ -205,20 +205,8 @@ class World:
     """A scheduler, a fake worker and what lies between them: plans, and answers that come when the test says so."""
 
     def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
-        self.facts = WorkerFacts(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            architecture="fake",
-            backend="fake",
-            device="cpu",
-            dtype="float32",
-            weight_bytes=0,
-            kv_bytes=0,
-        )
+        limits = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens)
+        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *limits, "fake", "fake", "cpu", "float32", 0, 0)
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0
@@ -273,6 +261,8 @@ class World:
             n=rng.choice((1, 1, 1, 2, 3)),
             priority=rng.randint(-1, 1),
             retain_s=rng.choice((0.0, 0.0, 5.0, 20.0)),
+            deadline=rng.choice((None, None, self.now + rng.randint(1, 80))),
+            arrival=self.now,
         )
         self.add(request)
 
@@ -311,6 +301,7 @@ class World:
         received = self.received[name]
         max_tokens = 1 + random_number % 16 if random_number % 2 else None
         priority = random_number % 3 - 1
+        deadline = self.now + random_number % 80 if random_number % 7 == 0 else None
         choices = [choice for choice in self.scheduler._requests[name].choices if choice.delivery.end is None]
         if max_tokens is not None:
             limits = {index: max_tokens for index in range(received.request.n) if index not in received.ends}
@@ -318,7 +309,7 @@ class World:
             limits |= {choice.index: max(max_tokens, choice.delivery.num_tokens) for choice in choices}
             before, received.limits = received.limits, received.limits | limits
         try:
-            assert self.scheduler.update_request(name, Change(priority=priority, max_tokens=max_tokens))
+            assert self.scheduler.update_request(name, Change(priority, deadline, max_tokens))
         except Refused:
             assert max_tokens is not None
             received.limits = before
@@ -345,6 +336,10 @@ class World:
     def schedule(self) -> bool:
         """Makes a plan; False if there is none to be made."""
         self.now += 1.0
+        for name in self.alive():
+            deadline = self.scheduler._requests[name].request.deadline
+            if deadline is not None and deadline <= self.now:
+                self.scheduler.abort(name, FinishReason.DEADLINE)
         plan = self.scheduler.schedule()
         if plan is None:
             return False
@@ -389,13 +384,8 @@ class World:
         self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
         assert set(self.scheduler.kv.events.hashes) == set(self.scheduler.kv.pool.hashes), "events differ from the map"
         assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
-        lines = (
-            *planner.waiting._lanes.values(),
-            planner.running.prefilling,
-            planner.running.decoding,
-            planner.running.held,
-        )
-        for line in lines:
+        rows = planner.running
+        for line in (*planner.waiting._lanes.values(), rows.prefilling, rows.decoding, rows.held):
             assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
         live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
         assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
@@ -416,6 +406,7 @@ class World:
             )
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
+            assert use.num_waiting == sum(choice.live.tenant is use for choice in waiting)
             assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
         held = [choice for choice in running if choice.live.held]
         assert sorted(map(id, held)) == sorted(map(id, planner.running.held))

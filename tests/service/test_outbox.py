@@ -368,8 +368,24 @@ async def test_a_slow_reader_that_takes_something_is_not_cut_off(make_outbox, sm
         await asyncio.sleep(0.1)
         assert not task.done()
         writer.pace.set()
+    while outbox.is_stalled:
+        await turns(2)
+        writer.pace.set()
     await turns()
     assert writer.stalls == [True, False]
+    assert not task.done()
+
+
+async def test_messages_behind_one_that_is_held_up_are_small(make_outbox, monkeypatch):
+    monkeypatch.setattr(outbox_module, "BLOCKED_S", 0.0)
+    outbox, writer, task = make_outbox()
+    writer.open.clear()
+    await fill(outbox, 200_000)
+    writer.open.set()
+    outbox.close()
+    await task
+    assert max(message.ByteSize() for message in writer.messages) <= outbox_module.HELD_UP_PART_BYTES
+    assert len(writer.messages) > 20
 
 
 async def test_a_stalled_stream_that_fills_on_is_cut_off_at_once(make_outbox, small):
