@@ -215,9 +215,10 @@ class OutputLengths:
         for entered, ended in zip(self._entered, self._ended, strict=True):
             if begin > limit:
                 break
-            share = min(begin, limit - begin + 1) / begin
+            tokens = min(begin, limit - begin + 1)
             ending = ended / entered
-            mean += alive * begin * share * (1 - ending * share / 2)
+            # Whoever got here has the octave's first token; of those that end in it, as many at each.
+            mean += alive * (tokens - ending * tokens * (tokens - 1) / (2 * begin))
             alive *= 1 - ending
             begin *= 2
         return mean

@@ -80,7 +80,7 @@ class GivingWay:
         poor, share = waiting.live.tenant, self._tenants.share
         if poor.num_rows + 1 > max(1.0, num_rows * share(poor)):
             return []
-        rich = {use for use in self._tenants if use.num_rows - 1 >= max(1.0, num_rows * share(use))}
+        rich = {use for use in self._tenants if use.num_rows > 1 and use.num_rows - 1 >= num_rows * share(use)}
         return [choice for choice in self._running if choice.live.tenant in rich] if rich else []
 
     def _last(self, choices: Iterable[Choice]) -> list[Choice]:

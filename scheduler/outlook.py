@@ -15,8 +15,8 @@ from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
 SHORT_PROMPT = 32
-FORGET_LATENESS_S = 30.0
-"""Where no request has told for so long how late others were, that is forgotten: it might be why all are refused."""
+UNTESTED_S = 30.0
+"""What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
 
 
 class Outlook:
@@ -34,7 +34,8 @@ class Outlook:
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
         self._by_deadline = config.policy is Policy.DEADLINE
-        self._learned_at = clock()
+        self._learned_at = self._prompts_at = clock()
+        """When a request told last what predictions are worth, and a step with prompts what these take."""
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
@@ -51,9 +52,12 @@ class Outlook:
 
     def answered(self, seconds: float) -> None:
         """The oldest step is answered; it took so long."""
-        self._model.observe(self._in_flight.popleft(), seconds)
+        work = self._in_flight.popleft()
+        self._model.observe(work, seconds)
         self._recent_s.append(seconds)
         self._answered_at = self._clock()
+        if work.chunks:
+            self._prompts_at = self._answered_at
 
     def restart(self) -> None:
         """What was on its way is lost."""
@@ -91,7 +95,7 @@ class Outlook:
     def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
         num_prompt_tokens = len(request.prompt_token_ids)
-        if self._clock() - self._learned_at > FORGET_LATENESS_S:
+        if self._clock() - self._learned_at > UNTESTED_S:
             self._forecast.forget_lateness()
         if self._by_deadline and request.deadline is not None:
             # Long requests overtake short ones that are due sooner. If each counted only those with less slack than its
@@ -100,6 +104,15 @@ class Outlook:
         return self._forecast.predict(
             self._load(num_ahead), num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
         )
+
+    @property
+    def needs_test(self) -> bool:
+        """Whether nobody would find out that predictions are wrong: no prompt was computed lately, and none will be."""
+        return self._is_untested and not self._planner.waiting.num_requests and not self._planner.running.prefilling
+
+    @property
+    def _is_untested(self) -> bool:
+        return self._clock() - self._prompts_at > UNTESTED_S
 
     @property
     def short_ttft_s(self) -> float | None:
@@ -130,7 +143,7 @@ class Outlook:
         One that could not meet it in any case runs until its deadline: its caller gets what there is by then.
         """
         request = live.request
-        if request.deadline is None:
+        if request.deadline is None or self._is_untested:
             return False
         cached = live.num_expected_cached
         service_s, alone_s = self.service_s(request, cached), self.alone_s(request, cached)

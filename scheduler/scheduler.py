@@ -133,7 +133,7 @@ class Scheduler:
                 num_tokens=waiting.num_tokens,
                 num_tenant_live=self.tenants.num_live(request.tenant),
                 # While nobody is there, trying again later cannot help, and nothing would be learned.
-                prediction=prediction if self._requests else None,
+                prediction=prediction if self._requests and not self.outlook.needs_test else None,
                 alone_s=self.outlook.alone_s(request, num_cached_tokens),
                 now=self._clock(),
             )
@@ -167,8 +167,8 @@ class Scheduler:
             return
         try:
             delta = choice.delivery.cut()
-        except Exception:
-            self._give_up(choice.live)
+        except Exception as error:
+            self._give_up(choice.live, error)
         else:
             self._tell(choice, delta)
 
@@ -305,14 +305,14 @@ class Scheduler:
         self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
         if self._suspects:
-            self._suspects.answered(self._lengths(plan))
+            self._suspects.answered(self._output_tokens(plan))
 
     def recover(self, blames_step: bool) -> None:
         """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
 
         ``blames_step``: whoever was in the oldest step that is not answered may have been why.
         """
-        fatal = self._lengths(self._in_flight[0]) if blames_step and self._in_flight else {}
+        fatal = self._output_tokens(self._in_flight[0]) if blames_step and self._in_flight else {}
         running = {choice.live for choice in self._planner.running}
         self._in_flight.clear()
         self.outlook.restart()
@@ -344,15 +344,11 @@ class Scheduler:
         self._planner.configure(config)
         self.outlook.configure(config)
 
-    def _lengths(self, plan: StepPlan) -> dict[str, int]:
-        """The requests of a plan, and how long their histories are, as far as they go on."""
-        lengths: dict[str, int] = {}
-        for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
-            choice = self._planner.rows.current(row)
-            request_id = choice.live.request.request_id
-            length = 0 if choice.state is ChoiceState.ENDED else len(choice.token_ids)
-            lengths[request_id] = max(lengths.get(request_id, 0), length)
-        return lengths
+    def _output_tokens(self, plan: StepPlan) -> dict[str, int]:
+        """The requests of a plan, and how many tokens their choices have put out together."""
+        rows = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
+        lives = dict.fromkeys(self._planner.rows.current(row).live for row in rows)
+        return {live.request.request_id: sum(choice.delivery.num_tokens for choice in live.choices) for live in lives}
 
     def _apply(self, row: RowResult) -> None:
         choice = self._planner.rows.holder(row.row, row.epoch)
@@ -385,8 +381,8 @@ class Scheduler:
             live.timeline.first_token(live.first_token_at)
         try:
             delta = choice.delivery.take(token_ids, logprobs)
-        except Exception:
-            self._give_up(live)
+        except Exception as error:
+            self._give_up(live, error)
             return
         if delta is not None:
             self._tell(choice, delta)
@@ -396,9 +392,10 @@ class Scheduler:
         if delta.end is not None:
             self._end(choice, delta.end.reason)
 
-    def _give_up(self, live: LiveRequest) -> None:
+    def _give_up(self, live: LiveRequest, error: Exception) -> None:
         """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
-        logger.exception("request %s: its tokens could not be turned into text", live.request.request_id)
+        request_id = live.request.request_id
+        logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
         self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
 
     def _end(self, choice: Choice, reason: FinishReason) -> None:

@@ -92,7 +92,7 @@ class Simulation:
         within_s: float | None = None,
         stops_after: int | None = None,
     ) -> Outcome:
-        """A request arrives ``when``, to be done ``within_s``; its output ends after ``stops_after`` tokens by itself."""
+        """A request arrives ``when``, to be done ``within_s``; its output ends by itself at ``stops_after`` tokens."""
         number = len(self.outcomes)
         request = Request(
             str(number),

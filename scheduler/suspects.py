@@ -24,7 +24,7 @@ class _Record:
     """What is held against a request."""
 
     must_reach: int = 0
-    """The length of its history at which it is cleared."""
+    """The number of its output tokens at which it is cleared."""
     num_cleared: int = 0
     num_alone: int = 0
     """Fatal steps that it was in alone."""
@@ -60,11 +60,11 @@ class Suspects:
         return not self._groups or request_id in self.on_trial
 
     def crashed(self, step: Mapping[str, int]) -> list[str]:
-        """A step killed the worker: ``step`` has the requests in it and the length of each one's history. Returns those
-        who are convicted, and forgets them."""
-        for request_id, length in step.items():
+        """A step killed the worker: ``step`` has the requests in it, and how many tokens each had put out. Returns
+        those who are convicted, and forgets them."""
+        for request_id, num_tokens in step.items():
             record = self._records.setdefault(request_id, _Record())
-            record.must_reach = length + record.probation
+            record.must_reach = num_tokens + record.probation
         if len(step) == 1 and self._is_convicted(next(iter(step))):
             return list(step)
         self._passed.clear()
@@ -88,12 +88,12 @@ class Suspects:
         self.forget(request_id)
         return True
 
-    def answered(self, lengths: Mapping[str, int]) -> None:
-        """A step went well: ``lengths`` has the requests in it, those on trial at least, and the length of each one's
-        history now."""
-        ran = self.on_trial.intersection(lengths)
+    def answered(self, step: Mapping[str, int]) -> None:
+        """A step went well: ``step`` has the requests in it, those on trial at least, and how many tokens each has put
+        out now."""
+        ran = self.on_trial.intersection(step)
         self._passed.update(
-            request_id for request_id in ran if lengths[request_id] >= self._records[request_id].must_reach
+            request_id for request_id in ran if step[request_id] >= self._records[request_id].must_reach
         )
         # Members that are in no step cannot run beside the others, for want of blocks or rows: they are next.
         if ran and ran <= self._passed:

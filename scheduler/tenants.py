@@ -1,10 +1,10 @@
 """What each tenant has and was served: the turns of the ``fair`` policy, and the counts behind caps and statistics.
 
 A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves up
-no turns: when a request of it comes, it is lifted to the lowest turn of those that wait, or to that of the last one
-that began. Work is never held back for a tenant that has none. Knows neither blocks nor rows, but how many rows each
-has.
+Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves
+up few turns: when a request of it comes, it is lifted to just below the lowest turn of those that wait, or that of the
+last one that began. Work is never held back for a tenant that has none. Knows neither blocks nor rows, but how many
+rows each has.
 """
 
 import heapq
@@ -14,6 +14,8 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
 MAX_REMEMBERED = 4096
 """Tenants without a live request whose turn is still remembered."""
+MAX_SAVED_TOKENS = 2048
+"""What a tenant may save up: a request or two of one that asks for less than its share go first."""
 
 
 class TenantUse:
@@ -69,8 +71,10 @@ class Tenants:
         if use is None:
             use = self._uses[name] = TenantUse(name, self._config.tenant(name))
         if not use.num_waiting:
-            last = 0.0 if self._last is None else self._last.turn
-            use.turn = max(use.turn, min((other.turn for other in self._busy.values() if other.num_waiting), default=last))
+            turns = [other.turn for other in self._busy.values() if other.num_waiting]
+            last_turn = 0.0 if self._last is None else self._last.turn
+            saved = MAX_SAVED_TOKENS / use.limits.weight
+            use.turn = max(use.turn, min(turns, default=last_turn) - saved)
         if not use.num_live:
             self._busy[name] = use
             self._total_weight += use.limits.weight

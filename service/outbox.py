@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -76,13 +76,6 @@ class Receiver(Protocol):
         ...
 
 
-class _Ready(NamedTuple):
-    """A message as the wire has it, and what was counted for it: at least its length."""
-
-    raw: bytes
-    num_bytes: int
-
-
 class Outbox:
     """The pending output of one stream. All methods but ``run`` are synchronous and belong to the event loop."""
 
@@ -107,8 +100,8 @@ class Outbox:
         self._on_stall = on_stall
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
-        self._ready: deque[_Ready] = deque()
-        """Messages that are full: a tenth of the memory that their parts took."""
+        self._ready: deque[bytes] = deque()
+        """Messages that are full, as the wire has them: a tenth of the memory that their parts took."""
         self._batch: Batch | None = None
         """What comes next joins it."""
         self._pending_bytes = 0
@@ -232,10 +225,10 @@ class Outbox:
             self._close_batch()
         if self._failure is not None:
             raise self._failure
-        raw, num_bytes = self._ready.popleft()
+        raw = self._ready.popleft()
         self._due = _AT_ONCE if self._has_more else _NEVER
         self._last_write = self._loop.time()
-        self._writer, self._writing_bytes = task, num_bytes
+        self._writer, self._writing_bytes = task, len(raw)
         try:
             await self._write(raw)
         except asyncio.CancelledError:
@@ -244,7 +237,7 @@ class Outbox:
             raise
         finally:
             self._writer, self._writing_bytes = None, 0
-            self._count(-num_bytes)
+            self._count(-len(raw))
         if self.is_stalled:
             self._last_taken = self._loop.time()
             if self._pending_bytes <= self._backlog.threshold() // 2:
@@ -306,9 +299,12 @@ class Outbox:
         if batch is None:
             return
         try:
-            self._ready.append(_Ready(self._encode(batch).SerializeToString(), batch.num_bytes))
+            raw = self._encode(batch).SerializeToString()
         except Exception as error:
             self.fail(error)  # not to whoever put something in: it is the stream that is broken
+            return
+        self._ready.append(raw)
+        self._count(len(raw) - batch.num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes

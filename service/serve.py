@@ -77,8 +77,8 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
 
 
 def _keep_one_arena() -> None:
-    """Has glibc keep one heap for all threads. By default gRPC's threads have heaps of their own, and what lives in them
-    scatters: memory creeps upwards for hours, though the same things are alive."""
+    """Has glibc keep one heap for all threads. By default gRPC's threads have heaps of their own, and what lives in
+    them scatters: memory creeps upwards for hours, though the same things are alive."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 

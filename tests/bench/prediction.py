@@ -65,7 +65,8 @@ def line(load: float, report: Report) -> str:
     errors = sorted(abs(ratio - 1) for ratio in ratios)
     times = sorted(measured for _, measured in pairs)
     return (
-        f"{load:6.0%}{len(pairs):10}{statistics.median(times) * 1e3:11.1f} ms{times[len(times) * 9 // 10] * 1e3:7.0f} ms"
+        f"{load:6.0%}{len(pairs):10}{statistics.median(times) * 1e3:11.1f} ms"
+        f"{times[len(times) * 9 // 10] * 1e3:7.0f} ms"
         f"{statistics.median(errors):16.1%}{errors[len(errors) * 9 // 10]:8.0%}{statistics.median(ratios) - 1:+8.0%}"
     )
 

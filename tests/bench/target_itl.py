@@ -104,7 +104,7 @@ async def one_round(target: str, number: int) -> Measured:
     enough = asyncio.Event()
     async with GrpcCaller(Connection(target)) as caller:
         decoding = asyncio.create_task(run(streams, caller, stop=enough, on_progress=records_into(records)))
-        while len(records) < NUM_STREAMS or not all(record.message_s for record in records):
+        while len(records) < NUM_STREAMS or not all(record.message_s for record in records):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         quiet_from = time.perf_counter()
         await asyncio.sleep(QUIET_S)

@@ -129,68 +129,18 @@ def test_a_higher_priority_takes_blocks(world_type, new_request):
     world.drain()
 
 
-# Tenants' turns -------------------------------------------------------------------------------------------------------
-
-
-def test_tenants_take_turns(world_type, new_request):
-    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
-    for number in range(4):
-        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=3))
-    for number in range(2):
-        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=3))
-    order: list[str] = []
-    while world.alive():
-        order += step(world)
-    assert order[:4] in (["a0", "b0", "a1", "b1"], ["a0", "b0", "b1", "a1"])
-    assert order[4:] == ["a2", "a3"]
-
-
-def test_turns_go_by_weight(world_type, new_request):
-    tenants = {"a": TenantLimits(weight=3.0)}
-    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1, max_queued_requests=100, tenants=tenants))
-    for number in range(12):
-        for tenant in "ab":
-            world.add(new_request(f"{tenant}{number}", prompt(8, first=number), tenant=tenant, max_tokens=4))
-    order: list[str] = []
-    while len(order) < 12:
-        order += step(world)
-    assert sum(name.startswith("a") for name in order) == 9
-    world.drain()
-
-
-def test_nothing_is_held_back_for_a_tenant_that_asks_for_nothing(world_type, new_request):
-    world = world_type(100, config(policy=Policy.FAIR, tenants={"quiet": TenantLimits(weight=1000.0)}))
-    for number in range(5):
-        world.add(new_request(str(number), prompt(4, first=number), tenant="busy"))
-    assert step(world) == ["0", "1", "2", "3", "4"]
-    world.drain()
-
-
-def test_a_tenant_with_more_than_its_share_gives_a_row(world_type, new_request):
-    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=4))
-    for number in range(9):
-        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=30))
+def test_nobody_gives_way_to_what_waits_for_a_prefix(world_type, new_request):
+    world = world_type(100, config(policy=Policy.PRIORITY, max_num_seqs=3, max_num_batched_tokens=8))
+    shared = prompt(40)
+    world.add(new_request("busy 1", prompt(2, first=3), priority=5, max_tokens=40))
+    world.add(new_request("busy 2", prompt(2, first=4), priority=5, max_tokens=40))
     step(world)
-    for number in range(3):
-        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=30))
-    names = [name for _ in range(6) for name in step(world)]
-    assert names == ["b0", "b1"], "it gets its half of the rows, and no more"
-    world.drain()
-
-
-def test_nobody_saves_up_turns(world_type, new_request):
-    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
-    for number in range(6):
-        world.add(new_request(f"a{number}", prompt(20, first=number), tenant="a", max_tokens=6))
-    for _ in range(20):
+    world.add(new_request("leader", shared, priority=4))
+    step(world)
+    world.add(new_request("urgent", [*shared, 1], priority=0))
+    while world.scheduler._requests["urgent"].started_at is None:
         step(world)
-    # Had it kept its turn from the time when it asked for nothing, it would now go first three times.
-    for number in range(3):
-        world.add(new_request(f"b{number}", prompt(20, first=number), tenant="b", max_tokens=6))
-    order: list[str] = []
-    while len(order) < 4:
-        order += step(world)
-    assert sum(name.startswith("a") for name in order) >= 1
+    assert world.scheduler.counters.preemptions == 2, "before anybody knew of the prefix, and when it was computed"
     world.drain()
 
 
@@ -234,6 +184,34 @@ def test_what_is_late_ends_once_where_a_plan_is_made_anew(world_type, new_reques
     late = world.add(new_request("late", prompt(3), max_tokens=2, deadline=1000.0))
     assert begun(world) == ["large"]
     assert late.finished.reason is FinishReason.DEADLINE
+    world.drain()
+
+
+def test_nobody_waits_behind_a_request_that_is_late(world_type, new_request):
+    """Held rows have all blocks; whoever comes first is found late; the next one has room made for it at once."""
+    world = world_type(12, config(enable_prefix_caching=False))
+    world.scheduler._planner.beginnings.is_late = lambda live: live.request.request_id == "late"
+    world.add(new_request("held", prompt(40), max_tokens=4))
+    step(world)
+    world.scheduler.hold("held", True)
+    late = world.add(new_request("late", prompt(20, first=1), deadline=1000.0))
+    world.add(new_request("next", prompt(20, first=2)))
+    assert step(world) == ["next"]
+    assert late.finished.reason is FinishReason.DEADLINE
+    world.drain()
+
+
+def test_what_was_late_and_is_not_ends_no_step_that_it_is_in(world_type, new_request):
+    """Found late by the first try of a plan, in time by the second; its choices fork when it is submitted."""
+    world = world_type(8, config(policy=Policy.PRIORITY))
+    answers = iter([True])
+    world.scheduler._planner.beginnings.is_late = lambda live: next(answers, False)
+    world.add(new_request("running", prompt(18), max_tokens=1, priority=1))
+    assert begun(world) == ["running"]
+    world.add(new_request("large", prompt(24, first=3), max_tokens=2))
+    world.add(new_request("late", prompt(3), max_tokens=2, n=2, deadline=1000.0))
+    assert world.schedule()
+    world.check()
     world.drain()
 
 
@@ -346,6 +324,21 @@ def test_a_limit_that_never_fits_is_refused_and_changes_nothing(world_type, new_
     assert refused.value.kind is RefusalKind.TOO_LARGE
     world.drain()
     assert received.finished.usage.output_tokens == 4
+
+
+def test_a_cap_that_was_lowered_is_not_asked_about_a_priority(world_type, new_request):
+    world = world_type(100, config())
+    named = world.add(new_request("named", prompt(8), max_tokens=20))
+    default = world.add(new_request("default", prompt(8), max_tokens=20, max_tokens_is_default=True))
+    step(world)
+    world.config = replace(world.config, default_tenant=TenantLimits(max_tokens=5))
+    world.scheduler.reconfigure(world.config)
+    for name in ("named", "default"):
+        assert world.scheduler.update_request(name, Change(priority=3))
+    with pytest.raises(Refused):
+        world.scheduler.update_request("named", Change(max_tokens=8))
+    world.drain()
+    assert named.finished.usage.output_tokens == default.finished.usage.output_tokens == 20
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])

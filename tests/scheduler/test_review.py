@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.scheduler import tenants
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.outlook import FORGET_LATENESS_S
-from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.outlook import UNTESTED_S
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Change, Delta, Finished, FinishReason, Refused, Released
+from penstock.scheduler.request import Change, Delta, FinishReason, Refused, Released
 
 
 def config(**changes):
@@ -40,7 +40,7 @@ def learn(world, new_request):
 
 
 def order_of(world, length):
-    order = []
+    order: list[str] = []
     while len(order) < length:
         order += step(world)
     return order
@@ -55,7 +55,8 @@ def add_some(world, new_request, tenant, count, **fields):
 # Tenants
 
 
-def test_what_a_tenant_was_served_alone_is_not_held_against_it(world_type, new_request):
+def test_what_a_tenant_was_served_alone_is_not_held_against_it(world_type, new_request, monkeypatch):
+    monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
     world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
     add_some(world, new_request, "a", 8)
     world.drain()
@@ -67,7 +68,8 @@ def test_what_a_tenant_was_served_alone_is_not_held_against_it(world_type, new_r
     world.drain()
 
 
-def test_a_stream_that_never_ends_saves_up_no_turns(world_type, new_request):
+def test_a_stream_that_never_ends_saves_up_no_turns(world_type, new_request, monkeypatch):
+    monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
     world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=2))
     world.add(new_request("b", prompt(2), tenant="b", max_tokens=40))
     step(world)
@@ -77,6 +79,18 @@ def test_a_stream_that_never_ends_saves_up_no_turns(world_type, new_request):
     add_some(world, new_request, "b", 5, max_tokens=4)
     order = order_of(world, 4)
     assert sum(name.startswith("a") for name in order) >= 2, order
+    world.drain()
+
+
+def test_a_tenant_that_asks_for_little_goes_first(world_type, new_request):
+    """It may save up as much as a few requests need, though others wait as long."""
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    add_some(world, new_request, "a", 10)
+    for _ in range(12):
+        step(world)
+    add_some(world, new_request, "b", 2)
+    order = order_of(world, 2)
+    assert all(name.startswith("b") for name in order), order
     world.drain()
 
 
@@ -222,13 +236,8 @@ def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, 
     step(world)
     turn = world.add(new_request("turn", [*shared, 1], max_tokens=1, deadline=math.inf))
     request = world.scheduler._requests["turn"].request
-    outlook = world.scheduler.outlook
-    alone_s, service_s = outlook.alone_s(request), outlook.service_s(request)
-    assert alone_s is not None and service_s is not None
-    if alone_s >= service_s:
-        service_s = alone_s * 1.01
     request.deadline = world.now + 2.5
-    request.arrival = world.now - alone_s  # as if it had come long ago, in time
+    request.arrival = world.now - 20.0  # as if it had come long ago, when there was time for all of it
     world.drain()
     assert turn.finished.reason is FinishReason.LENGTH
 
@@ -270,6 +279,28 @@ def test_a_worker_that_died_tells_nothing_of_load(world_type, new_request):
     assert world.scheduler.outlook._forecast._lateness < 1.5
 
 
+def test_a_bad_start_is_found_out(world_type, new_request):
+    """The first prompt took very long. Beside a stream that only decodes nothing would ever tell that others do not."""
+    world = world_type(100, config())
+    world.add(new_request("long", prompt(2), max_tokens=40))
+    world.step_us = 1_000_000_000
+    step(world)
+    world.step_us = 1_000_000
+    for _ in range(8):
+        step(world)
+
+    def add(name):
+        return world.add(new_request(name, prompt(8), deadline=world.now + 20, arrival=world.now))
+
+    assert add("refused") is None
+    world.now += UNTESTED_S
+    taken = add("taken")
+    assert taken is not None
+    assert add("too many") is None
+    world.drain()
+    assert taken.finished.reason is FinishReason.LENGTH
+
+
 def test_bad_times_are_forgotten(world_type, new_request):
     """Beside one long stream, so that somebody is always there."""
     world = world_type(100, config())
@@ -280,6 +311,6 @@ def test_bad_times_are_forgotten(world_type, new_request):
     step(world)
     fields = {"max_tokens": 4}
     assert world.add(new_request("refused", prompt(8), deadline=world.now + 9, **fields)) is None
-    world.now += FORGET_LATENESS_S
+    world.now += UNTESTED_S
     assert world.add(new_request("taken", prompt(8), deadline=world.now + 9, **fields)) is not None
     world.drain()

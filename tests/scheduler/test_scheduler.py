@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import Chunk, Decode, SamplingParams
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import Finished, FinishReason, Matched, RefusalKind, Refused
+from penstock.scheduler.request import Change, Delta, Finished, FinishReason, Matched, RefusalKind, Refused, Released
 
 
 def config(**changes):
@@ -301,6 +301,58 @@ def test_a_broken_text_state_ends_its_request_alone(world, new_request):
     assert broken.finished.reason is FinishReason.INTERNAL
     assert "no such token" not in broken.finished.message
     whole.check_end()
+
+
+def broken_text():
+    raise ValueError("no text")
+
+
+def test_a_request_without_a_text_leaves_nothing_behind(world_type, new_request):
+    world = world_type(100, config(tenants={"a": TenantLimits(max_live_requests=1)}))
+    with pytest.raises(ValueError, match="no text"):
+        world.scheduler.add(new_request("broken", prompt(8), tenant="a", make_text=broken_text))
+    assert not list(world.scheduler.tenants)
+    assert world.scheduler.explain("broken") is None
+    assert world.add(new_request("good", prompt(8), tenant="a")) is not None
+    world.drain()
+
+
+class EndlessText:
+    """Holds everything back, and cannot let it go."""
+
+    def feed(self, token_id):
+        return Released(0, "")
+
+    def finish(self):
+        raise ValueError("no text")
+
+
+def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_request):
+    world = world_type(100, config())
+    world.add(new_request("other", prompt(8), max_tokens=10))
+    broken = world.add(new_request("broken", prompt(8), max_tokens=10, make_text=EndlessText))
+    for _ in range(4):
+        next_plan(world)
+        world.answer()
+    assert world.scheduler.update_request("broken", Change(max_tokens=2))
+    assert broken.finished.reason is FinishReason.INTERNAL
+    world.check()
+    del world.received["broken"]
+    world.drain()
+
+
+def test_a_limit_that_comes_with_the_last_token_changes_nothing(world_type, new_request):
+    world = world_type(100, config())
+    received = world.add(new_request("one", prompt(8), max_tokens=3))
+
+    def sink(event):
+        received.sink(event)
+        if isinstance(event, Delta) and event.end is not None:
+            world.scheduler.update_request("one", Change(max_tokens=1))
+
+    received.request.sink = sink
+    world.drain()
+    assert received.finished.reason is FinishReason.LENGTH
 
 
 def test_a_sink_may_abort_its_request(world, new_request):

@@ -15,7 +15,7 @@ class Machine:
     """Requests that decode together, a token a step; a step with a killer at its length is fatal."""
 
     kills_at: dict[str, int]
-    """Killers, and the length of history at which their steps are fatal."""
+    """Killers, and the number of tokens at which their steps are fatal."""
     room: int = 1000
     lengths: dict[str, int] = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)

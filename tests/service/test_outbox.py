@@ -312,7 +312,7 @@ async def test_a_stream_that_is_not_read_is_stalled_and_goes_on_when_it_has_drai
     assert (writer.stalls, outbox.is_stalled) == ([], False)
     await fill(outbox, 101_000)  # what was under way
     assert (writer.stalls, outbox.is_stalled) == ([True], True)
-    assert pending(outbox) >= 300_000
+    assert pending(outbox) > 280_000
     writer.pace = asyncio.Event()
     writer.open.set()
     while pending(outbox) > 100_000:
@@ -407,12 +407,12 @@ async def test_all_streams_together_have_a_bound_and_the_fullest_is_stalled_firs
     first = streams[0][0]
     while not first.is_stalled:
         await fill(first, 1_000)
-    assert 1_000_000 <= backlog.num_bytes < 1_010_000  # alone it has half
+    assert 990_000 <= backlog.num_bytes < 1_010_000  # alone it has half
     while not all(outbox.is_stalled for outbox, _, _ in streams[:10]):
         for outbox, _, _ in streams[:10]:
             if not outbox.is_stalled:
                 await fill(outbox, 1_000)
-    assert 1_900_000 < backlog.num_bytes <= 2_000_000
+    assert 1_890_000 < backlog.num_bytes <= 2_000_000
     reader, writer, _ = streams[11]
     writer.open.set()
     await fill(reader, 1_000_000)

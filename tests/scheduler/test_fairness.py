@@ -1,0 +1,156 @@
+"""Tenants take turns: under ``fair`` each gets its share by weight, and none saves up turns."""
+
+from dataclasses import replace
+
+from penstock.scheduler import tenants
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.policy import Policy
+
+
+def config(**changes):
+    return SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 64} | changes)
+
+
+def prompt(length, first=0):
+    return [(first + position * position // 5) % 7 for position in range(length)]
+
+
+def begun(world):
+    assert world.schedule(), "nothing is planned"
+    rows = world.scheduler._planner.rows
+    return [rows.current(added.row).live.request.request_id for added in world.plans[-1].added]
+
+
+def step(world):
+    names = begun(world)
+    world.answer()
+    world.check()
+    return names
+
+
+def order_of(world, length):
+    order: list[str] = []
+    while len(order) < length:
+        order += step(world)
+    return order
+
+
+def add_some(world, new_request, tenant, count, **fields):
+    for number in range(count):
+        name = f"{tenant}{len(world.received)}"
+        world.add(new_request(name, prompt(8, first=number), tenant=tenant, **{"max_tokens": 6} | fields))
+
+
+def test_tenants_take_turns(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    for number in range(4):
+        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=3))
+    for number in range(2):
+        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=3))
+    order: list[str] = []
+    while world.alive():
+        order += step(world)
+    assert order[:4] in (["a0", "b0", "a1", "b1"], ["a0", "b0", "b1", "a1"])
+    assert order[4:] == ["a2", "a3"]
+
+
+def test_turns_go_by_weight(world_type, new_request):
+    weights = {"a": TenantLimits(weight=3.0)}
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1, max_queued_requests=100, tenants=weights))
+    for number in range(12):
+        for tenant in "ab":
+            world.add(new_request(f"{tenant}{number}", prompt(8, first=number), tenant=tenant, max_tokens=4))
+    order: list[str] = []
+    while len(order) < 12:
+        order += step(world)
+    assert sum(name.startswith("a") for name in order) == 9
+    world.drain()
+
+
+def test_nothing_is_held_back_for_a_tenant_that_asks_for_nothing(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, tenants={"quiet": TenantLimits(weight=1000.0)}))
+    for number in range(5):
+        world.add(new_request(str(number), prompt(4, first=number), tenant="busy"))
+    assert step(world) == ["0", "1", "2", "3", "4"]
+    world.drain()
+
+
+def test_a_tenant_with_more_than_its_share_gives_a_row(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=4))
+    for number in range(9):
+        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=30))
+    step(world)
+    for number in range(3):
+        world.add(new_request(f"b{number}", prompt(8, first=number), tenant="b", max_tokens=30))
+    names = [name for _ in range(6) for name in step(world)]
+    assert names == ["b0", "b1"], "it gets its half of the rows, and no more"
+    world.drain()
+
+
+def test_nobody_saves_up_turns(world_type, new_request, monkeypatch):
+    monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    for number in range(6):
+        world.add(new_request(f"a{number}", prompt(20, first=number), tenant="a", max_tokens=6))
+    for _ in range(20):
+        step(world)
+    # Had it kept its turn from the time when it asked for nothing, it would now go first three times.
+    for number in range(3):
+        world.add(new_request(f"b{number}", prompt(20, first=number), tenant="b", max_tokens=6))
+    order: list[str] = []
+    while len(order) < 4:
+        order += step(world)
+    assert sum(name.startswith("a") for name in order) >= 1
+    world.drain()
+
+
+def test_what_a_tenant_was_served_alone_is_not_held_against_it(world_type, new_request, monkeypatch):
+    monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    add_some(world, new_request, "a", 8)
+    world.drain()
+    add_some(world, new_request, "b", 6)
+    step(world)
+    add_some(world, new_request, "a", 4)
+    order = order_of(world, 4)
+    assert sum(name.startswith("a") for name in order) >= 2, order
+    world.drain()
+
+
+def test_a_stream_that_never_ends_saves_up_no_turns(world_type, new_request, monkeypatch):
+    monkeypatch.setattr(tenants, "MAX_SAVED_TOKENS", 0)
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=2))
+    world.add(new_request("b", prompt(2), tenant="b", max_tokens=40))
+    step(world)
+    add_some(world, new_request, "a", 6, max_tokens=4)
+    for _ in range(12):
+        step(world)
+    add_some(world, new_request, "b", 5, max_tokens=4)
+    order = order_of(world, 4)
+    assert sum(name.startswith("a") for name in order) >= 2, order
+    world.drain()
+
+
+def test_a_tenant_that_asks_for_little_goes_first(world_type, new_request):
+    """It may save up as much as a few requests need, though others wait as long."""
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1))
+    add_some(world, new_request, "a", 10)
+    for _ in range(12):
+        step(world)
+    add_some(world, new_request, "b", 2)
+    order = order_of(world, 2)
+    assert all(name.startswith("b") for name in order), order
+    world.drain()
+
+
+def test_turns_begin_when_the_policy_does(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FCFS, max_num_seqs=1))
+    add_some(world, new_request, "a", 10)
+    add_some(world, new_request, "b", 6)
+    for _ in range(20):
+        step(world)
+    world.config = replace(world.config, policy=Policy.FAIR)
+    world.scheduler.reconfigure(world.config)
+    order = order_of(world, 4)
+    assert sum(name.startswith("a") for name in order) >= 2, order
+    world.drain()

@@ -1,0 +1,139 @@
+"""What the fluid model foretells, where it can be worked out by hand."""
+
+import pytest
+
+from penstock.scheduler.forecast import Forecast, Load, OutputLengths
+from penstock.scheduler.step_model import StepModel, StepWork
+
+STEP_S, TOKEN_S = 0.010, 0.0001
+
+
+def flat_model():
+    """A step takes 10 ms, and 0.1 ms more for each token of a prompt."""
+    model = StepModel()
+    for number in range(400):
+        tokens = (0, 100, 500)[number % 3]
+        work = StepWork(tokens, tokens * 50 * (number % 7), 4, 4 * (number % 11), min(tokens, 1), tokens)
+        model.observe(work, STEP_S + TOKEN_S * tokens)
+    return model
+
+
+def load(**fields):
+    defaults = {
+        "in_flight_s": 0.0,
+        "decodes": 0,
+        "decode_kv": 0,
+        "prefill_tokens": 0,
+        "ahead_requests": 0,
+        "ahead_tokens": 0,
+        "remaining": (),
+        "free_rows": 4,
+        "max_rows": 4,
+        "free_blocks": 1000,
+        "num_blocks": 1000,
+        "block_size": 16,
+    }
+    return Load(**defaults | fields)
+
+
+def always_full_forecast(budget=1000, model=None):
+    """Outputs are always as long as they may be."""
+    forecast = Forecast(model or flat_model(), budget, None)
+    for _ in range(200):
+        forecast.learn(100, 100)
+    return forecast
+
+
+def full(remaining):
+    return {"decodes": 4, "remaining": remaining, "free_rows": 0}
+
+
+def test_nothing_is_foretold_while_nothing_is_known():
+    forecast = Forecast(StepModel(), 1000, None)
+    assert forecast.predict(load(), 100, 100, 100) is None
+    assert forecast.service_s(0, 0, 100, 100, 100) is None
+    assert forecast.alone_s(100, 100, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "expected_s"),
+    [
+        ({}, 500, STEP_S + 500 * TOKEN_S),
+        ({"in_flight_s": 0.3}, 500, 0.3 + STEP_S + 500 * TOKEN_S),
+        ({}, 2500, 3 * STEP_S + 2500 * TOKEN_S),
+        ({"ahead_requests": 2, "ahead_tokens": 1500}, 500, 2 * STEP_S + 2000 * TOKEN_S),
+        (full((30, 10, 40, 20)), 500, 11 * STEP_S + 500 * TOKEN_S),
+        (full((30, 10, 40, 20)) | {"ahead_requests": 2, "ahead_tokens": 1000}, 500, 31 * STEP_S + 1500 * TOKEN_S),
+        (full((30, 10, 40, 20)) | {"ahead_requests": 4, "ahead_tokens": 400}, 500, 111 * STEP_S + 900 * TOKEN_S),
+        (
+            {"decodes": 2, "remaining": (30, 10), "free_rows": 2, "free_blocks": 5, "num_blocks": 105},
+            500,
+            11 * STEP_S + 500 * TOKEN_S,
+        ),
+    ],
+    ids=["idle", "in flight", "chunks", "behind others", "no row", "third in line", "second round", "no blocks"],
+)
+def test_time_to_first_token(fields, tokens, expected_s):
+    prediction = always_full_forecast().predict(load(**fields), tokens, tokens, 100)
+    assert prediction.ttft_s == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_is_cached_takes_no_time():
+    prediction = always_full_forecast().predict(load(), 100, 900, 1)
+    assert prediction.ttft_s == pytest.approx(STEP_S + 100 * TOKEN_S, rel=0.1)
+
+
+def test_the_whole_output_is_foretold():
+    forecast = always_full_forecast()
+    prediction = forecast.predict(load(), 500, 500, 100)
+    slowdown = forecast._model.slowdown
+    assert prediction.total_s - prediction.ttft_s == pytest.approx(99 * STEP_S * slowdown, rel=0.1)
+    assert forecast.alone_s(500, 500, 100) == pytest.approx(100 * STEP_S + 500 * TOKEN_S, rel=0.1)
+
+
+def test_a_target_makes_chunks_smaller_and_the_first_token_later():
+    forecast = Forecast(flat_model(), 1000, target_itl_s=0.020)
+    prediction = forecast.predict(load(decodes=2, remaining=(500, 500), free_rows=2), 1000, 1000, 10)
+    assert prediction.ttft_s == pytest.approx(10 * 0.020, rel=0.2)
+
+
+def test_outputs_that_end_early_free_their_rows_early():
+    forecast = Forecast(flat_model(), 1000, None)
+    for _ in range(400):
+        forecast.learn(10, 1000)
+    prediction = forecast.predict(load(**full((1000, 1000, 1000, 1000))), 100, 100, 1000)
+    assert prediction.ttft_s < 16 * STEP_S
+    assert prediction.total_s < 60 * STEP_S
+
+
+def test_the_latest_time_follows_what_predictions_were_worth():
+    forecast = always_full_forecast()
+
+    def factor():
+        prediction = forecast.predict(load(), 100, 100, 100)
+        return prediction.latest_s / prediction.total_s
+
+    assert factor() == 1.0
+    for number in range(100):
+        forecast.learn_total(1.0, 1.5 if number % 10 == 0 else 1.0)
+    assert factor() == pytest.approx(1.5)
+    for _ in range(100):
+        forecast.learn_total(1.0, 0.9)
+    assert factor() == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 5, 100, 3000])
+def test_lengths_that_were_cut_short_still_tell_of_those_before(length):
+    lengths = OutputLengths()
+    for number in range(300):
+        limit = (50, 200, 10_000)[number % 3]
+        lengths.learn(min(length, limit), ended=length < limit)
+    for limit in (10, 100, 10_000):
+        true = min(length, limit)
+        assert true * 0.6 <= lengths.expected(limit) <= true * 1.6
+        assert true * 0.6 <= lengths.long(limit, 0.05) <= max(2 * true, limit if limit <= length else 0)
+
+
+def test_a_request_gets_the_longest_output_only_if_it_may():
+    assert OutputLengths().long(7, 0.0) == 7
+    assert OutputLengths().expected(1) <= 1

@@ -1,0 +1,125 @@
+"""What is predicted, and what it is worth: who is late, and who is refused for it."""
+
+import math
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.outlook import UNTESTED_S
+from penstock.scheduler.request import FinishReason
+
+
+def config(**changes):
+    return SchedulerConfig(**{"max_num_seqs": 5, "max_num_batched_tokens": 64} | changes)
+
+
+def prompt(length, first=0):
+    return [(first + position * position // 5) % 7 for position in range(length)]
+
+
+def begun(world):
+    assert world.schedule(), "nothing is planned"
+    rows = world.scheduler._planner.rows
+    return [rows.current(added.row).live.request.request_id for added in world.plans[-1].added]
+
+
+def step(world):
+    names = begun(world)
+    world.answer()
+    world.check()
+    return names
+
+
+def learn(world, new_request):
+    for number in range(3):
+        world.add(new_request(f"teacher {number}", prompt(8), max_tokens=20))
+        world.drain()
+
+
+def test_what_is_cached_is_not_counted_when_a_request_might_be_late(world_type, new_request):
+    """A turn of a conversation computes little; alone and without a cache it would take its whole prompt's time."""
+    world = world_type(100, config(max_num_batched_tokens=8))
+    learn(world, new_request)
+    shared = prompt(40)
+    world.add(new_request("first", shared, max_tokens=1))
+    world.drain()
+    world.add(new_request("other", prompt(8, first=5), max_tokens=30))
+    step(world)
+    turn = world.add(new_request("turn", [*shared, 1], max_tokens=1, deadline=math.inf))
+    request = world.scheduler._requests["turn"].request
+    request.deadline = world.now + 2.5
+    request.arrival = world.now - 20.0  # as if it had come long ago, when there was time for all of it
+    world.drain()
+    assert turn.finished.reason is FinishReason.LENGTH
+
+
+def test_who_is_cut_by_a_deadline_that_was_too_short_tells_nothing_of_load(world_type, new_request):
+    world = world_type(100, config())
+    learn(world, new_request)
+    for number in range(8):
+        now = world.now
+        received = world.add(new_request(str(number), prompt(8), max_tokens=30, deadline=now + 5, arrival=now))
+        world.drain()
+        assert received.finished.reason is FinishReason.DEADLINE
+        assert received.token_ids[0]
+    assert world.scheduler.outlook._forecast._lateness < 1.5
+
+
+def test_streams_that_nobody_reads_tell_nothing_of_load(world_type, new_request):
+    world = world_type(100, config())
+    learn(world, new_request)
+    for number in range(8):
+        world.add(new_request(str(number), prompt(8), max_tokens=10))
+        step(world)
+        world.scheduler.hold(str(number), True)
+        world.now += 1000.0
+        world.scheduler.hold(str(number), False)
+        world.drain()
+    assert world.scheduler.outlook._forecast._lateness < 1.5
+
+
+def test_a_worker_that_died_tells_nothing_of_load(world_type, new_request):
+    world = world_type(100, config())
+    learn(world, new_request)
+    for number in range(8):
+        world.add(new_request(str(number), prompt(8), max_tokens=10))
+    step(world)
+    world.recover(blames_step=False)
+    world.now += 1000.0
+    world.drain()
+    assert world.scheduler.outlook._forecast._lateness < 1.5
+
+
+def test_a_bad_start_is_found_out(world_type, new_request):
+    """The first prompt took very long. Beside a stream that only decodes nothing would ever tell that others do not."""
+    world = world_type(100, config())
+    world.add(new_request("long", prompt(2), max_tokens=40))
+    world.step_us = 1_000_000_000
+    step(world)
+    world.step_us = 1_000_000
+    for _ in range(8):
+        step(world)
+
+    def add(name):
+        return world.add(new_request(name, prompt(8), deadline=world.now + 20, arrival=world.now))
+
+    assert add("refused") is None
+    world.now += UNTESTED_S
+    taken = add("taken")
+    assert taken is not None
+    assert add("too many") is None
+    world.drain()
+    assert taken.finished.reason is FinishReason.LENGTH
+
+
+def test_bad_times_are_forgotten(world_type, new_request):
+    """Beside one long stream, so that somebody is always there."""
+    world = world_type(100, config())
+    learn(world, new_request)
+    for _ in range(8):
+        world.scheduler.outlook._forecast.learn_total(1.0, math.inf)
+    world.add(new_request("long", prompt(2), max_tokens=40))
+    step(world)
+    fields = {"max_tokens": 4}
+    assert world.add(new_request("refused", prompt(8), deadline=world.now + 9, **fields)) is None
+    world.now += UNTESTED_S
+    assert world.add(new_request("taken", prompt(8), deadline=world.now + 9, **fields)) is not None
+    world.drain()

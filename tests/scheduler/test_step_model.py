@@ -1,0 +1,119 @@
+"""What the step model learns, from steps whose times are known."""
+
+import random
+
+import pytest
+
+from penstock.scheduler.simulate import cpu_step_s
+from penstock.scheduler.step_model import MIN_CHUNK, StepModel, StepWork
+
+
+def some_work(rng):
+    decodes = rng.randrange(33)
+    chunk, context = rng.choice((0, 0, 16, 200, 1500)), rng.randrange(4000)
+    decode_kv = decodes * rng.randrange(50, 1000)
+    if not chunk:
+        return StepWork(0, 0, max(1, decodes), max(50, decode_kv))
+    return StepWork(chunk, chunk * (context + chunk // 2), decodes, decode_kv, 1, context + chunk)
+
+
+def taught(seed=0, num_steps=60, noise=0.1, first_s=None):
+    rng = random.Random(seed)
+    model = StepModel()
+    if first_s is not None:
+        model.observe(StepWork(16, 128, 0, 0, 1, 16), first_s)
+    for _ in range(num_steps):
+        work = some_work(rng)
+        model.observe(work, cpu_step_s(work) * rng.lognormvariate(0, noise))
+    return model
+
+
+def error(model, work):
+    return abs(model.predict(work) / cpu_step_s(work) - 1)
+
+
+def median_error(model, seed=99):
+    rng = random.Random(seed)
+    return sorted(error(model, some_work(rng)) for _ in range(101))[50]
+
+
+def test_nothing_is_said_before_enough_is_known():
+    model = StepModel()
+    assert model.predict(StepWork(0, 0, 1, 10)) is None
+    assert model.max_prefill(4, 100, 0, 0.01, at_most=512) == 512
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_dozen_steps_are_enough(seed):
+    assert median_error(taught(seed)) < 0.15
+
+
+def test_a_first_step_that_is_far_too_slow_is_forgotten():
+    assert median_error(taught(first_s=20.0)) < 0.15
+
+
+def test_a_slow_step_now_and_then_changes_little():
+    model = taught()
+    work = StepWork(0, 0, 16, 4000)
+    for number in range(300):
+        model.observe(work, cpu_step_s(work) * (30 if number % 50 == 7 else 1))
+    assert error(model, work) < 0.15
+
+
+def test_decoding_for_long_does_not_wipe_out_what_chunks_cost():
+    model = taught()
+    rng = random.Random(1)
+    for step in range(20_000):
+        work = StepWork(0, 0, 16, 16 * (100 + step % 800))
+        model.observe(work, cpu_step_s(work) * rng.lognormvariate(0, 0.1))
+    assert error(model, StepWork(1500, 1500 * 2000, 16, 4000, 1, 2750)) < 0.2
+
+
+def test_a_machine_that_is_suddenly_slower_is_noticed_at_once():
+    model = taught()
+    rng = random.Random(2)
+    for _ in range(24):
+        work = some_work(rng)
+        model.observe(work, 2.5 * cpu_step_s(work))
+    work = StepWork(200, 200 * 1000, 16, 4000, 1, 1100)
+    assert model.predict(work) == pytest.approx(2.5 * cpu_step_s(work), rel=0.25)
+
+
+def test_no_coefficient_is_negative():
+    """A step with more work never takes less time, however odd what was seen."""
+    rng = random.Random(3)
+    model = StepModel()
+    for _ in range(200):
+        work = some_work(rng)
+        model.observe(work, rng.uniform(0.001, 0.1))
+        smaller = StepWork(*(value // 2 for value in work))
+        assert model.predict(work) is None or model.predict(smaller) <= model.predict(work)
+
+
+@pytest.mark.parametrize("context", [0, 1000, 7000])
+@pytest.mark.parametrize("target_s", [0.01, 0.02, 0.1])
+def test_the_largest_chunk_that_keeps_the_target(context, target_s):
+    model = taught(num_steps=400, noise=0.0)
+    tokens = model.max_prefill(16, 4000, context, target_s, at_most=2048)
+    assert MIN_CHUNK <= tokens <= 2048
+
+    def step_s(num):
+        return model.predict(StepWork(num, num * (context + num / 2), 16, 4000, 1, context + num))
+
+    assert tokens == MIN_CHUNK or step_s(tokens) <= target_s * 1.001
+    assert tokens == 2048 or step_s(tokens + 1) >= target_s * 0.999
+
+
+def test_a_chunk_is_never_more_than_it_may_be():
+    assert taught().max_prefill(16, 4000, 0, 1e-6, at_most=3) == 3
+
+
+def test_slowdown_is_what_chunks_add_to_steps_with_decoding_rows():
+    model = taught(noise=0.0)
+    alone, beside = StepWork(0, 0, 16, 4000), StepWork(100, 100 * 50, 16, 4000, 1, 100)
+    for _ in range(600):
+        model.observe(alone, cpu_step_s(alone))
+    assert model.slowdown == pytest.approx(1.0, abs=0.05)
+    for _ in range(600):
+        model.observe(beside, cpu_step_s(beside))
+    assert model.slowdown == pytest.approx(cpu_step_s(beside) / cpu_step_s(alone), rel=0.1)
