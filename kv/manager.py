@@ -182,6 +182,10 @@ class KVCacheManager:
             if pending.get(block_hash) is leader:
                 del pending[block_hash]
 
+    def leader(self, block_hash: bytes) -> Hashable | None:
+        """Who is computing the block with this hash."""
+        return self._pending.get(block_hash)
+
     def is_pending(self, block_hash: bytes | None) -> bool:
         """Whether somebody is computing the block with this hash."""
         return block_hash in self._pending

@@ -154,8 +154,16 @@ class Beginnings:
         num_tokens = len(choice.token_ids)
         kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
         prefix = kv.find_prefix(choice.hashes, num_tokens)
-        choice.awaited_hash = kv.last_pending(choice.hashes, len(prefix), num_tokens)
-        return None if choice.awaited_hash is not None else prefix
+        awaited = kv.last_pending(choice.hashes, len(prefix), num_tokens)
+        if awaited is not None:
+            leader = kv.leader(awaited)
+            assert isinstance(leader, Choice)
+            if leader.rank[0] > choice.rank[0]:
+                # It might wait long for the other's turn, so it computes the same by itself; others wait for it then.
+                kv.retract(leader, choice.hashes[len(prefix) :])
+                awaited = None
+        choice.awaited_hash = awaited
+        return None if awaited is not None else prefix
 
     def _allocate(self, choice: Choice, prefix: list[int]) -> list[int] | None:
         num_tokens = len(choice.token_ids)

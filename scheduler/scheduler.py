@@ -27,7 +27,7 @@ from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
-from penstock.scheduler.request import Accepted, Change, Delta, FinishReason, Refused, Request
+from penstock.scheduler.request import Accepted, Change, Context, Delta, FinishReason, Refused, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -210,11 +210,16 @@ class Scheduler:
         lives = list(self._requests.values())
         self._requests.clear()
         for live in lives:
+            request_id, context = live.request.request_id, None
             try:
                 self._tell_so_far(live)
-                self._report_finished(live, reason, message)
+                context = self._close(live, reason)
             except Exception:
-                logger.exception("request %s: nobody could be told of its end", live.request.request_id)
+                logger.exception("request %s: its accounts could not be closed", request_id)
+            try:
+                self._report_finished(live, reason, message, context)
+            except Exception:
+                logger.exception("request %s: nobody could be told of its end", request_id)
 
     def _rank(self, request: Request, number: int, choice: int) -> Rank:
         predicted_s = self.outlook.service_s(request) or 0.0 if self._config.policy is Policy.DEADLINE else 0.0
@@ -241,23 +246,28 @@ class Scheduler:
         for choice in live.choices:
             if choice.state is not ChoiceState.ENDED:
                 self._planner.retire(choice)
-        del self._requests[live.request.request_id]
         self._suspects.forget(live.request.request_id)
         self.outlook.ended(live, reason)
-        self._report_finished(live, reason, message)
+        context = self._close(live, reason)
+        del self._requests[live.request.request_id]
+        self._report_finished(live, reason, message, context)
 
-    def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
-        request, now = live.request, self._clock()
+    def _close(self, live: LiveRequest, reason: FinishReason) -> Context | None:
+        """Ends all accounts of a request; returns what those that continue it begin with."""
+        request = live.request
+        self.tenants.leave(live.tenant)
+        live.timeline.ended(reason.name)
+        self.timelines.close(live.timeline)
+        context = live.context(reason, self.kv.block_size)
+        if context is not None and request.retain_s > 0:
+            self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
+        return context
+
+    def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str, context: Context | None) -> None:
         try:
-            self.tenants.leave(live.tenant)
-            live.timeline.ended(reason.name)
-            self.timelines.close(live.timeline)
-            context = live.context(reason, self.kv.block_size)
-            if context is not None and request.retain_s > 0:
-                self.kv.retain(context.block_hashes, now + request.retain_s, request.tenant)
-            request.sink(live.finished(reason, message, context, now))
+            live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
-            self._on_finished(request)
+            self._on_finished(live.request)
 
     # A step -----------------------------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def _calm_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    gc.set_threshold(20_000, 10, 100)
 
 
 class _Running:

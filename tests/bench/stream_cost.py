@@ -126,7 +126,7 @@ async def benchmark(seconds: float) -> None:
     vars(generation)["Outbox"] = MeasuredOutbox
     # As Server.serve_until_stopped does it, for a process of its own.
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    gc.set_threshold(20_000, 10, 100)
     print(f"{NUM_REQUESTS} requests, {STEPS_PER_SECOND} steps a second, {seconds:g} s each")
     print(f"{'':24}{'loop':>8}{'process':>9}{'messages/s':>12}{'tokens/s':>10}{'token to write, p50':>21}{'p99':>9}")
     for label, num_streams in (("on one stream", 1), (f"on {NUM_REQUESTS} streams", NUM_REQUESTS)):

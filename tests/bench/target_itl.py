@@ -7,7 +7,7 @@ step that the streams had while nothing disturbed them. Times are the client's; 
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from penstock.clients.bench_grpc import GrpcCaller
 from penstock.clients.bench_lengths import Uniform
 from penstock.clients.bench_load import ClosedLoop, RandomLoad
 from penstock.clients.bench_report import quantile
-from penstock.clients.bench_run import run
+from penstock.clients.bench_run import Progress, run
 from penstock.clients.connection import Connection
 from penstock.service.local import local_service
 
@@ -24,6 +24,8 @@ VOCAB_SIZE = 4000
 NUM_STREAMS = 16
 PROMPT_TOKENS = 8000
 QUIET_S = 2.0
+WARM_S = 0.5
+"""In which the streams have their first tokens."""
 FACTOR = 2.0
 """The target, in median steps."""
 TOLERANCE = 1.5
@@ -100,12 +102,16 @@ async def one_round(target: str, number: int) -> Measured:
         output_tokens=Uniform(1, 1),
         seed=f"prompt {number}",
     )
-    records: list[Record] = []
-    enough = asyncio.Event()
+    all_run, enough = asyncio.Event(), asyncio.Event()
+
+    def watch(progress: Progress) -> None:
+        if progress.running == NUM_STREAMS:
+            all_run.set()
+
     async with GrpcCaller(Connection(target)) as caller:
-        decoding = asyncio.create_task(run(streams, caller, stop=enough, on_progress=records_into(records)))
-        while len(records) < NUM_STREAMS or not all(record.message_s for record in records):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        decoding = asyncio.create_task(run(streams, caller, stop=enough, on_progress=watch))
+        await all_run.wait()
+        await asyncio.sleep(WARM_S)
         quiet_from = time.perf_counter()
         await asyncio.sleep(QUIET_S)
         quiet_to = time.perf_counter()
@@ -116,15 +122,6 @@ async def one_round(target: str, number: int) -> Measured:
     return Measured(
         gaps(report.records, quiet_from, quiet_to), gaps(report.records, long.sent_s, long.ended_s), long.ttft_s
     )
-
-
-def records_into(records: list[Record]) -> Callable[[Sequence[Record]], None]:
-    """What keeps a list up to date."""
-
-    def update(now: Sequence[Record]) -> None:
-        records[:] = now
-
-    return update
 
 
 def gaps(records: Sequence[Record], begin: float, end: float) -> list[float]:

@@ -185,9 +185,8 @@ class Received:
         assert usage.prompt_tokens == len(request.prompt_token_ids)
         assert usage.output_tokens == num_tokens if whole else usage.output_tokens <= num_tokens
         prompt = request.prompt_token_ids
-        known = [-float(position) - prompt[position] / 1e6 for position in range(1, len(prompt))]
-        if request.sampling.prompt_logprobs is None:
-            known = []
+        known_to = 0 if request.sampling.prompt_logprobs is None else len(prompt)
+        known = [-float(position) - prompt[position] / 1e6 for position in range(1, known_to)]
         assert self.prompt_logprobs == known[: len(self.prompt_logprobs)]
         assert not whole or self.prompt_logprobs == known
 
@@ -243,7 +242,6 @@ class World:
         """A request out of a few families that share prefixes, with features in every combination."""
         rng = random.Random(random_number)
         prompt = self._random_prompt(rng)
-        max_tokens = rng.randint(1, 14)
         sampling = SamplingParams(
             seed=rng.randrange(3),
             min_tokens=rng.choice((0, 0, 3)),
@@ -256,7 +254,7 @@ class World:
             prompt,
             tenant=rng.choice(("a", "a", "a", "b")),
             sampling=sampling,
-            max_tokens=max_tokens,
+            max_tokens=rng.randint(1, 14),
             make_text=rng.choice(TEXTS),
             n=rng.choice((1, 1, 1, 2, 3)),
             priority=rng.randint(-1, 1),

@@ -1,8 +1,10 @@
 """What the fluid model foretells, where it can be worked out by hand."""
 
+from typing import Any
+
 import pytest
 
-from penstock.scheduler.forecast import Forecast, Load, OutputLengths
+from penstock.scheduler.forecast import Forecast, Load, OutputLengths, Prediction
 from penstock.scheduler.step_model import StepModel, StepWork
 
 STEP_S, TOKEN_S = 0.010, 0.0001
@@ -18,8 +20,8 @@ def flat_model():
     return model
 
 
-def load(**fields):
-    defaults = {
+def load(**fields: Any) -> Load:
+    defaults: dict[str, Any] = {
         "in_flight_s": 0.0,
         "decodes": 0,
         "decode_kv": 0,
@@ -42,6 +44,12 @@ def always_full_forecast(budget=1000, model=None):
     for _ in range(200):
         forecast.learn(100, 100)
     return forecast
+
+
+def predict(forecast: Forecast, load: Load, *lengths: int) -> Prediction:
+    prediction = forecast.predict(load, *lengths)
+    assert prediction is not None
+    return prediction
 
 
 def full(remaining):
@@ -74,18 +82,18 @@ def test_nothing_is_foretold_while_nothing_is_known():
     ids=["idle", "in flight", "chunks", "behind others", "no row", "third in line", "second round", "no blocks"],
 )
 def test_time_to_first_token(fields, tokens, expected_s):
-    prediction = always_full_forecast().predict(load(**fields), tokens, tokens, 100)
+    prediction = predict(always_full_forecast(), load(**fields), tokens, tokens, 100)
     assert prediction.ttft_s == pytest.approx(expected_s, rel=0.1)
 
 
 def test_what_is_cached_takes_no_time():
-    prediction = always_full_forecast().predict(load(), 100, 900, 1)
+    prediction = predict(always_full_forecast(), load(), 100, 900, 1)
     assert prediction.ttft_s == pytest.approx(STEP_S + 100 * TOKEN_S, rel=0.1)
 
 
 def test_the_whole_output_is_foretold():
     forecast = always_full_forecast()
-    prediction = forecast.predict(load(), 500, 500, 100)
+    prediction = predict(forecast, load(), 500, 500, 100)
     slowdown = forecast._model.slowdown
     assert prediction.total_s - prediction.ttft_s == pytest.approx(99 * STEP_S * slowdown, rel=0.1)
     assert forecast.alone_s(500, 500, 100) == pytest.approx(100 * STEP_S + 500 * TOKEN_S, rel=0.1)
@@ -93,7 +101,7 @@ def test_the_whole_output_is_foretold():
 
 def test_a_target_makes_chunks_smaller_and_the_first_token_later():
     forecast = Forecast(flat_model(), 1000, target_itl_s=0.020)
-    prediction = forecast.predict(load(decodes=2, remaining=(500, 500), free_rows=2), 1000, 1000, 10)
+    prediction = predict(forecast, load(decodes=2, remaining=(500, 500), free_rows=2), 1000, 1000, 10)
     assert prediction.ttft_s == pytest.approx(10 * 0.020, rel=0.2)
 
 
@@ -101,7 +109,7 @@ def test_outputs_that_end_early_free_their_rows_early():
     forecast = Forecast(flat_model(), 1000, None)
     for _ in range(400):
         forecast.learn(10, 1000)
-    prediction = forecast.predict(load(**full((1000, 1000, 1000, 1000))), 100, 100, 1000)
+    prediction = predict(forecast, load(**full((1000, 1000, 1000, 1000))), 100, 100, 1000)
     assert prediction.ttft_s < 16 * STEP_S
     assert prediction.total_s < 60 * STEP_S
 
@@ -110,7 +118,7 @@ def test_the_latest_time_follows_what_predictions_were_worth():
     forecast = always_full_forecast()
 
     def factor():
-        prediction = forecast.predict(load(), 100, 100, 100)
+        prediction = predict(forecast, load(), 100, 100, 100)
         return prediction.latest_s / prediction.total_s
 
     assert factor() == 1.0

@@ -129,13 +129,31 @@ def test_a_higher_priority_takes_blocks(world_type, new_request):
     world.drain()
 
 
+def test_a_higher_priority_waits_for_no_prefix_that_a_lower_one_computes(world_type, new_request):
+    """Others between the two take the whole budget."""
+    world = world_type(100, config(policy=Policy.PRIORITY, max_num_batched_tokens=9))
+    shared = prompt(30)
+    world.add(new_request("leader", shared, priority=5))
+    step(world)
+    world.add(new_request("urgent", [*shared, 1], priority=0))
+    world.add(new_request("second", [*shared, 2], priority=0))
+    begun_at: dict[str, int] = {}
+    for number in range(8):
+        for part in range(2):
+            world.add(new_request(f"{number}.{part}", prompt(9, first=number + 3), priority=1, max_tokens=1))
+        begun_at |= dict.fromkeys(step(world), number)
+    assert begun_at["urgent"] <= 1
+    assert begun_at["second"] > begun_at["urgent"], "the prefix is computed twice"
+    world.drain()
+
+
 def test_nobody_gives_way_to_what_waits_for_a_prefix(world_type, new_request):
     world = world_type(100, config(policy=Policy.PRIORITY, max_num_seqs=3, max_num_batched_tokens=8))
     shared = prompt(40)
     world.add(new_request("busy 1", prompt(2, first=3), priority=5, max_tokens=40))
     world.add(new_request("busy 2", prompt(2, first=4), priority=5, max_tokens=40))
     step(world)
-    world.add(new_request("leader", shared, priority=4))
+    world.add(new_request("leader", shared, priority=0))
     step(world)
     world.add(new_request("urgent", [*shared, 1], priority=0))
     while world.scheduler._requests["urgent"].started_at is None:

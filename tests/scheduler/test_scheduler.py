@@ -341,6 +341,19 @@ def test_a_text_that_cannot_be_cut_ends_its_request_alone(world_type, new_reques
     world.drain()
 
 
+@pytest.mark.parametrize("part", ["kv.retain", "tenants.leave", "outlook.ended"])
+def test_whatever_fails_at_the_end_of_a_request_its_caller_is_told(world, new_request, monkeypatch, part):
+    received = world.add(new_request("one", prompt(8), max_tokens=3, retain_s=5.0))
+    next_plan(world)
+    world.answer()
+    owner, name = part.split(".")
+    monkeypatch.setattr(getattr(world.scheduler, owner), name, broken_text)
+    with pytest.raises((ValueError, TypeError)):
+        world.scheduler.abort("one", FinishReason.CANCELLED)
+    world.scheduler.abandon(FinishReason.INTERNAL, "the scheduler failed")
+    assert received.finished is not None
+
+
 def test_a_limit_that_comes_with_the_last_token_changes_nothing(world_type, new_request):
     world = world_type(100, config())
     received = world.add(new_request("one", prompt(8), max_tokens=3))

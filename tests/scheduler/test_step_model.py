@@ -28,8 +28,14 @@ def taught(seed=0, num_steps=60, noise=0.1, first_s=None):
     return model
 
 
+def predict(model: StepModel, work: StepWork) -> float:
+    seconds = model.predict(work)
+    assert seconds is not None
+    return seconds
+
+
 def error(model, work):
-    return abs(model.predict(work) / cpu_step_s(work) - 1)
+    return abs(predict(model, work) / cpu_step_s(work) - 1)
 
 
 def median_error(model, seed=99):
@@ -87,7 +93,7 @@ def test_no_coefficient_is_negative():
         work = some_work(rng)
         model.observe(work, rng.uniform(0.001, 0.1))
         smaller = StepWork(*(value // 2 for value in work))
-        assert model.predict(work) is None or model.predict(smaller) <= model.predict(work)
+        assert model.predict(work) is None or predict(model, smaller) <= predict(model, work)
 
 
 @pytest.mark.parametrize("context", [0, 1000, 7000])
@@ -97,8 +103,8 @@ def test_the_largest_chunk_that_keeps_the_target(context, target_s):
     tokens = model.max_prefill(16, 4000, context, target_s, at_most=2048)
     assert MIN_CHUNK <= tokens <= 2048
 
-    def step_s(num):
-        return model.predict(StepWork(num, num * (context + num / 2), 16, 4000, 1, context + num))
+    def step_s(num: int) -> float:
+        return predict(model, StepWork(num, num * (context + num / 2), 16, 4000, 1, context + num))
 
     assert tokens == MIN_CHUNK or step_s(tokens) <= target_s * 1.001
     assert tokens == 2048 or step_s(tokens + 1) >= target_s * 0.999

@@ -206,6 +206,7 @@ async def killed_under_streams(life, new_reading, num_streams, num_tokens, num_k
     return undisturbed, outputs
 
 
+@pytest.mark.timeout(300)
 async def test_reliability_figures_4_and_10_killed_stopped_and_killed_amid_its_end(new_reading):
     async with serving("--dtype=float32") as life:
         undisturbed, outputs = await killed_under_streams(life, new_reading, 6, 150, 1, temperature=0.0, patience=5)
@@ -240,6 +241,7 @@ async def one_killer_among(count, life, new_reading, num_tokens):
     assert not any("RetryInfo" in detail.type_url for detail in status.details)
 
 
+@pytest.mark.timeout(300)
 async def test_reliability_figure_14_a_killer_is_refused_alone(new_reading, deadly_path):
     """Then memory runs out once, which is survived; then the service is killed amid a restart, and leaves no worker."""
     async with serving("--dtype=float32", PYTHONPATH=deadly_path) as life:
