@@ -11,8 +11,9 @@ Every block is in exactly one state. In the order in which those that nobody hol
 Lapsed, cached and retained blocks are found by their hashes until they are given out, and count as free.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from penstock.kv.retention import Lease, Retention
 
@@ -64,6 +65,11 @@ class BlockPool:
         """How many of these have one holder: so many are free when it gives them up."""
         refcounts = self._refcounts
         return [refcounts[block] for block in block_ids].count(1)
+
+    def num_freed(self, tables: Iterable[Iterable[int]]) -> int:
+        """How many are free when the holders of all these tables give them up."""
+        refcounts = self._refcounts
+        return sum(refcounts[block] == num for block, num in Counter(chain.from_iterable(tables)).items())
 
     def find(self, block_hash: bytes) -> int | None:
         """The block with this hash, held or not. Does not modify the pool."""

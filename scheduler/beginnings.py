@@ -120,6 +120,13 @@ class Beginnings:
         """Blocks that must be free for a choice of which nothing is cached."""
         return self._kv.num_blocks_for(len(choice.token_ids)) + self._reserved_blocks
 
+    def num_missing_for(self, choice: Choice) -> int:
+        """Blocks that must be free for a choice, beside those that it shares with rows that run."""
+        if choice.index == 0 and choice.live.wants_prompt_logprobs:
+            return self.num_blocks_for(choice)
+        prefix = choice.pinned or self._kv.find_prefix(choice.hashes, len(choice.token_ids))
+        return self.num_blocks_for(choice) - sum(map(self._kv.pool.is_held, prefix))
+
     def _is_kept_back(self, choice: Choice) -> bool:
         """Whether something else than room keeps it from beginning; whoever is behind need not wait for that."""
         live = choice.live

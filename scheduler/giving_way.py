@@ -64,7 +64,8 @@ class GivingWay:
         if self._running.held:
             return self._cheapest(self._running.held)
         inferior = self._after(choice, max_rows)
-        if not inferior or self._kv.pool.num_free + sum(len(other.block_ids) for other in inferior) < num_blocks:
+        pool = self._kv.pool
+        if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
             return None
         return self._cheapest(self._last(inferior))
 

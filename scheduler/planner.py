@@ -331,7 +331,7 @@ class Planner:
         choice = self.beginnings.first_without_room()
         if choice is None:
             return False
-        victim = self._giving_way.for_waiting(choice, self.beginnings.num_blocks_for(choice), self.max_rows)
+        victim = self._giving_way.for_waiting(choice, self.beginnings.num_missing_for(choice), self.max_rows)
         if victim is None:
             return False
         choice.num_overtaken = MAX_OVERTAKEN  # what is freed is for nobody else

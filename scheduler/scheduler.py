@@ -228,7 +228,9 @@ class Scheduler:
     def _new_choice(self, live: LiveRequest, index: int, hashes: list[bytes], pinned: list[int]) -> Choice:
         request = live.request
         rank = self._rank(request, live.number, index)
-        choice = Choice(live, index, rank, hashes, self._admission.max_tokens(request), pinned)
+        # What holds for the first choice holds for all, though its tenant's cap may be another one now.
+        max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._admission.max_tokens(request)
+        choice = Choice(live, index, rank, hashes, max_tokens, pinned)
         live.choices.append(choice)
         return choice
 

@@ -129,6 +129,32 @@ def test_a_higher_priority_takes_blocks(world_type, new_request):
     world.drain()
 
 
+def test_a_higher_priority_takes_only_the_blocks_that_it_cannot_share(world_type, new_request):
+    """Nine of its ten are another's, which stays: the one that is missing is taken from a row that has six."""
+    world = world_type(16, config(policy=Policy.PRIORITY))
+    shared = prompt(36)
+    world.add(new_request("first", shared, priority=0, max_tokens=8))
+    world.add(new_request("low", prompt(21, first=3), priority=5, max_tokens=4))
+    step(world)
+    step(world)
+    world.add(new_request("high", [*shared, 1, 2, 3, 4], priority=0, max_tokens=1))
+    assert [*step(world), *step(world)] == ["high"]
+    assert world.scheduler._requests["low"].timings.preemptions == 1
+    world.drain()
+
+
+def test_blocks_that_only_lower_priorities_share_can_be_taken_from_them(world_type, new_request):
+    world = world_type(16, config(policy=Policy.PRIORITY))
+    shared = prompt(36)
+    world.add(new_request("low 1", [*shared, 1], priority=5, max_tokens=6))
+    step(world)
+    world.add(new_request("low 2", [*shared, 2], priority=5, max_tokens=6))
+    step(world)
+    world.add(new_request("high", prompt(40, first=3), priority=0, max_tokens=1))
+    assert [name for _ in range(3) for name in step(world)] == ["high"]
+    world.drain()
+
+
 def test_a_higher_priority_waits_for_no_prefix_that_a_lower_one_computes(world_type, new_request):
     """Others between the two take the whole budget."""
     world = world_type(100, config(policy=Policy.PRIORITY, max_num_batched_tokens=9))
@@ -349,6 +375,7 @@ def test_a_cap_that_was_lowered_is_not_asked_about_a_priority(world_type, new_re
     named = world.add(new_request("named", prompt(8), max_tokens=20))
     default = world.add(new_request("default", prompt(8), max_tokens=20, max_tokens_is_default=True))
     step(world)
+    forked = world.add(new_request("forked", prompt(8), max_tokens=20, max_tokens_is_default=True, n=2))
     world.config = replace(world.config, default_tenant=TenantLimits(max_tokens=5))
     world.scheduler.reconfigure(world.config)
     for name in ("named", "default"):
@@ -357,6 +384,7 @@ def test_a_cap_that_was_lowered_is_not_asked_about_a_priority(world_type, new_re
         world.scheduler.update_request("named", Change(max_tokens=8))
     world.drain()
     assert named.finished.usage.output_tokens == default.finished.usage.output_tokens == 20
+    assert forked.finished.usage.output_tokens == 40
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
