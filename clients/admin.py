@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.clients.admin_client import AdminClient
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import Connection, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError
 from penstock.v1 import admin_pb2 as pb
@@ -231,12 +232,6 @@ def _flag(name: str) -> str:
 
 
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"penstock {name}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(name, description, epilog)
     add_admin_flags(parser)
     return parser

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from penstock.clients.batch_files import FileResults, Results, StreamResults
 from penstock.clients.batch_run import Batch
 from penstock.clients.client import AsyncClient
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import Connection, add_connection_flags, add_setting_flag, advised, connection
 from penstock.clients.errors import PenstockError
 
@@ -196,12 +197,10 @@ def _num_lines(file: BinaryIO) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock generate",
-        description="Answers a file of requests. It may be interrupted anywhere, and goes on when it is run again.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "generate",
+        "Answers a file of requests. It may be interrupted anywhere, and goes on when it is run again.",
+        _EPILOG,
     )
     parser.add_argument(
         "model",

@@ -10,6 +10,7 @@ from penstock.clients.bench_lengths import parse_lengths
 from penstock.clients.bench_load import DEFAULT_OPTIONS, Arrivals, ClosedLoop, OpenLoop
 from penstock.clients.bench_report import Slo
 from penstock.clients.bench_run import MAX_OUTSTANDING
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import add_connection_flags, default_target, setting
 from penstock.clients.errors import InvalidOption
 
@@ -21,7 +22,8 @@ _OWN_OPTIONS = {"max_tokens", "continue_from", "n"}
 
 _EPILOG = """\
 Times are the client's own, from the moment at which a request is sent. The same seed asks the same, of any server.
-Exit status: 0, 1 if no request was answered, 2 for wrong arguments, 130 if it was interrupted (what there is, is told).
+Exit status: 0, 1 if it could not begin or no request was answered, 2 for wrong flags, 130 if it was interrupted (what
+there is, is told).
 
 examples:
   penstock bench                                          100 requests, 16 at a time, to the service on this machine
@@ -95,12 +97,10 @@ def _body_setting(text: str) -> tuple[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock bench",
-        description="Loads a running service, and tells how it bore it.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "bench",
+        "Loads a running service, and tells how it bore it.",
+        _EPILOG,
     )
     parser.add_argument("address", nargs="?", metavar="TARGET", help="the service, as --target")
     _add_api(parser.add_argument_group("how it is called"))

@@ -110,7 +110,7 @@ class RandomLoad:
         needed = self.prefix_tokens + self.turns * sum(most)
         if self.max_model_len is not None and needed > self.max_model_len:
             raise PenstockError(
-                f"prefix, prompts and outputs of {self.turns} turn(s) have up to {needed:,} tokens, and the model "
+                f"prefix, prompts and outputs of {self.turns} {'turn' if self.turns == 1 else 'turns'} have up to {needed:,} tokens, and the model "
                 f"takes {self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
             )
 
@@ -155,7 +155,11 @@ class RandomLoad:
     def __str__(self) -> str:
         shape = [str(self.arrivals), f"prompts {self.prompt_tokens}", f"outputs {self.output_tokens}"]
         if self.prefix_tokens:
-            shape.append(f"one of {self.num_prefixes} prefix(es) of {self.prefix_tokens}")
+            shape.append(
+                f"a prefix of {self.prefix_tokens}"
+                if self.num_prefixes == 1
+                else f"one of {self.num_prefixes} prefixes of {self.prefix_tokens}"
+            )
         if self.turns > 1:
             shape.append(f"{self.turns} turns")
         return ", ".join([*shape, f"seed {self.seed}"])

@@ -40,7 +40,7 @@ class Slo:
             except (ValueError, KeyError):
                 bound = 0.0
             if name not in names or name in bounds or not bound > 0:
-                raise ValueError(f"expected such as ttft=500ms,itl=50ms,e2e=5s with names of {names}, got {part!r}")
+                raise ValueError(f"expected bounds of {', '.join(names)}, such as ttft=500ms,itl=50ms; got {part!r}")
             bounds[name] = bound
         return cls(**bounds)
 

@@ -42,6 +42,8 @@ def _spreads(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'':24}" + "".join(f"{column:>10}" for column in _COLUMNS)
     rows = {_NAMES[name]: figures for name, figures in summary["times_s"].items()}
     rows["until failed or refused"] = summary["failed_after_s"]
+    if not any(rows.values()):
+        return
     for name, figures in rows.items():
         if figures is not None:
             yield f"{name:24}" + "".join(f"{_time(figures[column]):>10}" for column in _COLUMNS)

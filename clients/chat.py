@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import (
     add_connection_flags,
     add_setting_flag,
@@ -270,13 +271,10 @@ def _describe(client: Client) -> GetModelResponse:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock chat",
-        description="Talks to a running service in the terminal. A turn sends what is new alone, while the service "
-        "has the rest.",
-        epilog=f"in the chat:\n{_HELP}\n\n{_EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "chat",
+        "Talks to a running service in the terminal. A turn sends what is new alone, while the service has the rest.",
+        f"in the chat:\n{_HELP}\n\n{_EPILOG}",
     )
     parser.add_argument("--once", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
     parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")

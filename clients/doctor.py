@@ -1,12 +1,12 @@
 """``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy."""
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.machine import Machine, has_gpu, inspect_machine
 
 _INSTALL = "pip install 'penstock[server]'"
@@ -48,11 +48,10 @@ class Choice:
 
 def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if ``penstock serve`` cannot run here."""
-    parser = argparse.ArgumentParser(
-        prog="penstock doctor",
-        description="Tells what this machine has, which backend penstock serve will use, and what is missing.",
-        epilog="exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same)",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "doctor",
+        "Tells what this machine has, which backend penstock serve will use, and what is missing.",
+        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same)",
     )
     parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
     arguments = parser.parse_args(argv)

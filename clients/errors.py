@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _NO_CONNECTION = re.compile("failed to connect|errors resolving|DNS resolution failed", re.IGNORECASE)
 _UNKNOWN_HOST = "Domain name not found"
+_NO_NAME = "Misformatted domain name"
+_NO_SOCKET = re.compile(r"connect failed: addr: unix:.* error: (.*)")
+_PORT = re.compile(r":\d+$")
 _NOT_TLS = "WRONG_VERSION_NUMBER"
 _NO_TLS = "what listens there speaks no TLS"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -96,7 +99,7 @@ def failure_from_call(
     code = call_error.code()
     details = call_error.details() or "no details"
     if code is grpc.StatusCode.UNAVAILABLE and _NO_CONNECTION.search(details):
-        return Unreachable(code, f"no service answers at {target}: {_why(details)}")
+        return Unreachable(code, f"no service answers at {target}: {_why(details, target)}")
     error = kind(code, details)
     metadata = _pairs(call_error.trailing_metadata())
     if isinstance(packed := metadata.get("grpc-status-details-bin"), bytes):
@@ -108,13 +111,22 @@ def failure_from_call(
     return error
 
 
-def _why(details: str) -> str:
+def _why(details: str, target: str) -> str:
     """Why there is no connection, out of all that gRPC tells of its attempts."""
+    if _NO_NAME in details:
+        return "write the address as HOST:PORT" + (", without a scheme" if "://" in target else "")
+    if missing := _NO_SOCKET.search(details):
+        return missing[1]
     if _UNKNOWN_HOST in details:
         return "the host is unknown"
     if _NOT_TLS in details:
         return _NO_TLS
-    return details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
+    why = details.rpartition("Failed to connect to remote host: ")[2].rpartition("last error: ")[2]
+    return (
+        why
+        if _PORT.search(target) or target.startswith("unix:")
+        else f"{why}; without a port gRPC takes 443: write HOST:PORT"
+    )
 
 
 def _code(number: int) -> grpc.StatusCode:

@@ -10,6 +10,7 @@ import grpc
 
 from penstock.clients.admin_client import AdminClient
 from penstock.clients.as_dict import as_dict
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import Connection, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError, RequestFailed
 from penstock.clients.terminal import shows
@@ -30,12 +31,10 @@ ended (penstock serve --explain-requests).
 
 def main(argv: list[str]) -> int:
     """Runs the command; the status is 1 if nothing is known of the request."""
-    parser = argparse.ArgumentParser(
-        prog="penstock explain",
-        description="Tells what a request waited for, which steps it was in, and where its time went.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "explain",
+        "Tells what a request waited for, which steps it was in, and where its time went.",
+        _EPILOG,
     )
     parser.add_argument("id", metavar="ID", help="the service's id of the request")
     parser.add_argument("--json", action="store_true", help="print it for programs (default: a timeline to read)")

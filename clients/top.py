@@ -12,6 +12,7 @@ from typing import Protocol
 
 from penstock.clients.admin_client import AdminClient
 from penstock.clients.as_dict import as_dict
+from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import Connection, add_admin_flags, admin_connection
 from penstock.clients.errors import PenstockError
 from penstock.clients.stats_text import Rates, dashboard, line
@@ -37,12 +38,10 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Runs the command until the service ends, which is a failure, or Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="penstock top",
-        description="Shows what a running service does: on a terminal the whole screen, otherwise lines.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        "top",
+        "Shows what a running service does: on a terminal the whole screen, otherwise lines.",
+        _EPILOG,
     )
     parser.add_argument(
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two answers (default: 1)"
@@ -142,7 +141,10 @@ class _Screen:
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"it must be {_MIN_INTERVAL_S} to {_MAX_INTERVAL_S:.0f} seconds")
     return seconds

@@ -4,6 +4,7 @@ import math
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
+from penstock.scheduler.lineup import Queued
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import RefusalKind, Refused, Request
 
@@ -29,16 +30,18 @@ class Admission:
         self,
         request: Request,
         *,
-        num_requests: int,
-        num_tokens: int,
+        queue: Queued,
+        own_queue: Queued,
+        queue_share: float,
         num_tenant_live: int,
         prediction: Prediction | None,
         alone_s: float | None,
         now: float,
     ) -> None:
-        """Raises Refused if the request may not enter a queue that holds so many requests, and tokens of prompts.
+        """Raises Refused if the request may not enter the queue.
 
-        ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it.
+        ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
+        ``queue_share`` of the queue although others have filled all of it; else the share is 0. ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it.
         Where nothing is predicted, nobody is refused for it.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -48,14 +51,8 @@ class Admission:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request, num_tenant_live)
-        if num_requests + 1 > self._config.max_queued_requests:
-            raise Refused(RefusalKind.QUEUE_FULL, f"{num_requests} requests are waiting already", RETRY_AFTER_MS)
-        if num_tokens + num_prompt_tokens > self._config.max_queued_tokens:
-            raise Refused(
-                RefusalKind.QUEUE_FULL,
-                f"{num_tokens} prompt tokens are waiting, and {num_prompt_tokens} more would exceed the limit",
-                None if num_prompt_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
-            )
+        if not self._has_room(own_queue, num_prompt_tokens, queue_share):
+            self._check_queue(queue, num_prompt_tokens)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
@@ -83,12 +80,29 @@ class Admission:
                 f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
             )
 
+    def _has_room(self, queue: Queued, num_tokens: int, share: float) -> bool:
+        config = self._config
+        return (
+            queue.requests + 1 <= share * config.max_queued_requests
+            and queue.tokens + num_tokens <= share * config.max_queued_tokens
+        )
+
+    def _check_queue(self, queue: Queued, num_tokens: int) -> None:
+        if queue.requests + 1 > self._config.max_queued_requests:
+            raise Refused(RefusalKind.QUEUE_FULL, f"{queue.requests} requests are waiting already", RETRY_AFTER_MS)
+        if queue.tokens + num_tokens > self._config.max_queued_tokens:
+            raise Refused(
+                RefusalKind.QUEUE_FULL,
+                f"{queue.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
+                None if num_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
+            )
+
     def _check_tenant(self, request: Request, num_live: int) -> None:
         most = self._config.tenant(request.tenant).max_live_requests
         if most is not None and num_live >= most:
             raise Refused(
                 RefusalKind.TENANT_BUSY,
-                f"this tenant has {num_live} live requests; at most {most} are allowed; try again when one has ended",
+                f"this tenant has {num_live:,} requests that have not ended, and may have {most:,}; try again when one has",
                 RETRY_AFTER_MS,
             )
 

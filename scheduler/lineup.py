@@ -7,6 +7,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import chain
+from typing import NamedTuple
 
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.policy import Rank
@@ -17,6 +18,13 @@ Order = tuple[float, Rank]
 
 def _rank(choice: Choice) -> Rank:
     return choice.rank
+
+
+class Queued(NamedTuple):
+    """How much waits: requests that have not begun, and their prompts' tokens."""
+
+    requests: int
+    tokens: int
 
 
 class WaitingQueue:
@@ -39,6 +47,16 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Choice]:
         """In any order."""
         return chain.from_iterable(self._lanes.values())
+
+    @property
+    def queued(self) -> Queued:
+        """Of everybody."""
+        return Queued(self.num_requests, self.num_tokens)
+
+    def queued_of(self, tenant: str) -> Queued:
+        """Of a tenant, where tenants take turns."""
+        new = [choice for choice in self._lanes.get(tenant, ()) if choice.live.started_at is None]
+        return Queued(len(new), sum(choice.num_prompt_tokens for choice in new))
 
     def order(self, choice: Choice) -> Order:
         """What a choice is ordered by now."""

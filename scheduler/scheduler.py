@@ -129,8 +129,9 @@ class Scheduler:
         try:
             self._admission.check(
                 request,
-                num_requests=waiting.num_requests,
-                num_tokens=waiting.num_tokens,
+                queue=waiting.queued,
+                own_queue=waiting.queued_of(request.tenant),
+                queue_share=self.tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
                 num_tenant_live=self.tenants.num_live(request.tenant),
                 # While nobody is there, trying again later cannot help, and nothing would be learned.
                 prediction=prediction if self._requests and not self.outlook.needs_test else None,

@@ -108,6 +108,14 @@ class Tenants:
         """The part of everything that is a busy tenant's, 0 to 1."""
         return use.limits.weight / self._total_weight
 
+    def share_of(self, name: str) -> float:
+        """What the part of a tenant is, or would be if it had a request."""
+        use = self._busy.get(name)
+        if use is not None:
+            return self.share(use)
+        weight = self._config.tenant(name).weight
+        return weight / (self._total_weight + weight)
+
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
         is_new_policy = config.policy is not self._config.policy

@@ -100,4 +100,4 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
 
 def _log_change(what: str) -> None:
-    _log.info("by %s: %s", current_caller.get().tenant, what[:_MAX_LOGGED])
+    _log.info("by tenant %s: %s", current_caller.get().tenant, what[:_MAX_LOGGED])

@@ -89,25 +89,25 @@ def test_garbage_in_the_details_hides_nothing():
     [
         (
             "failed to connect to all addresses; last error: t: Failed to connect to remote host: refused (111)",
-            "no service answers at t: refused (111)",
+            "no service answers at t:1: refused (111)",
         ),
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
-            "no service answers at t: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
+            "no service answers at t:1: UNKNOWN: ipv4:127.0.0.1:1: Ssl handshake failed",
         ),
         (
             "errors resolving no:1: [field:hostname lookup error:address lookup failed: Domain name not found]",
-            "no service answers at t: the host is unknown",
+            "no service answers at t:1: the host is unknown",
         ),
         (
             "failed to connect to all addresses; last error: Tls handshake failed: SSL routines:WRONG_VERSION_NUMBER",
-            "no service answers at t: what listens there speaks no TLS",
+            "no service answers at t:1: what listens there speaks no TLS",
         ),
-        ("DNS resolution failed for nowhere:1", "no service answers at t: DNS resolution failed for nowhere:1"),
+        ("DNS resolution failed for nowhere:1", "no service answers at t:1: DNS resolution failed for nowhere:1"),
     ],
 )
 def test_no_connection_is_unreachable(details, says):
-    failure = failure_from_call(call_error(grpc.StatusCode.UNAVAILABLE, details), "t", StreamBroken)
+    failure = failure_from_call(call_error(grpc.StatusCode.UNAVAILABLE, details), "t:1", StreamBroken)
     assert type(failure) is Unreachable
     assert str(failure) == says
 
@@ -120,3 +120,28 @@ def test_a_copy_is_whole():
     failure = copy.copy(failure_from_status(STATUS))
     assert type(failure) is RequestFailed
     check(failure)
+
+
+@pytest.mark.parametrize(
+    ("target", "details", "says"),
+    [
+        (
+            "http://t:1",
+            "errors resolving http://t:1: [field:address lookup failed for http://t:1: Misformatted domain name]",
+            "no service answers at http://t:1: write the address as HOST:PORT, without a scheme",
+        ),
+        (
+            "t",
+            "failed to connect to all addresses; last error: UNKNOWN: Failed to connect to remote host: refused",
+            "no service answers at t: refused; without a port gRPC takes 443: write HOST:PORT",
+        ),
+        (
+            "unix:/t",
+            "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/t: connect failed: "
+            "addr: unix:/t error: No such file or directory",
+            "no service answers at unix:/t: No such file or directory",
+        ),
+    ],
+)
+def test_an_address_that_is_written_wrong(target, details, says):
+    assert str(failure_from_call(call_error(grpc.StatusCode.UNAVAILABLE, details), target)) == says

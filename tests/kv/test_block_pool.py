@@ -214,6 +214,8 @@ def test_blocks_with_one_holder_are_counted():
     blocks = pool.take(3)
     pool.share(blocks[:1])
     assert pool.num_unshared(blocks) == 2
+    assert pool.num_freed([blocks]) == 2
+    assert pool.num_freed([blocks, blocks[:1]]) == 3
 
 
 OPERATIONS = st.sampled_from(("take", "release", "publish", "share", "retain", "expire", "flush", "reset"))

@@ -1,10 +1,13 @@
-"""Tenants take turns: under ``fair`` each gets its share by weight, and none saves up turns."""
+"""Tenants: under ``fair`` they take turns by weight, and none saves up turns; each is kept within its caps."""
 
 from dataclasses import replace
+
+import pytest
 
 from penstock.scheduler import tenants
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.request import RefusalKind, Refused
 
 
 def config(**changes):
@@ -153,4 +156,35 @@ def test_turns_begin_when_the_policy_does(world_type, new_request):
     world.scheduler.reconfigure(world.config)
     order = order_of(world, 4)
     assert sum(name.startswith("a") for name in order) >= 2, order
+    world.drain()
+
+
+def test_a_tenants_caps(world_type, new_request):
+    caps = TenantLimits(max_prompt_tokens=8, max_tokens=5, max_live_requests=2)
+    world = world_type(100, config(tenants={"a": caps}))
+
+    def refusal(**fields):
+        with pytest.raises(Refused) as refused:
+            world.scheduler.add(new_request("refused", **{"prompt": prompt(8), "tenant": "a"} | fields))
+        return refused.value.kind
+
+    assert refusal(prompt=prompt(9)) is RefusalKind.TENANT_CAP
+    assert refusal(max_tokens=6) is RefusalKind.TENANT_CAP
+    lowered = world.add(new_request("lowered", prompt(8), tenant="a", max_tokens=30, max_tokens_is_default=True))
+    lowered.limits[0] = 5
+    world.add(new_request("second", prompt(8), tenant="a", max_tokens=5))
+    assert refusal(max_tokens=5) is RefusalKind.TENANT_BUSY
+    world.add(new_request("other", prompt(9), tenant="b", max_tokens=30))
+    world.drain()
+    assert world.add(new_request("again", prompt(8), tenant="a", max_tokens=5)) is not None
+    world.drain()
+
+
+def test_a_tenant_that_fills_the_queue_leaves_others_their_share(world_type, new_request):
+    world = world_type(100, config(policy=Policy.FAIR, max_num_seqs=1, max_queued_requests=6))
+    loud = [new_request(f"a{number}", prompt(8), tenant="a") for number in range(8)]
+    assert [world.add(request) is not None for request in loud] == [True] * 6 + [False] * 2
+    quiet = [new_request(f"b{number}", prompt(8), tenant="b") for number in range(4)]
+    assert [world.add(request) is not None for request in quiet] == [True] * 3 + [False]
+    assert world.add(new_request("a again", prompt(8), tenant="a")) is None
     world.drain()

@@ -279,30 +279,6 @@ def test_a_limit_that_no_deadline_allows_is_no_reason_to_refuse(world_type, new_
     world.drain()
 
 
-# Tenants' caps --------------------------------------------------------------------------------------------------------
-
-
-def test_a_tenants_caps(world_type, new_request):
-    caps = TenantLimits(max_prompt_tokens=8, max_tokens=5, max_live_requests=2)
-    world = world_type(100, config(tenants={"a": caps}))
-
-    def refusal(**fields):
-        with pytest.raises(Refused) as refused:
-            world.scheduler.add(new_request("refused", **{"prompt": prompt(8), "tenant": "a"} | fields))
-        return refused.value.kind
-
-    assert refusal(prompt=prompt(9)) is RefusalKind.TENANT_CAP
-    assert refusal(max_tokens=6) is RefusalKind.TENANT_CAP
-    lowered = world.add(new_request("lowered", prompt(8), tenant="a", max_tokens=30, max_tokens_is_default=True))
-    lowered.limits[0] = 5
-    world.add(new_request("second", prompt(8), tenant="a", max_tokens=5))
-    assert refusal(max_tokens=5) is RefusalKind.TENANT_BUSY
-    world.add(new_request("other", prompt(9), tenant="b", max_tokens=30))
-    world.drain()
-    assert world.add(new_request("again", prompt(8), tenant="a", max_tokens=5)) is not None
-    world.drain()
-
-
 # Streams that nobody reads --------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ def random_config(number: int) -> tuple[int, SchedulerConfig, int]:
         enable_prefix_caching=rng.random() < 0.75,
         max_plans_in_flight=rng.choice((1, 2, 2, 2)),
         max_decode_tokens=rng.choice((1, 1, 3)),
+        target_itl_s=rng.choice((None, None, 0.5, 3.0)),
     )
     return rng.randint(8, 22), config, budget
 

@@ -277,10 +277,10 @@ async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, c
         request = admin_pb2.UpdateSettingsRequest(max_num_seqs=7, tenants=[admin_pb2.TenantSettings(tenant="b")])
         await service.admin.UpdateSettings(request, metadata=key)
     assert caplog.messages == [
-        "by acme: new requests are refused",
-        "by acme: new requests are taken again",
-        "by acme: 0 cached blocks are forgotten",
-        'by acme: settings: max_num_seqs: 7 tenants { tenant: "b" }',
+        "by tenant acme: new requests are refused",
+        "by tenant acme: new requests are taken again",
+        "by tenant acme: 0 cached blocks are forgotten",
+        'by tenant acme: settings: max_num_seqs: 7 tenants { tenant: "b" }',
     ]
 
 
