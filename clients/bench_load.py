@@ -110,7 +110,7 @@ class RandomLoad:
         needed = self.prefix_tokens + self.turns * sum(most)
         if self.max_model_len is not None and needed > self.max_model_len:
             raise PenstockError(
-                f"prefix, prompts and outputs of {self.turns} {'turn' if self.turns == 1 else 'turns'} have up to {needed:,} tokens, and the model "
+                f"a conversation's prefix, prompts and outputs have up to {needed:,} tokens, and the model "
                 f"takes {self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
             )
 

@@ -5,8 +5,8 @@ from typing import NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of ``penstock NAME``: flags are written out, the epilog is shown as it is, and what is wrong is said
-    in one line instead of below a page of usage."""
+    """The arguments of ``penstock NAME``: flags are written out, the epilog is shown as it is, and what is wrong is
+    said in one line, not below a page of usage."""
 
     def __init__(self, name: str, description: str, epilog: str) -> None:
         super().__init__(

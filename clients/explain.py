@@ -1,6 +1,5 @@
 """``penstock explain``: what a request waited for, which steps it was in, and where its time went."""
 
-import argparse
 import asyncio
 import json
 import os

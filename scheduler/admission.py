@@ -102,7 +102,7 @@ class Admission:
         if most is not None and num_live >= most:
             raise Refused(
                 RefusalKind.TENANT_BUSY,
-                f"this tenant has {num_live:,} requests that have not ended, and may have {most:,}; try again when one has",
+                f"this tenant may have {most:,} requests at a time, and has {num_live:,}; try again when one has ended",
                 RETRY_AFTER_MS,
             )
 

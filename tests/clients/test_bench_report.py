@@ -123,7 +123,7 @@ def test_an_slo_is_read():
     "text", ["", "ttft", "ttft=5", "ttft=-5ms", "speed=5ms", "ttft=1s,ttft=2s", "itl=xms", "itl=1h"]
 )
 def test_other_slos_are_refused(text):
-    with pytest.raises(ValueError, match="expected such as ttft=500ms"):
+    with pytest.raises(ValueError, match="expected bounds of ttft, itl, tpot, e2e"):
         Slo.parse(text)
 
 
@@ -186,3 +186,8 @@ def test_the_context_of_a_turn():
     first = answered(messages=((0.1, 2), (0.2, 1)))
     unknown = Record(Request(1, [7, 8], 8), 0.0, output_tokens=3)
     assert context(Request(2, [9], 8), [first, unknown]) == [1, 2, 3, 0, 1, 0, 7, 8, 7, 8, 7, 9]
+
+
+def test_a_table_without_times_has_no_heading_for_them():
+    assert "p99" in table(report(answered()).summary())
+    assert "p99" not in table(report(seconds=0).summary())

@@ -137,8 +137,7 @@ def test_a_copy_is_whole():
         ),
         (
             "unix:/t",
-            "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/t: connect failed: "
-            "addr: unix:/t error: No such file or directory",
+            "failed to connect to all addresses; connect failed: addr: unix:/t error: No such file or directory",
             "no service answers at unix:/t: No such file or directory",
         ),
     ],
