@@ -16,7 +16,8 @@ _MAX_SHOWN = 160
 
 def table(summary: Mapping[str, Any]) -> str:
     """Text of some lines: counts and rates, the spread of each time, and what to know before believing them."""
-    return "\n".join([*_totals(summary), "", *_spreads(summary), "", *_client(summary)])
+    parts = ("\n".join(lines) for lines in (_totals(summary), _spreads(summary), _client(summary)))
+    return "\n\n".join(filter(None, parts))
 
 
 def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -39,11 +40,11 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _spreads(summary: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{'':24}" + "".join(f"{column:>10}" for column in _COLUMNS)
     rows = {_NAMES[name]: figures for name, figures in summary["times_s"].items()}
     rows["until failed or refused"] = summary["failed_after_s"]
     if not any(rows.values()):
         return
+    yield f"{'':24}" + "".join(f"{column:>10}" for column in _COLUMNS)
     for name, figures in rows.items():
         if figures is not None:
             yield f"{name:24}" + "".join(f"{_time(figures[column]):>10}" for column in _COLUMNS)

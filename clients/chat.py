@@ -261,10 +261,6 @@ def _describe(client: Client) -> GetModelResponse:
             f"{failure.message}\nstart one in another terminal: penstock serve\n"
             "or name another: penstock chat --target HOST:PORT"
         ) from None
-    except RequestFailed as failure:
-        if failure.code is grpc.StatusCode.UNIMPLEMENTED:
-            raise PenstockError(f"what answers at {client.target} is no penstock service") from None
-        raise
     if not model.has_chat_template:
         raise PenstockError(f"{model.name} has no chat template; penstock generate sends it plain prompts")
     return model

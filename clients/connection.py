@@ -85,6 +85,11 @@ def advised() -> Iterator[None]:
             raise PenstockError(f"{failure}\ngive the key with --api-key-file FILE or in ${KEY_VARIABLE}") from None
         if isinstance(failure, Unreachable) and failure.speaks_no_tls:
             raise PenstockError(f"{failure}; leave --tls and its companions out") from None
+        if failure.code is grpc.StatusCode.UNIMPLEMENTED:
+            raise PenstockError(
+                "what answers there is no penstock service, or the listener that administers one; penstock serve "
+                "prints both addresses"
+            ) from None
         raise
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.choice import Choice
 from penstock.scheduler.lineup import RunningRows
-from penstock.scheduler.policy import Policy
+from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.tenants import Tenants
 
 
@@ -57,6 +57,19 @@ class GivingWay:
     def makes_room(self) -> bool:
         """Whether any row might give way to one that waits."""
         return bool(self._running.held) or self._policy in (Policy.PRIORITY, Policy.FAIR)
+
+    def would_make_room(self, tenant: str, rank: Rank, max_rows: int) -> bool:
+        """Whether a row would give way to a request that is still to come, with nobody of its own ahead of it."""
+        if self._policy is Policy.PRIORITY:
+            return any(choice.rank[0] > rank[0] for choice in self._running)
+        if self._policy is not Policy.FAIR:
+            return False
+        tenants, num_rows = self._tenants, min(max_rows, len(self._running) + 1)
+        if tenants.num_rows(tenant) + 1 > max(1.0, num_rows * tenants.share_of(tenant)):
+            return False
+        return any(
+            use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
+        )
 
     def for_waiting(self, choice: Choice, num_blocks: int, max_rows: int) -> Choice | None:
         """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or

@@ -9,7 +9,7 @@ from penstock.scheduler.choice import LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
 from penstock.scheduler.planner import Planner
-from penstock.scheduler.policy import Policy
+from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
@@ -92,7 +92,7 @@ class Outlook:
         self._forecast.learn_total(expected_s, took_s)
         self._learned_at = self._clock()
 
-    def predict(self, request: Request, num_cached_tokens: int, num_ahead: int) -> Prediction | None:
+    def predict(self, request: Request, num_cached_tokens: int, num_ahead: int, rank: Rank) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
         num_prompt_tokens = len(request.prompt_token_ids)
         if self._clock() - self._learned_at > UNTESTED_S:
@@ -101,8 +101,12 @@ class Outlook:
             # Long requests overtake short ones that are due sooner. If each counted only those with less slack than its
             # own, more would be admitted than can be done in time.
             num_ahead = max(num_ahead, self._num_due_before(request.deadline))
+        load = self._load(num_ahead)
+        if self._planner.would_make_room(request.tenant, rank):
+            load = self._load(0)
+            load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
         return self._forecast.predict(
-            self._load(num_ahead), num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
+            load, num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
         )
 
     @property

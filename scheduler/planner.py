@@ -324,6 +324,12 @@ class Planner:
         if choice.state is ChoiceState.PREFILLING:
             kv.retract(choice, choice.hashes[start:num_full])
 
+    def would_make_room(self, tenant: str, rank: Rank) -> bool:
+        """Whether a request that comes now gets the row and the blocks of one that runs."""
+        waiting = self.waiting
+        num_own = waiting.queued_of(tenant).requests if waiting.by_turns else waiting.num_ahead(tenant, rank)
+        return not num_own and self._giving_way.would_make_room(tenant, rank, self.max_rows)
+
     def _make_room(self) -> bool:
         """Has a row give way to whoever waits first and finds no room; False if none has to."""
         if not self._giving_way.makes_room:

@@ -107,8 +107,9 @@ class Scheduler:
         cached = 0
         if request.sampling.prompt_logprobs is None:
             cached = len(self.kv.find_prefix(hashes, len(request.prompt_token_ids))) * self.kv.block_size
-        position = self._planner.waiting.num_ahead(request.tenant, self._rank(request, self._num_arrived, 0))
-        prediction = self.outlook.predict(request, cached, position)
+        rank = self._rank(request, self._num_arrived, 0)
+        position = self._planner.waiting.num_ahead(request.tenant, rank)
+        prediction = self.outlook.predict(request, cached, position, rank)
         self._admit(request, cached, prediction)
         texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
         tenant, timeline = self.tenants.enter(request.tenant), self.timelines.open(request)

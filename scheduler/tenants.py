@@ -116,6 +116,15 @@ class Tenants:
         weight = self._config.tenant(name).weight
         return weight / (self._total_weight + weight)
 
+    def share_beside(self, use: TenantUse, newcomer: str) -> float:
+        """What the part of a busy tenant is once the newcomer has a request too."""
+        return self.share(use) if newcomer in self._busy else self.share(use) * (1 - self.share_of(newcomer))
+
+    def num_rows(self, name: str) -> int:
+        """A tenant's choices that run."""
+        use = self._busy.get(name)
+        return 0 if use is None else use.num_rows
+
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
         is_new_policy = config.policy is not self._config.policy

@@ -80,6 +80,12 @@ def test_nobody_there(tool):
     assert done.stderr.startswith("penstock bench: no server answers at http://127.0.0.1:1: ")
 
 
+def test_the_wrong_listener(tool, admin):
+    done = tool.run("bench", admin.target)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "or the listener that administers one; penstock serve prints both addresses" in done.stderr
+
+
 def test_nothing_answered_is_a_failure(tool, threaded_service):
     threaded_service.break_next = 10**6
     done = tool.run("bench", threaded_service.target, *SMALL, "--warmup", 0, "--concurrency", 12)

@@ -188,3 +188,22 @@ def test_a_tenant_that_fills_the_queue_leaves_others_their_share(world_type, new
     assert [world.add(request) is not None for request in quiet] == [True] * 3 + [False]
     assert world.add(new_request("a again", prompt(8), tenant="a")) is None
     world.drain()
+
+
+@pytest.mark.parametrize("policy", [Policy.FAIR, Policy.PRIORITY])
+def test_whoever_is_given_a_row_is_predicted_to_have_it(world_type, new_request, policy):
+    world = world_type(100, config(policy=policy, max_num_seqs=2, max_queued_requests=100))
+    add_some(world, new_request, "hog", 12, max_tokens=40, priority=1)
+    while len(world.alive()) > 6:
+        step(world)
+    for _ in range(8):  # in the middle of an output
+        step(world)
+    received = world.add(new_request("small", prompt(8, first=3), tenant="small", max_tokens=6))
+    accepted = received.accepted
+    assert accepted.predicted_ttft_s is not None
+    assert accepted.predicted_ttft_s < 6
+    begins = 0
+    while "small" not in step(world):
+        begins += 1
+    assert begins < 4
+    world.drain()
