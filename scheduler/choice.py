@@ -54,6 +54,7 @@ class LiveRequest:
         "choices",
         "entered_at",
         "expected_s",
+        "expected_ttft_s",
         "first_token_at",
         "forked",
         "held",
@@ -87,6 +88,8 @@ class LiveRequest:
         """Of the choices: made at admission, where a failure is the request's alone."""
         self.entered_at = 0.0
         """When it was admitted."""
+        self.expected_ttft_s: float | None = None
+        """What was predicted until its first token; None where that came, or says nothing."""
         self.expected_s: float | None = None
         """From then to its last token, as predicted; None where that does not depend on the load alone."""
         self.num_expected_cached = 0

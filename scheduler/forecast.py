@@ -28,6 +28,13 @@ _PRIOR = 0.1
 """Outputs, half of which ended by themselves, that every length is taken to have been known by before the first."""
 
 
+_BIAS_RATE = 0.1
+"""Of the error of a time to the first token, what is corrected at once."""
+_MAX_BIAS_STEP = 0.7
+_MAX_BIAS = 4.0
+"""However wrong predictions are."""
+
+
 @dataclass(slots=True)
 class Load:
     """What there is to do when a request arrives."""
@@ -74,6 +81,7 @@ class Forecast:
         self._lengths = OutputLengths()
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
         self.forget_lateness()
+        self._bias = 1.0
         self._mean_output = 0.0
         self._num_outputs = 0
 
@@ -87,6 +95,16 @@ class Forecast:
         self._lengths.learn(num_output, num_output < max_tokens)
         self._num_outputs = min(self._num_outputs + 1, _MAX_KNOWN)
         self._mean_output += (num_output - self._mean_output) / self._num_outputs
+
+    def learn_ttft(self, predicted_s: float, took_s: float) -> None:
+        """A request's first token took so long from its admission, for which so much was predicted then.
+
+        What the model of steps knows nothing of (the way to the worker and back, those who come later and are in the
+        same step) shows as a factor, of which a little is corrected each time.
+        """
+        error = math.log(max(took_s, 1e-6) / predicted_s)
+        error = max(-_MAX_BIAS_STEP, min(_MAX_BIAS_STEP, error))
+        self._bias = max(1 / _MAX_BIAS, min(_MAX_BIAS, self._bias * math.exp(_BIAS_RATE * error)))
 
     def learn_total(self, predicted_s: float, took_s: float) -> None:
         """A request took so long from its admission to its last token, for which so much was predicted then."""
@@ -120,7 +138,8 @@ class Forecast:
         rows = min(load.max_rows, num_rows + load.ahead_requests + 1)
         ttft_s = load.in_flight_s + seconds
         total_s = ttft_s + self._decoding_s(rows, kv_each * rows, self._lengths.long(max_tokens, _PRUDENCE))
-        return Prediction(ttft_s, total_s, total_s * self._lateness)
+        # What is told is as true as can be; what is admitted by has its own measure of lateness.
+        return Prediction(self._bias * ttft_s, total_s, total_s * self._lateness)
 
     def service_s(
         self, load_decodes: int, load_decode_kv: int, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int

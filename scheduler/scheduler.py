@@ -121,6 +121,7 @@ class Scheduler:
         ttft_s = None
         if prediction is not None:
             ttft_s, live.expected_s = prediction.ttft_s, prediction.total_s
+            live.expected_ttft_s = ttft_s
         timeline.accepted(position, ttft_s)
         request.sink(Accepted(cached, position, ttft_s))
 
@@ -271,6 +272,7 @@ class Scheduler:
         try:
             live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
+            live.choices.clear()  # each has it: a circle, which would be there until the cycle collector comes by
             self._on_finished(live.request)
 
     # A step -----------------------------------------------------------------------------------------------------------
@@ -393,6 +395,7 @@ class Scheduler:
         if live.first_token_at is None:
             live.first_token_at = self._clock()
             live.timeline.first_token(live.first_token_at)
+            self.outlook.began(live, live.first_token_at)
         try:
             delta = choice.delivery.take(token_ids, logprobs)
         except Exception as error:

@@ -121,10 +121,12 @@ async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
-    if isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):
-        raise error
-    if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-        raise error
+    is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
+    if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
+        try:
+            raise error
+        finally:
+            del error  # or this frame and the error's traceback would be a circle, for each call that is left
     if isinstance(error, grpc.aio.InternalError):
         # The client went away while a message was on its way: nobody is left to be told.
         raise asyncio.CancelledError from None

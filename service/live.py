@@ -278,9 +278,10 @@ class LiveRequest:
             known = ServiceError(Reason.INTERNAL)
         self._refusal = known
         reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
+        was_prepared = self._request is not None
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
         # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
-        if self._request is not None:
+        if was_prepared:
             asyncio.get_running_loop().call_soon(self._abort, reason, "")
 
     def _abort(self, reason: FinishReason, message: str) -> bool:
@@ -302,6 +303,8 @@ class LiveRequest:
             self._receiver.fail(error)
         self._on_end(self)
         self._report(finished)
+        # It has our sink: a circle, which would be there until the cycle collector comes by.
+        self._request = None
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None

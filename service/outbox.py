@@ -386,6 +386,8 @@ class Outbox:
         self._closed = True
         self._drop_pending()
         self._set_live(0)
+        # They know whoever has this outbox: circles, which would be there until the cycle collector comes by.
+        self._write, self._on_stall = _nowhere, _nobody
 
     def _set_live(self, num_live: int) -> None:
         self._num_live = num_live
@@ -396,3 +398,11 @@ class Outbox:
         is_active = self._num_live > 0 and not self.is_stalled
         self._pacer.add(is_active - self._is_active)
         self._is_active = is_active
+
+
+async def _nowhere(message: object) -> None:
+    """Where an outbox writes that is done."""
+
+
+def _nobody(is_stalled: bool) -> None:
+    """Whom it tells of a reader that is slow."""

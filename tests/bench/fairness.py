@@ -1,6 +1,6 @@
 """A tenant at 50 times another's rate, under ``fair``: what that does to the other's time to first token.
 
-Both come through one gateway's Generate stream, whose key may act for others. Each tenant may have a few live requests,
+Both come through one gateway's Generate stream, whose key may act for others. Each tenant may have some live requests,
 as an operator would have it; what is beyond that is refused.
 """
 
@@ -24,7 +24,7 @@ KEY = "the gateway's key"
 RATE = 6.0
 """Requests a second of the quiet tenant."""
 FACTOR = 50.0
-MAX_LIVE = 6
+MAX_LIVE = 16
 TARGET = 1.5
 
 
