@@ -17,10 +17,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """So much more waits, or less."""
-        self.num_bytes += num_bytes
+        """Kept up by the streams."""
 
     def threshold(self) -> int:
         """What one stream may have now."""

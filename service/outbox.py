@@ -274,13 +274,16 @@ class Outbox:
         """The batch that takes a part of so many bytes."""
         if self._failure is not None or self._closed:
             return Batch()  # nobody will read it
-        self._count(num_bytes)
-        if self._pending_bytes > HELD_UP_PART_BYTES:  # which is rare
+        self._pending_bytes += num_bytes
+        self._backlog.num_bytes += num_bytes
+        # Both are rare: what a step brings is less, and is written before the next one comes.
+        if self._pending_bytes > (MAX_PART_BYTES if self._writer is None else HELD_UP_PART_BYTES):
             self._keep_bounds(num_bytes)
-        if self._batch is None:
-            self._batch = Batch()
-        self._batch.num_bytes += num_bytes
-        return self._batch
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = Batch()
+        batch.num_bytes += num_bytes
+        return batch
 
     def _keep_bounds(self, num_bytes: int) -> None:
         """Of the message that would take so many bytes more, and of all that is pending, with them."""
@@ -308,7 +311,7 @@ class Outbox:
 
     def _count(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes
-        self._backlog.add(num_bytes)
+        self._backlog.num_bytes += num_bytes
 
     def _drop_pending(self) -> None:
         """All but what is being written."""
