@@ -164,7 +164,7 @@ def _add_arrivals(flags: "argparse._ArgumentGroup") -> None:
         "--num-requests",
         type=_whole,
         metavar="N",
-        help=f"how many (default: {_DEFAULT_REQUESTS}, or as --duration says)",
+        help=f"how many, all --turns of conversations counted (default: {_DEFAULT_REQUESTS}, or as --duration says)",
     )
     flags.add_argument(
         "--duration", type=_above_zero, metavar="SECONDS", help="send nothing more after this; what runs is waited for"

@@ -42,8 +42,8 @@ class Admission:
 
         ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
         ``queue_share`` of the queue although others have filled all of it; else the share is 0.
-        ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it. Where
-        nothing is predicted, nobody is refused for it.
+        ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it.
+        Where nothing is predicted, nobody is refused for it.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"

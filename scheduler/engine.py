@@ -58,6 +58,8 @@ class Engine:
         self._num_refused = 0
         self._is_draining = False
         self._load_s = 0.0
+        """What the last worker took to start."""
+        self._died_at = 0.0
         self._restarts = Restarts(restart_delay_s)
         self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
@@ -140,7 +142,8 @@ class Engine:
             return Refused(RefusalKind.DRAINING, "the service is shutting down")
         retry_ms = None
         if self.state is EngineState.RECOVERING:
-            retry_ms = max(MIN_RETRY_MS, round(1000 * self._load_s))
+            left_s = self._load_s - (time.monotonic() - self._died_at)
+            retry_ms = max(MIN_RETRY_MS, round(1000 * left_s))
         return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
 
     # Operation ----------------------------------------------------------------------------------------------------
@@ -270,6 +273,7 @@ class Engine:
         """Starts another one, for which all that was admitted waits; False if there is nothing to go on with."""
         if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
+        self._died_at = time.monotonic()
         self._set_state(EngineState.RECOVERING)
         blames_step = error.blames_step and self._watchdog.num_unanswered > 0
         self._watchdog.restarted()

@@ -115,7 +115,9 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
     Reason.SHUTDOWN: Entry(_Code.UNAVAILABLE, "the service went down before the request was done; try another", 1000),
     Reason.GOING_DOWN: Entry(_Code.FAILED_PRECONDITION, "the service is going down for good; start another"),
-    Reason.WORKER_DOWN: Entry(_Code.UNAVAILABLE, "the worker is not running; try again", 5000),
+    Reason.WORKER_DOWN: Entry(
+        _Code.UNAVAILABLE, "the worker is being started; try another replica, or try again", 5000
+    ),
     Reason.WORKER_DIED: Entry(_Code.UNAVAILABLE, "the worker died while the request ran; try again", 5000),
     Reason.KILLED_WORKER: Entry(
         _Code.INTERNAL,

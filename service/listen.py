@@ -11,6 +11,7 @@ from pathlib import Path
 
 MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
+MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
 OFF = "off"
 """As an address: no listener at all."""
@@ -44,7 +45,7 @@ class Address:
         host = host.removeprefix("[").removesuffix("]")
         if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
             or_off = f", or {OFF}" if flag == ADMIN_FLAG else ""
-            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to 65535, or unix:PATH{or_off}")
+            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to {MAX_PORT}, or unix:PATH{or_off}")
         return cls(host, int(port), flag=flag)
 
     def __str__(self) -> str:
@@ -122,7 +123,7 @@ def _explained(error: OSError) -> str:
 def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Address | None:
     """Where a service that listens at ``service`` is administered by ``--admin-listen``; None is nowhere.
 
-    By default on loopback, a port further, or on another socket beside its own. Raises ListenError, also where other
+    By default on loopback, on the next port, or on another socket beside its own. Raises ListenError, also where other
     machines could administer it without a key.
     """
     if text == OFF:
@@ -130,7 +131,8 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
     if text is None and service.path is not None:
         text = f"unix:{service.path}.admin"
     elif text is None:
-        text = f"127.0.0.1:{service.port + 1 if service.port else 0}"
+        beside = service.port - 1 if service.port == MAX_PORT else service.port + 1
+        text = f"127.0.0.1:{beside if service.port else 0}"
     address = Address.parse(text, ADMIN_FLAG)
     if address == service and (address.path is not None or address.port):
         raise ListenError(f"{ADMIN_FLAG} {text}: callers are served there; choose another, or {OFF}")
