@@ -28,6 +28,8 @@ _PRIOR = 0.1
 """Outputs, half of which ended by themselves, that every length is taken to have been known by before the first."""
 
 
+_RECENT_OUTPUTS = 64
+"""That the mean output is about of: what ends a row now is what came lately."""
 _BIAS_RATE = 0.1
 """Of the error of a time to the first token, what is corrected at once."""
 _MAX_BIAS_STEP = 0.7
@@ -93,7 +95,7 @@ class Forecast:
     def learn(self, num_output: int, max_tokens: int) -> None:
         """An output that might have had ``max_tokens`` ended, by itself or because of that limit."""
         self._lengths.learn(num_output, num_output < max_tokens)
-        self._num_outputs = min(self._num_outputs + 1, _MAX_KNOWN)
+        self._num_outputs = min(self._num_outputs + 1, _RECENT_OUTPUTS)
         self._mean_output += (num_output - self._mean_output) / self._num_outputs
 
     def learn_ttft(self, predicted_s: float, took_s: float) -> None:
