@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.clients.command_parser import CommandParser
-from penstock.clients.machine import Machine, has_gpu, inspect_machine
+from penstock.clients.machine import Machine, Package, has_gpu, inspect_machine
 
 _INSTALL = "pip install 'penstock[server]'"
+_BENCH = "bench"
+"""The extra of what only ``penstock bench`` uses."""
 _DISPENSABLE = {
     "transformers": "tests compare with it",
     "triton": "kernels for a GPU need it",
@@ -69,9 +71,14 @@ def main(argv: list[str]) -> int:
     return int(any(finding.kind is Kind.MISSING for finding in findings))
 
 
+def _is_needed(package: Package) -> bool:
+    """Whether no service can run without it."""
+    return package.extra != _BENCH and package.name not in _DISPENSABLE
+
+
 def choose(machine: Machine) -> Choice:
     """Which backend will run, and why."""
-    if any(package.name not in _DISPENSABLE for package in machine.missing()):
+    if any(map(_is_needed, machine.missing())):
         return Choice(None, None, "the packages that a server needs are not installed")
     device, why = machine.default_device()
     return Choice("reference", device, f"plain torch on the {'CPU' if device == 'cpu' else 'GPU'}: {why}")
@@ -84,13 +91,18 @@ def examine(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             Kind.MISSING, f"Python {machine.python} is not supported", "make an environment with Python 3.11 to 3.13"
         )
-    missing = [package.name for package in machine.missing()]
-    needed = [name for name in missing if name not in _DISPENSABLE]
+    missing = machine.missing()
+    needed = [package.name for package in missing if _is_needed(package)]
     if needed:
         yield Finding(Kind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
     else:
-        for name in missing:
-            yield Finding(Kind.ADVICE, f"not installed: {name} ({_DISPENSABLE[name]})", _INSTALL)
+        for package in missing:
+            if package.name in _DISPENSABLE:
+                yield Finding(Kind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL)
+    for_bench = [package.name for package in missing if package.extra == _BENCH]
+    if for_bench:
+        what = f"not installed: {', '.join(for_bench)} (for pictures and OpenAI's API in penstock bench)"
+        yield Finding(Kind.ADVICE, what, f"pip install 'penstock[{_BENCH}]'")
     if machine.gpu_problem or (has_gpu() and not machine.gpus):
         yield Finding(
             Kind.ADVICE,

@@ -41,7 +41,7 @@ class Package:
     name: str
     version: str | None
     extra: str
-    """What installs it: ``server``, or empty for the bare package."""
+    """What installs it: ``server`` or ``bench``, or empty for the bare package."""
 
 
 @dataclass(frozen=True)

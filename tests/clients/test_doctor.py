@@ -164,9 +164,17 @@ def test_a_driver_that_fails_says_why(tmp_path, monkeypatch):
     assert (found.gpus, found.gpu_problem) == ([], "Driver/library version mismatch")
 
 
-def test_packages_are_those_of_the_bare_install_and_of_a_server(here):
+def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
     assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
-    assert {package.extra for package in here.packages} == {"", "server"}
+    assert {package.extra for package in here.packages} == {"", "server", "bench"}
+
+
+def test_a_server_runs_without_what_only_the_load_generator_uses(fitted):
+    server = [package for package in fitted.packages if package.extra != "bench"]
+    lacking = dataclasses.replace(fitted, packages=[*server, Package("aiohttp", None, "bench")])
+    assert choose(lacking).backend == "reference"
+    assert remedies(lacking, Kind.MISSING) == []
+    assert remedies(lacking, Kind.ADVICE) == ["pip install 'penstock[bench]'"]
 
 
 def test_json_is_for_programs(capsys):
