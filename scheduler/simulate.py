@@ -1,7 +1,7 @@
 """A scheduler under load in virtual time: minutes of it in seconds, the same every time.
 
-All is real but the worker, whose steps take the time that a function of their work says, and the clock. For tests and
-benchmarks of policies, deadlines and predictions. Knows no event loop.
+All is real but the worker, whose steps take the time that a function of their work says, and the clock. For tests of
+policies, deadlines and predictions. Knows no event loop.
 """
 
 import heapq

@@ -209,6 +209,8 @@ class LiveRequest:
 
     def _catch_up(self) -> None:
         """What was said during the preparation."""
+        if self._done:
+            return  # what told its caller that it was accepted failed, and so it ended
         self._is_queued = True
         early, self._early = self._early, []
         for change, refuse in early:
