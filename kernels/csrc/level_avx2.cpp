@@ -1,0 +1,5 @@
+#define PENSTOCK_LEVEL level_avx2
+#define PENSTOCK_LEVEL_NAME "avx2"
+#include "level.h"
+
+const penstock::Kernels* penstock::kernels_avx2() { return &PENSTOCK_LEVEL::TABLE; }

@@ -1,0 +1,5 @@
+#define PENSTOCK_LEVEL level_avx512_bf16
+#define PENSTOCK_LEVEL_NAME "avx512_bf16"
+#include "level.h"
+
+const penstock::Kernels* penstock::kernels_avx512_bf16() { return &PENSTOCK_LEVEL::TABLE; }

@@ -1,0 +1,258 @@
+// Sixteen lanes, whatever the machine's registers hold: every kernel is written once in terms of this file, and compiled
+// for each instruction set by level_*.cpp, which defines PENSTOCK_LEVEL, the namespace.
+//
+// Nothing of the standard library may be instantiated in a kernel: the linker keeps one copy of a template, and it may
+// be the one with instructions that this machine lacks. Lanes are reduced in a fixed order, so that a result depends on
+// the instruction set and on the operands alone.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace PENSTOCK_LEVEL {
+
+typedef float Floats __attribute__((vector_size(64), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64), may_alias));
+typedef float FloatsAnywhere __attribute__((vector_size(64), may_alias, aligned(4)));
+typedef int32_t IntsAnywhere __attribute__((vector_size(64), may_alias, aligned(1)));
+
+// ------------------------------------------------------------------------------------------------ load, store, reduce
+
+INLINE Floats splat(float x) { return Floats{} + x; }
+INLINE Ints splat_int(int32_t x) { return Ints{} + x; }
+INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsAnywhere*>(p); }
+INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsAnywhere*>(p) = x; }
+INLINE Ints load_ints(const void* p) { return *reinterpret_cast<const IntsAnywhere*>(p); }
+INLINE void store_ints(void* p, Ints x) { *reinterpret_cast<IntsAnywhere*>(p) = x; }
+
+// The first n lanes, 0 <= n <= 16; the others are zero.
+INLINE Floats load_some(const float* p, int n) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#else
+  float lanes[16] = {};
+  memcpy(lanes, p, static_cast<size_t>(n) * sizeof(float));
+  return load(lanes);
+#endif
+}
+
+INLINE void store_some(float* p, Floats x, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), x);
+#else
+  float lanes[16];
+  store(lanes, x);
+  memcpy(p, lanes, static_cast<size_t>(n) * sizeof(float));
+#endif
+}
+
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+INLINE Floats as_floats(Ints x) { return reinterpret_cast<Floats>(x); }
+INLINE Ints as_ints(Floats x) { return reinterpret_cast<Ints>(x); }
+
+INLINE Floats fma(Floats a, Floats b, Floats c) {  // a b + c
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  return a * b + c;  // one instruction where there is one: -ffp-contract=fast
+#endif
+}
+
+INLINE Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+INLINE Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+INLINE Floats sqrt(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_sqrt_ps(x);
+#else
+  for (int i = 0; i < 16; i++) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
+// Lane i and lane i + 8 first, then 4, 2, 1: the same tree on every machine.
+INLINE float sum(Floats x) {
+#if defined(__AVX512F__)
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+#else
+  float lanes[16];
+  store(lanes, x);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+#endif
+}
+
+INLINE float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  float lanes[16], best;
+  store(lanes, x);
+  best = lanes[0];
+  for (int i = 1; i < 16; i++) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+#endif
+}
+
+INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+INLINE Ints to_ints_nearest(Floats x) {  // ties to even; |x| < 2^22
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(x));
+#else
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  return as_ints(x + magic) - as_ints(magic);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------------- bfloat16
+
+typedef uint16_t bf16;
+
+INLINE float widen(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+INLINE bf16 narrow(float x) {  // to the nearest, ties to even; a NaN stays one
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 0x40u);
+  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+INLINE Floats load_bf16(const bf16* p) {
+#if defined(__AVX512F__)
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#else
+  Words bits;
+  for (int i = 0; i < 16; i++) bits[i] = static_cast<uint32_t>(p[i]) << 16;
+  return reinterpret_cast<Floats>(bits);
+#endif
+}
+
+INLINE Words narrowed(Floats x) {  // 16 bits in the low half of each lane; NaN apart, as `narrow`
+  Words bits = reinterpret_cast<Words>(x);
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+INLINE void store_bf16(bf16* p, Floats x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+#elif defined(__AVX512F__)
+  __m256i half = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(narrowed(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+#else
+  Words bits = narrowed(x);
+  for (int i = 0; i < 16; i++) p[i] = static_cast<bf16>(bits[i]);
+#endif
+}
+
+// Two bfloat16 in each lane, the first of the two in the low half.
+typedef Ints Pairs;
+
+INLINE Pairs load_pairs(const void* p) { return load_ints(p); }
+INLINE Pairs splat_pair(const void* p) {
+  int32_t pair;
+  memcpy(&pair, p, 4);
+  return splat_int(pair);
+}
+INLINE Floats first(Pairs x) { return as_floats(x << 16); }
+INLINE Floats second(Pairs x) { return as_floats(x & static_cast<int32_t>(0xffff0000u)); }
+
+// sum + a.first b.first + a.second b.second, in each lane.
+INLINE Floats dot2(Floats sum, Pairs a, Pairs b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+  return fma(second(a), second(b), fma(first(a), first(b), sum));
+#endif
+}
+
+// ----------------------------------------------------------------------------------------------------------------- int8
+
+// Four bytes in each lane, the first in the lowest byte.
+typedef Ints Quads;
+
+// sum + the four products, in each lane; exact. `a` holds unsigned bytes, `b` signed ones.
+INLINE Ints dot4(Ints sum, Quads a, Quads b) {
+#if defined(__AVX512VNNI__)
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(
+      reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX512BW__)
+  __m512i x = reinterpret_cast<__m512i>(a), y = reinterpret_cast<__m512i>(b);
+  // Widened to 16 bits: products of bytes added in 16 bits, as maddubs does, would saturate.
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(255)),
+                                   _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(y, 8));
+  return sum + reinterpret_cast<Ints>(_mm512_add_epi32(even, odd));
+#else
+  typedef int16_t Shorts __attribute__((vector_size(64), may_alias));
+  Ints even_a = a & 0x00ff00ff, odd_a = reinterpret_cast<Ints>(reinterpret_cast<Words>(a) >> 8) & 0x00ff00ff;
+  Shorts y = reinterpret_cast<Shorts>(b);
+  Ints even_b = reinterpret_cast<Ints>((y << 8) >> 8), odd_b = reinterpret_cast<Ints>(y >> 8);
+  // Each lane now holds two 16-bit numbers: low halves by sign extension, high halves by arithmetic shift.
+  sum += ((even_a << 16) >> 16) * ((even_b << 16) >> 16) + (even_a >> 16) * (even_b >> 16);
+  return sum + ((odd_a << 16) >> 16) * ((odd_b << 16) >> 16) + (odd_a >> 16) * (odd_b >> 16);
+#endif
+}
+
+// --------------------------------------------------------------------------------------------------------- mathematics
+
+// e^x within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^6. e^0 is exactly 1; below -87.3 the result is 0.
+INLINE Floats exp(Floats x) {
+  const Floats low = splat(-87.33654f), high = splat(88.72283f);
+  Floats clamped = min(max(x, low), high);
+  Ints n = to_ints_nearest(clamped * 1.44269504f);
+  Floats whole = to_floats(n);
+  Floats r = fma(whole, splat(-0.693359375f), clamped);
+  r = fma(whole, splat(2.12194440e-4f), r);
+  Floats p = splat(1.0f / 720);
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+  Floats y = _mm512_scalef_ps(p, whole);
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
+#else
+  // In two factors, since 2^128 is no float.
+  Ints half = n >> 1;
+  Floats y = p * as_floats((half + 127) << 23) * as_floats((n - half + 127) << 23);
+  return x < low ? Floats{} : y;
+#endif
+}
+
+INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+
+}  // namespace PENSTOCK_LEVEL
