@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from penstock.kernels.cpu import LEVELS, LIBRARY, Kernels, find_kernels
 
 
