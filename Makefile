@@ -18,27 +18,37 @@ PENSTOCK_TORCH_INDEX ?=
 export HF_HUB_OFFLINE := 1
 
 ENVIRONMENT := $(VENV)/.made
+NATIVE := $(VENV)/.native
 LINKS := .dev/.made
 NODE := node_modules/.made
 
 .PHONY: help
 help: ## list the verbs
 	@echo "usage: make VERB [VENV=.venv] [PYTHON=python3] [ARGS='...']"
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' \
-	  | while IFS=$$'\t' read -r verb text; do printf '  %-10s %s\n' "$$verb" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' \
+	  | while IFS=$$'\t' read -r verb text; do printf '  %-12s %s\n' "$$verb" "$$text"; done
 
 # ----------------------------------------------------------------------------------------------------------- environment
 
-.PHONY: setup
-setup: $(ENVIRONMENT) $(LINKS) ## make the environment, .venv, with every dependency; the second time it does nothing
+.PHONY: setup native
+setup: $(ENVIRONMENT) $(LINKS) $(NATIVE) ## make the environment, .venv, with every dependency; the second time it does nothing
 
-$(ENVIRONMENT): pyproject.toml constraints.txt
+$(ENVIRONMENT): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
 	  || { echo "penstock needs Python 3.11 to 3.13; name one: make setup PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt \
 	  $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") -e '.[server,dev]'
 	@touch $@
+
+# The environment's own installation has built it already, unless a source is newer by now, or there is no compiler.
+$(NATIVE): kernels/build_cpu.py $(wildcard kernels/csrc/*) | $(ENVIRONMENT)
+	@$(BIN)/python -P kernels/build_cpu.py --if-possible
+	@touch $@
+
+native: $(ENVIRONMENT) ## build the CPU library, with all that the C++ compiler has to say; CXX=clang++ names one
+	$(BIN)/python -P kernels/build_cpu.py
+	@touch $(NATIVE)
 
 # What tools need to see and git need not: the namespace `penstock` as a folder of links, and types of google.rpc, for
 # mypy and pyright; the files of google.rpc that the contract imports, for buf, which would fetch them otherwise.
@@ -60,22 +70,56 @@ $(NODE): package.json package-lock.json
 
 # ------------------------------------------------------------------------------------------------------------------- run
 
-.PHONY: serve bench
+.PHONY: serve bench bench-peers bench-cpu
 serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # -P keeps tests/ off sys.path, where tests/kernels would answer to `import kernels`.
 bench: setup ## print the benchmark figures of the documentation, each with its command
-	$(BIN)/python -P tests/bench.py $(ARGS)
+	PYTHONPATH=tests/peers $(BIN)/python -P tests/bench.py $(ARGS)
+
+# Where other engines' environments, and the models, go.
+PEERS ?= .peers
+
+bench-peers: setup ## install the other engines, each in an environment of its own below PEERS=.peers
+	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench.install --peers $(PEERS) $(ARGS)
+
+bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some hours
+	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
 # ------------------------------------------------------------------------------------------------------------------ test
 
-.PHONY: test soak
+.PHONY: test soak nocompiler sanitize emulate
 test: setup ## run the tests; ARGS='-k name' runs some
 	$(BIN)/pytest $(ARGS)
 
 soak: setup ## run the long tests at their full numbers
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
+
+nocompiler: setup ## run the tests as on a machine without a C++ compiler, so without the CPU library
+	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(ARGS)
+
+KERNEL_TESTS := tests/kernels/test_cpu_*.py
+
+# The sanitizer's library comes first, then libstdc++, whose exceptions it watches: torch throws some. Python gets memory
+# from malloc, so that what lies beyond a bytes object is guarded as well. Python itself leaks at its end.
+SANITIZED := build/sanitized
+sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
+	CXX=g++ $(BIN)/python -P kernels/build_cpu.py --sanitize --out $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 $(KERNEL_TESTS) $(ARGS)
+
+# Of two machines, one has AVX2 and no AVX512, the other neither. numpy's BLAS asks the real machine and must be told.
+EMULATED := emulate-Haswell emulate-Nehalem
+.PHONY: $(EMULATED)
+emulate: $(EMULATED) ## run the kernels' tests on older processors; needs qemu-x86_64 (Debian: qemu-user)
+emulate-Haswell: LEVELS := avx2 generic
+emulate-Nehalem: LEVELS := generic
+$(EMULATED): emulate-%: setup
+	@command -v qemu-x86_64 >/dev/null || { echo "qemu-x86_64 is missing (Debian: apt-get install qemu-user)" >&2; exit 1; }
+	OPENBLAS_CORETYPE=$* OPENBLAS_NUM_THREADS=1 PENSTOCK_EMULATED_LEVELS="$(LEVELS)" \
+	  qemu-x86_64 -cpu $* $(BIN)/python -P -m pytest --timeout=0 $(KERNEL_TESTS) $(ARGS)
 
 # ----------------------------------------------------------------------------------------------------------------- check
 
@@ -137,4 +181,5 @@ stubs:
 .PHONY: clean
 clean: ## remove what the verbs made, except the environments
 	rm -rf .dev .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -f kernels/*.so $(NATIVE)
 	find clients kernels kv models protos scheduler service tests -name __pycache__ -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.clients.command_parser import CommandParser
+from penstock.clients.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.machine import Machine, Package, has_gpu, inspect_machine
 
 _INSTALL = "pip install 'penstock[server]'"
@@ -57,17 +58,18 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
     arguments = parser.parse_args(argv)
-    machine = inspect_machine()
-    choice, findings = choose(machine), list(examine(machine))
+    machine, library = inspect_machine(), inspect_cpu_library()
+    choice, findings = choose(machine, library), list(examine(machine, library))
     if arguments.json:
         report = {
             "machine": dataclasses.asdict(machine),
+            "cpu_library": dataclasses.asdict(library),
             "choice": dataclasses.asdict(choice),
             "findings": [{**dataclasses.asdict(finding), "kind": finding.kind.value} for finding in findings],
         }
         print(json.dumps(report, indent=2))
     else:
-        print("\n".join(describe(machine, choice, findings)))
+        print("\n".join(describe(machine, library, choice, findings)))
     return int(any(finding.kind is Kind.MISSING for finding in findings))
 
 
@@ -76,15 +78,17 @@ def _is_needed(package: Package) -> bool:
     return package.extra != _BENCH and package.name not in _DISPENSABLE
 
 
-def choose(machine: Machine) -> Choice:
+def choose(machine: Machine, library: CpuLibrary) -> Choice:
     """Which backend will run, and why."""
     if any(map(_is_needed, machine.missing())):
         return Choice(None, None, "the packages that a server needs are not installed")
     device, why = machine.default_device()
+    if device == "cpu" and library.levels:
+        return Choice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
     return Choice("reference", device, f"plain torch on the {'CPU' if device == 'cpu' else 'GPU'}: {why}")
 
 
-def examine(machine: Machine) -> Iterator[Finding]:
+def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
     """What is missing, then what could be better."""
     version = tuple(map(int, machine.python.split(".")[:2]))
     if not (3, 11) <= version < (3, 14):
@@ -99,6 +103,9 @@ def examine(machine: Machine) -> Iterator[Finding]:
         for package in missing:
             if package.name in _DISPENSABLE:
                 yield Finding(Kind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL)
+    if not (library.levels or needed) and machine.default_device()[0] == "cpu":
+        what = f"models run in plain torch, many times slower: {library.problem}"
+        yield Finding(Kind.ADVICE, what, library.remedy)
     for_bench = [package.name for package in missing if package.extra == _BENCH]
     if for_bench:
         what = f"not installed: {', '.join(for_bench)} (for pictures and OpenAI's API in penstock bench)"
@@ -123,7 +130,7 @@ def examine(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def describe(machine: Machine, choice: Choice, findings: list[Finding]) -> Iterator[str]:
+def describe(machine: Machine, library: CpuLibrary, choice: Choice, findings: list[Finding]) -> Iterator[str]:
     """The report, line by line."""
     cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
     yield f"penstock  {machine.penstock}"
@@ -131,6 +138,10 @@ def describe(machine: Machine, choice: Choice, findings: list[Finding]) -> Itera
     yield f"System    {machine.system}"
     yield f"CPU       {machine.cpu}, cores: {cores}"
     yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that kernels would use'}"
+    if library.levels:
+        yield f"Kernels   the CPU library with {library.levels[0]}, threads: {machine.num_threads()}"
+    else:
+        yield f"Kernels   none for a CPU ({library.problem})"
     yield f"Memory    {_gib(machine.memory_bytes)}, of which {_gib(machine.available_bytes)} are available"
     for gpu in machine.gpus:
         yield (

@@ -5,6 +5,7 @@ Imports nothing that it tells of, so that it works on the bare install, in a mom
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -135,9 +136,17 @@ def _usable_cores(root: Path) -> float:
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for group in _control_groups(root):
         quota, _, period = _read(group / "cpu.max").partition(" ")
-        if quota.isdigit():
-            cores = min(cores, int(quota) / int(period))
+        cores = min(cores, _share(quota, period))
+    for group in _control_groups(root, "cpu"):
+        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        cores = min(cores, _share(quota, period))
     return round(cores, 2)
+
+
+def _share(quota: str, period: str) -> float:
+    """Cores' worth of time; a group without a limit has ``max``, or -1, or no file."""
+    quota, period = quota.strip(), period.strip()
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else math.inf
 
 
 def _memory(root: Path) -> tuple[int, int]:
@@ -153,11 +162,14 @@ def _memory(root: Path) -> tuple[int, int]:
     return total, available
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
-    """The process's own, and those around it: each may have limits. Version 2 alone."""
+def _control_groups(root: Path, controller: str = "") -> Iterator[Path]:
+    """The process's own, and those around it: each may have limits. Those of version 2; of version 1 if a controller is
+    named, which has a tree of its own there, maybe with others."""
+    own = re.search(rf"^\d+:((?:\S+,)?{controller}(?:,\S+)?):/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
-    own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
-    group = top / (own[1] if own else "")
+    if controller:
+        top /= own[1] if own and (top / own[1]).exists() else controller
+    group = top / (own[2] if own else "")
     yield group
     while group != top:
         group = group.parent

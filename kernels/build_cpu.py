@@ -32,37 +32,55 @@ LEVEL_FLAGS = {
 }
 """Of the sources with instructions of their own; other machines than x86-64 build them empty."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+# The standard library's templates are visible whatever -fvisibility says; a name that is missing fails here, not at run
+# time. A sanitizer's names come from a library that is loaded first.
+LINK = ("-shared", "-pthread", f"-Wl,--version-script={SOURCES / 'exports.map'}")
+COMPLETE = "-Wl,-z,defs"
+
+INSTALL_ONE = (
+    "install one (Debian, Ubuntu: apt-get install g++), then penstock again with pip's --force-reinstall "
+    "--no-cache-dir; in a checkout, run make native"
+)
+SEE_ALL = "install with pip -v to see all that it says; in a checkout, run make native"
 
 
-class NoCompiler(Exception):
-    """There is no C++ compiler, or it does not work."""
+class CannotBuild(Exception):
+    """There is no C++ compiler, or no source, or the compiler failed, which said ``output``."""
+
+    def __init__(self, what: str, remedy: str, output: str = "") -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.remedy, self.output = what, remedy, output
 
 
 def find_compiler() -> list[str]:
-    """The command of the compiler: $CXX, or the first of c++, g++ and clang++. Raises NoCompiler."""
+    """The command of the compiler: $CXX, or the first of c++, g++ and clang++. Raises CannotBuild."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
-    raise NoCompiler("no C++ compiler: install g++ (Debian: apt-get install g++), or name one in CXX")
+    raise CannotBuild(f"there is no C++ compiler{f' called {named[0]}, as CXX says' if named else ''}", INSTALL_ONE)
 
 
 def build(folder: Path, *, sanitize: bool = False) -> Path:
-    """Compiles every source and links them; returns the library's path. Raises NoCompiler with what went wrong."""
+    """Compiles every source and links them; returns the library's path. Raises CannotBuild."""
     compiler = find_compiler()
+    sources = sorted(SOURCES.glob("*.cpp"))
+    if not sources:
+        raise CannotBuild("the sources are not here", "they are in a checkout, and in the source distribution")
     target = folder / LIBRARY
     with tempfile.TemporaryDirectory() as scratch:
-        sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         extra = SANITIZERS if sanitize else ()
         commands = [
-            [*compiler, *COMMON, *_level_flags(source.name), *extra, "-c", str(source), "-o", str(made)]
+            [*compiler, *COMMON, *level_flags(source.name), *extra, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The levels take most of the time: they go first.
+        commands.sort(key=lambda command: "level_" not in command[-1])
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch) / LIBRARY
-        _run([*compiler, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(linked)])
+        _run([*compiler, *LINK, *(extra or (COMPLETE,)), *map(str, objects), "-o", str(linked)])
         # In one move: a worker that starts meanwhile loads the old library or the new one.
         arrived = target.with_suffix(f".{os.getpid()}")
         shutil.copy(linked, arrived)
@@ -70,14 +88,51 @@ def build(folder: Path, *, sanitize: bool = False) -> Path:
     return target
 
 
-def _level_flags(name: str) -> tuple[str, ...]:
+def build_if_possible(folder: Path) -> Path | None:
+    """The library in a folder, built anew only if a source is newer. Without a working compiler there is none, and a
+    warning on stderr says what that means: whoever installs the client alone needs no library."""
+    target = folder / LIBRARY
+    if is_current(target):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return build(folder)
+    except CannotBuild as error:
+        target.unlink(missing_ok=True)  # what is left there is not what the sources say
+        print(
+            f"{error.output}penstock: WARNING: no CPU library was built ({error.what}), so penstock serve will compute "
+            f"in plain torch, many times slower: {error.remedy}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+
+
+def source_files() -> list[Path]:
+    """What a library is made of, and this script, which has the compiler's flags."""
+    return [*sorted(path for path in SOURCES.glob("*") if path.is_file()), Path(__file__)]
+
+
+def is_current(library: Path) -> bool:
+    """Whether a library is there and no source is newer."""
+    if not library.exists():
+        return False
+    made = library.stat().st_mtime_ns
+    return all(source.stat().st_mtime_ns <= made for source in source_files())
+
+
+def level_flags(name: str) -> tuple[str, ...]:
+    """The instructions that the compiler may use in a source."""
     return LEVEL_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CannotBuild(f"{command[0]} cannot be run ({error.strerror})", INSTALL_ONE) from error
     if done.returncode:
-        raise NoCompiler(f"{shlex.join(command)}\n{done.stderr.strip()}")
+        raise CannotBuild(f"{command[0]} failed", SEE_ALL, f"{shlex.join(command)}\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr, end="")
 
@@ -87,9 +142,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder for the library")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
+    parser.add_argument("--if-possible", action="store_true", help="only if a source is newer; a failure is a warning")
     arguments = parser.parse_args()
+    if arguments.if_possible:
+        build_if_possible(arguments.out)
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(build(arguments.out, sanitize=arguments.sanitize))
+    try:
+        print(build(arguments.out, sanitize=arguments.sanitize))
+    except CannotBuild as error:
+        sys.exit(f"{error.output}no library was built: {error}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Loads the CPU library, and mirrors its types: ``csrc/kernels.h`` says what each means. Knows no model."""
 
 import ctypes
+import os
+import sys
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -24,6 +26,7 @@ SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
+_BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
 
 LEVELS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Instruction sets, from the best on."""
@@ -31,6 +34,10 @@ LEVELS = ("avx512_bf16", "avx512", "avx2", "generic")
 
 class LibraryMissing(Exception):
     """There is no library that can be loaded; the text says why, and the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.remedy = what, remedy
 
 
 class Format(IntEnum):
@@ -63,7 +70,7 @@ class Matrix(Structure):
 
     _fields_ = (
         ("format", c_int32), ("rows", c_int32), ("columns", c_int32), ("group", c_int32), ("panel_bytes", c_int64),
-        ("panels", c_void_p), ("bias", c_void_p),
+        ("panels", c_void_p), ("bias", c_void_p), ("order", c_void_p),
     )  # fmt: skip
 
 
@@ -166,28 +173,53 @@ class Kernels(Structure):
     )
 
 
-@cache
-def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+def library_path() -> Path:
+    """Where the library is: beside this file, or another build of it, which PENSTOCK_CPU_LIBRARY names."""
+    return Path(os.environ.get("PENSTOCK_CPU_LIBRARY") or LIBRARY)
+
+
+def load_library(path: Path | None = None) -> ctypes.CDLL:
     """The library; its calls release the GIL. Raises LibraryMissing."""
+    return _load(path or library_path())
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise LibraryMissing(
+            f"{path} is not there, because no C++ compiler worked when penstock was installed",
+            f"install one (Debian, Ubuntu: apt-get install g++), then {_BUILD_IT}",
+        )
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise LibraryMissing(
-            f"{path.name} cannot be loaded ({error}): install a C++ compiler, then penstock again"
-        ) from error
-    library.penstock_kernels.argtypes = [c_char_p]
-    library.penstock_kernels.restype = POINTER(Kernels)
+        library.penstock_kernels.argtypes = [c_char_p]
+        library.penstock_kernels.restype = POINTER(Kernels)
+    except (OSError, AttributeError) as error:
+        raise LibraryMissing(f"{path} cannot be loaded ({error})", _BUILD_IT) from error
     return library
 
 
-def find_kernels(level: str | None = None, path: Path = LIBRARY) -> Kernels | None:
+def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels | None:
     """The table of an instruction set, or of the best one; None where this machine cannot run it."""
     found = load_library(path).penstock_kernels(level.encode() if level else None)
     return found.contents if found else None
 
 
+def main() -> None:
+    """Prints the instruction sets that this machine runs the library with, the best first; or why not, and the remedy.
+    ``penstock doctor`` asks so, in a process of its own."""
+    try:
+        found = [level for level in LEVELS if find_kernels(level)]
+    except LibraryMissing as error:
+        sys.exit(f"{error.what}\n{error.remedy}")
+    sys.stdout.write("\n".join([*found, ""]))
+
+
 __all__ = [
     "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow", "Format", "Gate",
     "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode", "SampledToken", "SamplingRow",
-    "find_kernels", "load_library",
+    "find_kernels", "library_path", "load_library",
 ]  # fmt: skip
+
+if __name__ == "__main__":
+    main()

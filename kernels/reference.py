@@ -21,22 +21,26 @@ MIN_QUERIES = 16
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension, computed in at least fp32.
 
-    ``x`` is (..., D), ``weight`` broadcasts against it; returns the shape and dtype of ``x``.
+    ``x`` is (..., D), ``weight`` broadcasts against it, and is multiplied in its own dtype; returns the shape and dtype
+    of ``x``.
     """
     wide = widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2):  y_i = x_i cos_i - x_j sin_i,  y_j = x_j cos_i + x_i sin_i.
+    """Rotary embedding of pairs (i, i + N) of the first 2N dimensions, N at most D/2; the others are kept:
+    y_i = x_i cos_i - x_j sin_i,  y_j = x_j cos_i + x_i sin_i.
 
-    ``x`` is (T, heads, D); ``cos`` and ``sin`` are (T, D/2) in at least fp32; returns the shape and dtype of ``x``.
+    ``x`` is (T, heads, D); ``cos`` and ``sin`` are (T, N) in at least fp32; returns the shape and dtype of ``x``.
     """
-    assert cos.shape == sin.shape == (x.shape[0], x.shape[-1] // 2)
-    low, high = widened(x).chunk(2, dim=-1)
+    half = cos.shape[1]
+    assert cos.shape == sin.shape == (x.shape[0], half)
+    low, high = widened(x[..., :half]), widened(x[..., half : 2 * half])
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
@@ -49,6 +53,26 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
         return functional.silu(gate) * up
     assert activation in ("gelu", "gelu_tanh"), activation
     return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """y = g sigmoid(alpha g) (u + 1), g being at most ``limit`` and u from -limit to limit; shapes as those of
+    ``gated_activation``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """y = cap tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap
+
+
+def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest ``num_chosen`` of a router's ``logits`` (T, E), and their probabilities in at least fp32, both
+    (T, num_chosen); ``normalise`` divides the chosen probabilities by their sum."""
+    probabilities, chosen = widened(logits).softmax(-1).topk(num_chosen, dim=-1)
+    return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
 
 
 def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -74,23 +98,37 @@ def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor
     return gathered.view(num_heads, rows, num_pages * slots, head_dim)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reach: int | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v for each query head h with its key head, h * K // H; the softmax in at least fp32.
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    reach: int | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v for each query head h with its key head, h * K // H; the softmax in at least fp32.
 
     ``query`` is (B, Q, H, D), ``key`` and ``value`` (K, B, L, D), ``mask`` (B, Q, L) bool: true where the query sees
     the key; None: everything. Masked values must be finite. ``reach`` promises that query i of every row sees no key
-    from ``reach + i`` on, which need not be computed then. Returns (B, Q, H, D).
+    from ``reach + i`` on, which need not be computed then. ``scale`` is 1 / sqrt(D) unless it is given, ``cap`` a soft
+    cap of the scores, and ``sinks`` (H,) a score of each head that takes part in the softmax and has no value. Returns
+    (B, Q, H, D).
     """
     rows, num_queries, num_heads, head_dim = query.shape
     num_kv_heads, _, num_keys, _ = key.shape
     group = num_heads // num_kv_heads
     hidden = torch.zeros((), dtype=torch.bool, device=query.device) if mask is None else ~mask
     # (K, B, G, Q, D): the queries of all heads of a group are multiplied with their keys at once.
-    scaled = (query * head_dim**-0.5).view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
+    scaled = query * (head_dim**-0.5 if scale is None else scale)
+    scaled = scaled.view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
+    sinks = None if sinks is None else widened(sinks).view(num_kv_heads, 1, group, 1)
     if num_queries == 1:
-        scores = widened(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))).masked_fill_(hidden, -math.inf)
-        mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value)
-        return mixed.transpose(0, 1).reshape(query.shape)
+        scores = _capped(widened(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))), cap)
+        weights = _softmax(scores.masked_fill_(hidden, -math.inf), sinks)
+        return torch.matmul(weights.to(value.dtype), value).transpose(0, 1).reshape(query.shape)
     hidden = hidden.expand(rows, num_queries, num_keys).unsqueeze(1)
     out = torch.empty_like(scaled, memory_format=torch.contiguous_format)
     step = max(MIN_QUERIES, MAX_SCORES // (rows * group * num_keys))
@@ -100,10 +138,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, re
         part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
         # Keys times queries: a product packs its right side, which for few queries would be most of the work.
         scores = widened(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
-        scores.view(rows, group, -1, scores.shape[-1]).masked_fill_(hidden[:, :, queries, seen], -math.inf)
-        mixed = torch.matmul(scores.softmax(-1).to(value.dtype), value[head, :, seen])
+        scores = _capped(scores, cap).view(rows, group, -1, scores.shape[-1])
+        scores.masked_fill_(hidden[:, :, queries, seen], -math.inf)
+        weights = _softmax(scores, None if sinks is None else sinks[head, :, :, None]).to(value.dtype)
+        mixed = torch.matmul(weights.flatten(1, 2), value[head, :, seen])
         out[head, :, :, queries] = mixed.view(rows, group, -1, head_dim)
     return out.permute(1, 3, 0, 2, 4).reshape(query.shape)
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else soft_cap(scores, cap)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, with one more score in ``sinks`` (..., 1), which takes its share and is left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1).softmax(-1)[..., :-1]
 
 
 def paged_attention(
@@ -114,12 +165,16 @@ def paged_attention(
     query_spans: list[tuple[int, int]],
     starts: list[int],
     window: int | None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Ragged causal attention over paged KV, a row at a time: the reference for every batched form of it.
 
     Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
     its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w,
-    s > p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D).
+    s > p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D). The rest is as for ``attention``.
     """
     out = torch.empty_like(query)
     for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):
@@ -130,7 +185,8 @@ def paged_attention(
         at = torch.arange(start, length, device=query.device).unsqueeze(1)
         seen = torch.arange(length, device=query.device).unsqueeze(0)
         mask = visible(at, seen, window).unsqueeze(0)
-        out[begin:end] = attention(query[begin:end].unsqueeze(0), keys, values, mask)[0]
+        rows = query[begin:end].unsqueeze(0)
+        out[begin:end] = attention(rows, keys, values, mask, scale=scale, cap=cap, sinks=sinks)[0]
     return out
 
 

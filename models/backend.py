@@ -1,17 +1,17 @@
 """What runs a model on a device, and the registry of those that can. Imports no tensor library until one is chosen."""
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-from penstock.models.batch import Batch
+from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo, check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 
-if TYPE_CHECKING:
-    from torch import Tensor
+logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -27,32 +27,43 @@ class Backend(Protocol):
         read."""
         ...
 
-    def forward(self, batch: Batch) -> "Tensor":
-        """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm."""
-        ...
-
-    def logits(self, hidden: "Tensor") -> "Tensor":
-        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32, the caller's to change."""
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs the layers, writing the KV of every token, and chooses the next token of each row that has all its
+        history computed."""
         ...
 
 
 BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]
+Objection = Callable[[WorkerConfig, CheckpointInfo], str | None]
+"""Why a backend cannot run a model as the config asks; None if it can."""
 
-BACKENDS = {"reference": "penstock.models.reference_backend:load"}
-"""Name of each backend, and where its factory is."""
-
-DEFAULT_BACKEND = "reference"
-"""What ``auto`` means."""
+BACKENDS = {
+    "cpu": ("penstock.models.cpu_backend:load", "penstock.models.cpu_backend:objection"),
+    "reference": ("penstock.models.reference_backend:load", None),
+}
+"""Name of each backend, where its factory is, and what says why it cannot be had; ``auto`` is the first that can."""
 
 
 def load_backend(config: WorkerConfig) -> Backend:
-    """Checks the model's files and loads them with the backend that the config names. Raises ModelError."""
-    name = DEFAULT_BACKEND if config.backend == "auto" else config.backend
-    if name not in BACKENDS:
-        raise ModelError(
-            f"backend {name}: there is none of that name: choose auto or one of {', '.join(sorted(BACKENDS))}"
-        )
+    """Checks the model's files and loads them with the backend that the config names, or with the best one. Raises
+    ModelError."""
+    names = list(BACKENDS) if config.backend == "auto" else [config.backend]
+    if names[0] not in BACKENDS:
+        raise ModelError(f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}")
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
-    module, _, attribute = BACKENDS[name].partition(":")
-    factory: BackendFactory = getattr(import_module(module), attribute)
-    return factory(config, info)
+    for name in names:
+        factory, objector = BACKENDS[name]
+        objection: Objection | None = _found(objector) if objector else None
+        why_not = objection(config, info) if objection else None
+        if why_not is None:
+            load: BackendFactory = _found(factory)
+            return load(config, info)
+        if config.backend != "auto":
+            raise ModelError(f"--backend {name}: {why_not}")
+        logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for CPUs: %s", why_not)
+    raise AssertionError("the last backend has no objections")
+
+
+def _found(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)

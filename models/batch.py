@@ -1,13 +1,15 @@
 """A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no
 device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.rows import Row, RowTable
-from penstock.scheduler.plan import StepPlan
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
 
 Ids = NDArray[np.int64]
 
@@ -37,6 +39,32 @@ class Batch:
     def samples(self) -> list[bool]:
         """Of each row: whether its last token ends its history, so that the next token is to be chosen."""
         return [int(end) == len(row.history) for row, end in zip(self.rows, self.ends, strict=True)]
+
+    def prompt_spans(self) -> Iterator[tuple[Row, int, int, int]]:
+        """Of each row whose prompt's log-probabilities are wanted and come out of this batch: the row, the index in the
+        batch of the token that predicts the first of them, their number, and the first's position."""
+        for row, start, end, first in zip(
+            self.rows, self.starts.tolist(), self.ends.tolist(), self.token_starts.tolist(), strict=False
+        ):
+            # Position p is told by the hidden state at p - 1.
+            last = min(end, row.num_prompt_tokens - 1)
+            if row.sampling.prompt_logprobs is not None and start < last:
+                yield row, first, last - start, start + 1
+
+
+class Sampled(NamedTuple):
+    """A row's next token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class BatchResult(NamedTuple):
+    """What a backend made of a batch."""
+
+    sampled: list[Sampled]
+    """Of each row that ``samples``, in their order."""
+    prompt_logprobs: list[PromptLogprobsPart]
 
 
 def build_batch(table: RowTable, plan: StepPlan) -> Batch:

@@ -12,8 +12,11 @@ from typing import Any
 
 from penstock.models.errors import ModelError
 from penstock.models.families import spec_from_config
+from penstock.models.quantization import Quantization, choose_quantization, quantization_from_config
+from penstock.models.quantized_tensors import QuantizedLinear, find_quantized
 from penstock.models.safetensors_header import TensorEntry, read_header
 from penstock.models.spec import ModelSpec
+from penstock.models.tensor_views import find_views
 
 DEMO = "demo"
 """The name of the built-in model."""
@@ -43,7 +46,11 @@ class CheckpointInfo:
     config: Mapping[str, Any]
     spec: ModelSpec
     tensors: Mapping[str, TensorEntry]
-    """Exactly those of ``spec.tensors()``; empty if weights were not asked for."""
+    """Exactly those of ``spec.tensors()``, less the weights in ``quantized``; empty if weights were not asked for."""
+    quantization: Quantization | None
+    """What config.json says; None: all weights are floats, or were not asked for."""
+    quantized: Mapping[str, QuantizedLinear]
+    """The linears that are stored quantised, by their names; empty if weights were not asked for."""
 
     @property
     def dtype(self) -> str:
@@ -53,6 +60,11 @@ class CheckpointInfo:
             return FLOAT_DTYPES[entry.dtype]
         named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         return named if named in FLOAT_DTYPES.values() else "float32"
+
+    def choose_quantization(self, requested: str) -> str:
+        """What the model runs with where --quantization says ``requested``: none, int8, int4 or the checkpoint's own
+        method. Raises ModelError where the flag contradicts the checkpoint."""
+        return choose_quantization(requested, self.quantization)
 
 
 def resolve_model(name: str) -> Path:
@@ -100,10 +112,14 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     config = _read_json(path / CONFIG)
     try:
         spec = spec_from_config(config)
+        quantization = quantization_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
-    tensors = _match(spec, _entries(path), path) if weights else {}
-    return CheckpointInfo(path, config, spec, tensors)
+    if not weights:
+        return CheckpointInfo(path, config, spec, {}, None, {})
+    entries = find_views(spec, _entries(path))
+    quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
+    return CheckpointInfo(path, config, spec, _match(spec, entries, quantized, path), quantization, quantized)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -158,10 +174,14 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
     return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def _match(spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path) -> dict[str, TensorEntry]:
-    """The tensors that the spec needs; raises where one is missing, wrong, or too many."""
+def _match(
+    spec: ModelSpec, entries: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedLinear], path: Path
+) -> dict[str, TensorEntry]:
+    """The tensors that the spec needs besides quantised ones; raises where one is missing, wrong, or too many."""
     matched = {}
     for name, shape in spec.tensors():
+        if name.removesuffix(".weight") in quantized:
+            continue
         entry = entries.get(name)
         if entry is None:
             raise ModelError(f"{path}: tensor {name} is missing, and {CONFIG} calls for it: download the weights again")
@@ -176,7 +196,8 @@ def _match(spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path) -> d
                 "use the unquantised checkpoint"
             )
         matched[name] = entry
-    for name in entries.keys() - matched.keys():
+    parts = {f"{linear.name}.{part}" for linear in quantized.values() for part in linear.parts}
+    for name in entries.keys() - matched.keys() - parts:
         # A tensor that nobody reads means that the model would compute something else than was trained.
         if not name.endswith(DERIVED_TENSORS) and not (name == "lm_head.weight" and spec.tied_embeddings):
             raise ModelError(

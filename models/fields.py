@@ -22,17 +22,25 @@ class Fields:
         """Whether the field is there and null."""
         return name in self._values and self._values[name] is None
 
+    def is_bool(self, name: str) -> bool:
+        """Whether the field is true or false, where it may be something else."""
+        return isinstance(self._values.get(name), bool)
+
+    def names(self) -> list[str]:
+        """Of all fields, in their order."""
+        return list(self._values)
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in [low, high]; ``default`` where the field is absent or null."""
-        value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        value: int = self._get(name, default)
+        if not _is_integer(value, low, high):
             raise self.wrong(name, f"must be an integer from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]; ``default`` where the field is absent or null."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        if not _is_number(value, low, high):
             raise self.wrong(name, f"must be a number from {low:g} to {high:g}")
         return float(value)
 
@@ -57,6 +65,20 @@ class Fields:
             raise self.wrong(name, "must be a list of strings")
         return value
 
+    def numbers(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of so many finite numbers in [low, high]."""
+        values = self._get(name, None)
+        if not isinstance(values, list) or len(values) != length or not all(_is_number(v, low, high) for v in values):
+            raise self.wrong(name, f"must be a list of {length} numbers from {low:g} to {high:g}")
+        return tuple(float(value) for value in values)
+
+    def integers(self, name: str, low: int, high: int) -> list[int]:
+        """A list of integers in [low, high]; empty where the field is absent or null."""
+        values = self._get(name, [])
+        if not isinstance(values, list) or not all(_is_integer(value, low, high) for value in values):
+            raise self.wrong(name, f"must be a list of integers from {low} to {high}")
+        return values
+
     def part(self, name: str) -> "Fields":
         """A mapping inside this one; empty where the field is absent or null."""
         value = self._values.get(name)
@@ -79,3 +101,11 @@ class Fields:
         if default is None:
             raise ModelError(f"config.json: {self._path}{name} is missing: download the model's config.json again")
         return default
+
+
+def _is_integer(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

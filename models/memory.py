@@ -1,16 +1,17 @@
-"""How much memory there is for weights and KV, and what to say when it is too little. Knows no model family."""
+"""How much memory there is for weights and KV, and what to say when it is too little. Knows no model family, and
+imports no tensor library unless a GPU is asked."""
 
 import psutil
-import torch
 
 from penstock.models.errors import ModelError
-from penstock.models.spec import ModelSpec
 from penstock.scheduler.plan import WorkerConfig
 
 
-def free_bytes(device: torch.device, max_memory_bytes: int | None) -> int:
+def free_bytes(device: str, max_memory_bytes: int | None) -> int:
     """What can still be allocated on the device; on a CPU, what is left of ``max_memory_bytes`` too."""
-    if device.type == "cuda":
+    if device.startswith("cuda"):
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         return free
     available = psutil.virtual_memory().available
@@ -19,29 +20,26 @@ def free_bytes(device: torch.device, max_memory_bytes: int | None) -> int:
     return min(available, max(0, max_memory_bytes - psutil.Process().memory_info().rss))
 
 
-def check_weights_fit(config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ModelError unless the weights fit in what is free now."""
-    need, free = spec.num_parameters * dtype.itemsize, free_bytes(device, config.max_memory_bytes)
-    if need > free:
+def check_weights_fit(config: WorkerConfig, architecture: str, weight_bytes: int, dtype: str) -> None:
+    """Raises ModelError unless weights of so many bytes fit in what is free now; ``dtype`` is what to call them."""
+    free = free_bytes(config.device, config.max_memory_bytes)
+    if weight_bytes > free:
         raise ModelError(
-            f"{spec.architecture}: its weights need {_gib(need)} as {_name(dtype)}, and {device} has {_gib(free)} free"
-            ": choose a smaller --dtype or a smaller model"
+            f"{architecture}: its weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
+            "free: choose a smaller --dtype or a smaller model"
         )
 
 
-def num_kv_blocks(
-    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> int:
-    """How many KV blocks to make, weights already loaded. Raises ModelError if one request of full length does not
-    fit."""
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
-    free = free_bytes(device, config.max_memory_bytes)
+def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int) -> int:
+    """How many KV blocks of ``block_bytes`` to make, weights already loaded. Raises ModelError if one request of full
+    length does not fit."""
+    free = free_bytes(config.device, config.max_memory_bytes)
     if config.kv_cache_bytes is None:
         budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
     else:
         budget, flag = config.kv_cache_bytes, "--kv-cache-memory-bytes"
         if budget > free:
-            raise ModelError(f"{flag} {budget}: {device} has {_gib(free)} free after the weights: give less")
+            raise ModelError(f"{flag} {budget}: {config.device} has {_gib(free)} free after the weights: give less")
     # One page besides stands for positions that no row has.
     blocks = budget // block_bytes - 1
     needed = -(-max_model_len // config.block_size)
@@ -56,7 +54,3 @@ def num_kv_blocks(
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 27 else f"{num_bytes / (1 << 20):.2f} MiB"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -5,17 +5,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.reference import attention, gated_activation, rms_norm, rotate
+from penstock.kernels.reference import attention, rotate, soft_cap
 from penstock.kernels.wide import widened
 from penstock.models.attention_groups import AttentionGroup, attention_groups
-from penstock.models.batch import Batch
+from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
-from penstock.models.rope import rope_tables
-from penstock.models.spec import Activation, ModelSpec
+from penstock.models.quantization import AT_LOAD
+from penstock.models.rope import attention_factor, inverse_frequencies
+from penstock.models.spec import ModelSpec, Rope
+from penstock.models.torch_head import result_of
 from penstock.models.weights import LayerWeights, Weights
 from penstock.scheduler.plan import WorkerConfig, WorkerFacts
 
@@ -25,8 +27,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
 
 SMALL_MODEL = 1 << 27
 """Parameters. Weights of a larger one come from memory at each step, which several threads read faster."""
@@ -46,13 +46,19 @@ class ReferenceBackend:
         self._weights = weights
         self._pages = pages
         self._device = pages.device
-        self._activation = ACTIVATION_NAMES[spec.activation]
-        self._cos, self._sin = rope_tables(spec.rope, spec.head_dim, facts.max_model_len, pages.device)
+        self._rotations = {
+            rope: _rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
+        }
 
     def renew(self, block_ids: list[int]) -> None:
         """The blocks have a new owner, who will write them."""
         if block_ids:
             self._pages.renew(block_ids)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs the layers and chooses the next tokens."""
+        return result_of(batch, self.forward(batch), self.logits, self._spec.vocab_size)
 
     def forward(self, batch: Batch) -> Tensor:
         """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm."""
@@ -62,30 +68,31 @@ class ReferenceBackend:
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
-        cos, sin = self._cos[positions], self._sin[positions]
+        rotations = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._rotations.items()}
         groups = {
             window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
             for window in set(spec.windows)
         }
         x = functional.embedding(token_ids, weights.embedding)
-        for index, (layer, window) in enumerate(zip(weights.layers, spec.windows, strict=True)):
-            normed = rms_norm(x, layer.attention_norm, spec.norm_eps)
-            x = x + self._attend(index, layer, normed, cos, sin, slots, groups[window])
-            normed = rms_norm(x, layer.mlp_norm, spec.norm_eps)
-            x = x + layer.down(gated_activation(layer.gate_up(normed), self._activation))
-        return rms_norm(x, weights.norm, spec.norm_eps)
+        # As a tensor, so that the factor too is rounded to the model's dtype.
+        x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
+        for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
+            mixed = self._attend(index, layer, layer.before_attention(x), rotations[rope], slots, groups[window])
+            x = x + layer.after_attention(mixed)
+            x = x + layer.after_mlp(layer.mlp(layer.before_mlp(x)))
+        return weights.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
-        return widened(self._weights.head(hidden))
+        logits = widened(self._weights.head(hidden))
+        return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
     def _attend(
         self,
         index: int,
         layer: LayerWeights,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: tuple[Tensor, Tensor],
         slots: Tensor,
         groups: list[AttentionGroup],
     ) -> Tensor:
@@ -93,10 +100,8 @@ class ReferenceBackend:
         spec = self._spec
         rotated = spec.query_size + spec.kv_size
         qkv = layer.qkv(x)
-        heads = qkv[:, :rotated].view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        if layer.qk_norm is not None:
-            heads = rms_norm(heads, layer.qk_norm, spec.norm_eps)
-        heads = rotate(heads, cos, sin)
+        heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        heads = rotate(heads, *rotation)
         query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
         value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
         self._pages.write(index, slots, key, value)
@@ -104,7 +109,16 @@ class ReferenceBackend:
         for group in groups:
             keys, values = self._pages.gather(index, group.table)
             part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
-            seen = attention(part, keys, values, group.mask, group.reach)
+            seen = attention(
+                part,
+                keys,
+                values,
+                group.mask,
+                group.reach,
+                scale=spec.attention_scale,
+                cap=spec.attention_soft_cap,
+                sinks=layer.sinks,
+            )
             mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
         return layer.output(mixed.flatten(1))
 
@@ -112,6 +126,7 @@ class ReferenceBackend:
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     """The factory of the backend registry. Raises ModelError."""
     spec = info.spec
+    quantization = _check_quantization(config, info)
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
@@ -121,10 +136,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         raise ModelError(
             f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
         )
-    check_weights_fit(config, spec, dtype, device)
+    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
-    num_blocks = num_kv_blocks(config, spec, dtype, device, max_model_len)
+    num_blocks = num_kv_blocks(config, spec.kv_bytes_per_token(dtype.itemsize) * config.block_size, max_model_len)
     try:
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
     except RuntimeError as error:  # of torch's, for want of memory
@@ -143,10 +158,34 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         backend="reference",
         device=config.device,
         dtype=dtype_name,
+        kv_cache_dtype=dtype_name,
         weight_bytes=weights.num_bytes,
         kv_bytes=pages.num_bytes,
+        quantization=quantization,
     )
     return ReferenceBackend(spec, weights, pages, facts, config.num_threads)
+
+
+def _check_quantization(config: WorkerConfig, info: CheckpointInfo) -> str:
+    """The checkpoint's own quantisation, which is multiplied out at load; this backend makes none."""
+    quantization = info.choose_quantization(config.quantization)
+    wanted = f"--quantization {quantization}" if quantization in AT_LOAD else ""
+    if config.kv_cache_dtype != "auto":
+        wanted = f"--kv-cache-dtype {config.kv_cache_dtype}"
+    if wanted:
+        raise ModelError(
+            f"{wanted}: is for the CPU backend, and this is the reference backend: leave it out, or see what "
+            "penstock doctor says of the CPU backend"
+        )
+    return quantization
+
+
+def _rotations(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (num_positions, rotary_dim / 2) in fp32."""
+    frequencies = torch.from_numpy(inverse_frequencies(rope, rotary_dim))
+    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    scale = attention_factor(rope)
+    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
 
 
 def _device(name: str) -> torch.device:

@@ -27,6 +27,12 @@ class TensorEntry:
     dtype: str
     """As safetensors writes it: F32, BF16, ..."""
     shape: tuple[int, ...]
+    offset: int
+    """Where its first byte lies in the file."""
+    num_bytes: int
+    strides: tuple[int, ...] | None = None
+    """Elements from one index to the next in each dimension; None: as in a contiguous tensor. Only tensors that are
+    found inside others have any (``tensor_views``)."""
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -51,14 +57,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     spans = []
     entries = {}
     for name, value in header.items():
-        begin, end, entries[name] = _entry(file, name, value)
+        begin, end, entries[name] = _entry(file, name, value, 8 + header_bytes)
         spans.append((begin, end, name))
     _check_spans(file, spans, length - 8 - header_bytes)
     return entries
 
 
-def _entry(file: Path, name: str, value: Any) -> tuple[int, int, TensorEntry]:
-    """Begin and end of a tensor in the data, and its entry."""
+def _entry(file: Path, name: str, value: Any, data_offset: int) -> tuple[int, int, TensorEntry]:
+    """Begin and end of a tensor in the data, which starts at ``data_offset`` of the file, and its entry."""
     if not isinstance(value, dict):
         raise _damaged(file, f"the header's entry {name} is no JSON object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -74,7 +80,7 @@ def _entry(file: Path, name: str, value: Any) -> tuple[int, int, TensorEntry]:
         raise _damaged(
             file, f"tensor {name} ({dtype} {shape}) needs {num_bytes} bytes and its data_offsets {offsets} differ"
         )
-    return begin, end, TensorEntry(file, dtype, tuple(shape))
+    return begin, end, TensorEntry(file, dtype, tuple(shape), data_offset + begin, num_bytes)
 
 
 def _is_size(value: object) -> bool:

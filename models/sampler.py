@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +10,10 @@ from torch import Tensor
 
 from penstock.kernels.reference_sampling import keep_min_p, keep_top_k, keep_top_p, sample
 from penstock.kernels.wide import widened
+from penstock.models.batch import Sampled
+from penstock.models.forbidden import forbidden_ids
 from penstock.models.rows import Ids, Row
 from penstock.scheduler.plan import TokenLogprobs
-
-
-class Sampled(NamedTuple):
-    """A row's next token."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 def sample_rows(logits: Tensor, rows: list[Row]) -> list[Sampled]:
@@ -95,7 +89,7 @@ def _mask(logits: Tensor, rows: list[Row]) -> None:
             kept = logits[i, allowed]
             logits[i] = -math.inf
             logits[i, allowed] = kept
-    forbidden = [(i, ids) for i, row in enumerate(rows) for ids in _forbidden(row)]
+    forbidden = [(i, ids) for i, row in enumerate(rows) for ids in forbidden_ids(row)]
     if not forbidden:
         return
     at, ids = _where(logits, forbidden)
@@ -103,20 +97,6 @@ def _mask(logits: Tensor, rows: list[Row]) -> None:
     logits[at, ids] = -math.inf
     empty = (logits.amax(1) == -math.inf)[at]
     logits[at[empty], ids[empty]] = before[empty]
-
-
-def _forbidden(row: Row) -> Iterator[Ids]:
-    """Tokens that must not come next."""
-    if row.num_output_tokens < row.sampling.min_tokens:
-        yield row.lists.stops
-    last = row.history[-1]
-    words = [
-        word[-1]
-        for word in row.sampling.bad_words
-        if len(word) == 1 or (word[-2] == last and tuple(row.history[1 - len(word) :]) == word[:-1])
-    ]
-    if words:
-        yield np.array(words, dtype=np.int64)
 
 
 def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, Tensor]:

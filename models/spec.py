@@ -15,6 +15,10 @@ class Activation(Enum):
     GELU_TANH = auto()
 
 
+NamedShape = tuple[str, tuple[int, ...]]
+"""Of a tensor."""
+
+
 @dataclass(frozen=True)
 class DefaultRope:
     """Rotary embedding as first published: pair i of a head of D turns by ``position * theta^(-2i/D)``."""
@@ -55,15 +59,74 @@ class YarnRope:
     truncate: bool
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753) within the original context: the frequency of pair i is divided by ``factors[i]``,
+    and cosines and sines are scaled by ``attention_factor``."""
+
+    theta: float
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope | LongRope
+
+
+class NormPlacement(Enum):
+    """Where a layer's RMS norms stand, f being attention or the MLP."""
+
+    PRE = auto()
+    """x += f(norm(x))"""
+    BOTH = auto()
+    """x += norm(f(norm(x)))"""
+    POST = auto()
+    """x += norm(f(x))"""
+
+
+class QkNorm(Enum):
+    """The RMS norm of queries and keys before rotation."""
+
+    NONE = auto()
+    HEAD = auto()
+    """Over each head; all heads share a weight."""
+    ALL = auto()
+    """Over all query heads as one vector, and over all key heads as one."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's activation: ``g sigmoid(alpha g) (u + 1)``, g being the gate but at most ``limit``, u being up between
+    -limit and limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of the MLP: the sum of the outputs of the ``per_token`` experts that the router
+    gives the highest probabilities, each times its probability; the softmax is over all experts."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalise: bool
+    """The chosen probabilities are divided by their sum, which is a softmax over the chosen alone."""
+    biased: bool
+    """The router and the experts' products have biases."""
+    gate: ClampedGate | None
+    """What the experts have in the place of ``act(gate) * up``."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others have the MLP."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A pre-norm decoder with grouped-query attention and a gated MLP.
+    """A decoder with grouped-query attention and a gated MLP, or experts.
 
-    Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``; norms are RMS
-    norms. Tensor names are those of the Hugging Face checkpoints of the families that this covers.
+    Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``, with norms as
+    ``norm_placement`` says. Tensor names are those of most Hugging Face checkpoints; ``tensor_views`` finds these
+    tensors in the checkpoints that name or lay them out otherwise.
     """
 
     architecture: str
@@ -79,15 +142,31 @@ class ModelSpec:
     max_positions: int
     """Positions that the model was made for, its rope scaling included."""
     norm_eps: float
+    norm_offset: float
+    """All norms multiply by this + weight, in float32: 0 or 1."""
+    norm_placement: NormPlacement
+    qk_norm: QkNorm
     activation: Activation
-    rope: Rope
+    ropes: tuple[Rope, ...]
+    """Of each layer."""
+    rotary_dim: int
+    """So many of a head's dimensions, from the first on, are rotated; even."""
     windows: tuple[int | None, ...]
     """Of each layer: None attends to everything before; w to the last w positions, its own included."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    """An RMS norm over each head's queries and keys before rotation."""
+    attention_scale: float
+    """Of the scores."""
+    attention_soft_cap: float | None
+    """A cap c makes a scaled score s into ``c tanh(s / c)``."""
+    sinks: bool
+    """Each query head has a score without a value that takes part in the softmax."""
+    embedding_scale: float
+    """Embeddings are multiplied by it, after it was rounded to the model's dtype."""
+    logit_soft_cap: float | None
+    experts: Experts | None
+    """None: every layer has the MLP."""
     tied_embeddings: bool
     """The head is the embedding matrix."""
 
@@ -110,33 +189,65 @@ class ModelSpec:
         """Of keys and values of one position in every layer."""
         return 2 * self.num_layers * self.kv_size * element_bytes
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> Iterator[NamedShape]:
         """Name and shape of every tensor that a checkpoint of this model must hold."""
         hidden, vocab = self.hidden_size, self.vocab_size
         yield "model.embed_tokens.weight", (vocab, hidden)
         for layer in range(self.num_layers):
-            for name, shape in self._layer_tensors():
+            for name, shape in self._layer_tensors(layer):
                 yield f"model.layers.{layer}.{name}", shape
         yield "model.norm.weight", (hidden,)
         if not self.tied_embeddings:
             yield "lm_head.weight", (vocab, hidden)
 
-    def _layer_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        yield "input_layernorm.weight", (hidden,)
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer has experts in the place of the MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def layer_norms(self) -> tuple[str | None, str | None, str | None, str | None]:
+        """Names of a layer's norms: before and after attention, before and after the MLP; None where there is none."""
+        match self.norm_placement:
+            case NormPlacement.PRE:
+                return "input_layernorm", None, "post_attention_layernorm", None
+            case NormPlacement.BOTH:
+                return (
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                )
+            case NormPlacement.POST:
+                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+
+    def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
+        hidden = self.hidden_size
+        for norm in self.layer_norms:
+            if norm is not None:
+                yield f"{norm}.weight", (hidden,)
         for name, rows in (("q_proj", self.query_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size)):
-            yield f"self_attn.{name}.weight", (rows, hidden)
-            if self.qkv_bias:
-                yield f"self_attn.{name}.bias", (rows,)
-        if self.qk_norm:
-            yield "self_attn.q_norm.weight", (self.head_dim,)
-            yield "self_attn.k_norm.weight", (self.head_dim,)
-        yield "self_attn.o_proj.weight", (hidden, self.query_size)
-        if self.output_bias:
-            yield "self_attn.o_proj.bias", (hidden,)
-        yield "post_attention_layernorm.weight", (hidden,)
-        mlp = (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
-        for name, shape in mlp:
-            yield f"mlp.{name}.weight", shape
-            if self.mlp_bias:
-                yield f"mlp.{name}.bias", shape[:1]
+            yield from _linear(f"self_attn.{name}", rows, hidden, self.qkv_bias)
+        if self.qk_norm is not QkNorm.NONE:
+            whole = self.qk_norm is QkNorm.ALL
+            yield "self_attn.q_norm.weight", (self.query_size if whole else self.head_dim,)
+            yield "self_attn.k_norm.weight", (self.kv_size if whole else self.head_dim,)
+        if self.sinks:
+            yield "self_attn.sinks", (self.num_heads,)
+        yield from _linear("self_attn.o_proj", hidden, self.query_size, self.output_bias)
+        if self.experts is None or not self.has_experts(layer):
+            yield from _mlp("mlp", hidden, self.intermediate_size, self.mlp_bias)
+            return
+        yield from _linear("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
+        for expert in range(self.experts.num_experts):
+            yield from _mlp(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
+
+
+def _linear(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
+    yield f"{name}.weight", (rows, columns)
+    if biased:
+        yield f"{name}.bias", (rows,)
+
+
+def _mlp(name: str, hidden: int, inner: int, biased: bool) -> Iterator[NamedShape]:
+    for part, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        yield from _linear(f"{name}.{part}", rows, columns, biased)

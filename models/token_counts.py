@@ -28,7 +28,8 @@ class TokenCounts:
 
     def add(self, token_id: int) -> None:
         """Counts one more output token."""
-        self._output[self._place_of(token_id)] += 1
+        place = self._place_of(token_id)  # first: it may replace the array
+        self._output[place] += 1
 
     def _place_of(self, token_id: int) -> int:
         place = self._place.setdefault(token_id, len(self._place))

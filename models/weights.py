@@ -1,19 +1,22 @@
-"""A model's weights as a backend in torch holds them: fused where one product can do the work of several."""
+"""A model's weights as a backend in torch holds them: fused where one product can do the work of several, and each
+part of a layer as something that can be called."""
 
-from dataclasses import dataclass, fields
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from penstock.kernels.reference import choose_experts, rms_norm
+
+Layer = Callable[[Tensor], Tensor]
+"""(T, in) -> (T, out)."""
 
 
 class Linear(Protocol):
     """A linear map. Quantised kinds take the place of ``DenseLinear`` without the model's knowledge."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its weights."""
-        ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -27,36 +30,106 @@ class DenseLinear:
     weight: Tensor
     bias: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of weight and bias."""
-        return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
-
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         return functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer."""
+class RmsNorm:
+    """An RMS norm over the last dimension."""
 
-    attention_norm: Tensor
-    qkv: Linear
-    """Rows: all query heads, all key heads, all value heads."""
-    qk_norm: Tensor | None
+    weight: Tensor
+    """What is multiplied by, in at least fp32: the checkpoint's weight and the model's offset together."""
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The shape and dtype of ``x``."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """An RMS norm over each head."""
+
+    weight: Tensor
     """(query heads + key heads, head size): the norm's weight for each of them."""
-    output: Linear
-    mlp_norm: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, queries and keys side by side)."""
+        return rms_norm(x.view(-1, *self.weight.shape), self.weight, self.eps).flatten(1)
+
+
+@dataclass(frozen=True)
+class WholeNorm:
+    """An RMS norm over all queries and one over all keys."""
+
+    query: RmsNorm
+    key: RmsNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, queries and keys side by side)."""
+        num_queries = len(self.query.weight)
+        return torch.cat((self.query(x[:, :num_queries]), self.key(x[:, num_queries:])), dim=1)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """y = down(gate(x))."""
+
     gate_up: Linear
     """Rows: gate, then up."""
     down: Linear
+    activation: Layer
+    """From gate and up, side by side, to half as many columns."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of everything in the layer."""
-        parts = [getattr(self, field.name) for field in fields(self)]
-        return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in parts if part is not None)
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class ExpertMlp:
+    """A mixture of experts, each run on the tokens whose router chose it; summed in the order of the experts."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+    per_token: int
+    normalise: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        chosen, probabilities = choose_experts(self.router(x), self.per_token, self.normalise)
+        out = torch.zeros_like(x)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, places = torch.where(chosen == expert)
+            weighted = self.experts[expert](x[tokens]) * probabilities[tokens, places].unsqueeze(1)
+            out.index_add_(0, tokens, weighted.to(x.dtype))
+        return out
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """In the place of a norm that a layer does not have."""
+    return x
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer."""
+
+    before_attention: Layer
+    qkv: Linear
+    """Rows: all query heads, all key heads, all value heads."""
+    qk_norm: Layer
+    """On queries and keys side by side."""
+    sinks: Tensor | None
+    """(query heads,)."""
+    output: Linear
+    after_attention: Layer
+    before_mlp: Layer
+    mlp: Layer
+    after_mlp: Layer
 
 
 @dataclass(frozen=True)
@@ -66,7 +139,18 @@ class Weights:
     embedding: Tensor
     """(vocabulary, hidden)."""
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: RmsNorm
     head: Linear
     """Only the rows that the tokenizer can use; shares the embedding's memory where they are tied."""
     num_bytes: int
+
+
+def num_bytes(part: Any) -> int:
+    """Of the tensors in a part of the weights."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, tuple):
+        return sum(num_bytes(item) for item in part)
+    if is_dataclass(part):
+        return sum(num_bytes(getattr(part, field.name)) for field in fields(part))
+    return 0

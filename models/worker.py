@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
+from penstock.models.runner import Runner
 from penstock.models.wire import Channel, Kind, WireError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
 
@@ -59,9 +60,6 @@ def serve(channel: Channel) -> int:
     try:
         with _alive(channel):
             backend = load_backend(config)
-            # Not before: wrong files are found, and life is told of, without the seconds that torch takes to import.
-            from penstock.models.runner import Runner
-
             runner = Runner(backend)
             runner.warm()
             gc.freeze()

@@ -53,6 +53,7 @@ class FakeExecutor:
             backend="fake",
             device="cpu",
             dtype="float32",
+            kv_cache_dtype="float32",
             weight_bytes=0,
             kv_bytes=0,
         )

@@ -162,6 +162,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Rows of the vocabulary from here on are masked; None: the model's."""
     load_format: str = "auto"
     """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
+    quantization: str = "none"
+    """none: as the checkpoint is; int8 or int4: made at load from a float checkpoint; gptq, awq or compressed-tensors:
+    the checkpoint must be so."""
+    kv_cache_dtype: str = "auto"
+    """auto or int8; auto is the type of the activations."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -178,8 +183,12 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     backend: str
     device: str
     dtype: str
+    kv_cache_dtype: str
+    """The type of keys and values."""
     weight_bytes: int
     kv_bytes: int
+    quantization: str = "none"
+    """Of the weights: none, int8, int4, gptq, awq or compressed-tensors."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

@@ -118,6 +118,10 @@ class ServeConfig:
         "the type of weights and activations; auto is the checkpoint's",
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
     )
+    quantization: str = _flag(
+        "none", "int8 and int4 quantise the weights of a float checkpoint as they are read; the others say what the "
+        "checkpoint already is", choices=["none", "int8", "int4", "gptq", "awq", "compressed-tensors"],
+    )  # fmt: skip
     load_format: str = _flag(
         "auto", "auto reads safetensors; dummy makes weights up, to measure with", choices=["auto", "dummy"]
     )
@@ -125,6 +129,9 @@ class ServeConfig:
         None, "threads that compute, on a CPU", metavar="N", low=1, high=1024, shown="the cores that may be used"
     )
     block_size: int = _flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16], group="the KV cache")
+    kv_cache_dtype: str = _flag(
+        "auto", "the type of the KV cache; auto is that of the activations", choices=["auto", "int8"]
+    )
     enable_prefix_caching: bool = _flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = _flag(
         None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "

@@ -32,6 +32,8 @@ class ModelService(pb_grpc.ModelServiceServicer):
             eos_token_ids=tokenizer.eos_token_ids,
             has_chat_template=tokenizer.has_chat_template,
             dtype=facts.dtype,
+            quantization=facts.quantization,
+            kv_cache_dtype=facts.kv_cache_dtype,
             backend=facts.backend,
             version=version,
         )

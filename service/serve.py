@@ -105,6 +105,7 @@ def prepare(config: ServeConfig) -> Prepared:
     tenants = Tenants() if config.tenants_file is None else load_tenants(config.tenants_file)
     path = resolve_model(config.model)
     checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
+    checkpoint.choose_quantization(config.quantization)
     tokenizer = Tokenizer.load(path, config.chat_template)
     num_rows = checkpoint.spec.vocab_size
     if tokenizer.vocab_size > num_rows:
@@ -157,6 +158,8 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=tokenizer_vocab_size,
         load_format=config.load_format,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 
@@ -199,11 +202,12 @@ class _Life:
         calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key))
         if self._server.admin_target is not None:
             calls += f"\n\n{Administration(Address.parse(self._server.admin_target), wants_key)}"
+        weights = "" if facts.quantization == "none" else f", weights in {facts.quantization}"
         version = importlib.metadata.version("penstock")
         with contextlib.suppress(OSError):  # nobody reads it: no reason to end
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
-                f"{facts.architecture}, {facts.dtype}, backend {facts.backend} on {facts.device}, context "
+                f"{facts.architecture}, {facts.dtype}{weights}, backend {facts.backend} on {facts.device}, context "
                 f"{facts.max_model_len:,}, weights of {facts.weight_bytes / (1 << 20):,.0f} MiB, "
                 f"KV cache of {facts.num_blocks * facts.block_size:,} tokens\n\n"
                 f"{calls}\n\nCtrl-C ends it.\n"

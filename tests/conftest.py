@@ -1,8 +1,12 @@
 """What every test may count on: no model hub is reached, and a test for a GPU is skipped where there is none."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+from penstock.kernels.build_cpu import CannotBuild, find_compiler
+from penstock.kernels.cpu import LibraryMissing, library_path, load_library
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,3 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def cpu_library() -> Path:
+    """The CPU library. Without one, a test is skipped where there is no compiler to build it with, and else fails."""
+    try:
+        load_library()
+    except LibraryMissing:
+        try:
+            find_compiler()
+        except CannotBuild:
+            pytest.skip("needs a C++ compiler")
+        raise
+    return library_path()

@@ -1,7 +1,10 @@
-"""What is installed: every file of every folder, under the name `penstock` and no other."""
+"""What is installed: every file of every folder, under the name `penstock` and no other, and the CPU library."""
 
+import os
+import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -9,19 +12,34 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 
+from penstock.kernels import build_cpu, cpu
+from penstock.kernels.build_cpu import CannotBuild
+
 ROOT = Path(__file__).parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
 
-# Scripts that made what the wheel contains, and that nobody needs installed.
-NOT_INSTALLED = (Path("models/train_demo"),)
+# Scripts and sources that made what the wheel contains, and that nobody needs installed.
+NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/csrc"))
+LIBRARY = "libpenstock_cpu.so"
+
+# A compiler that writes something wherever it should write, and is done at once; and none at all.
+FAKE_COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  if [ "$1" = -o ]; then echo compiled > "$2"; fi
+  shift
+done
+"""
+NO_COMPILER = "/none"
 
 
 def source_files() -> list[Path]:
-    """Every file of the folders that are packages, relative to the root, but for what Python and macOS leave there."""
+    """Every file of the folders that are packages, relative to the root, but for what Python, macOS and a C++ compiler
+    leave there."""
     files = [file for folder in FOLDERS.values() for file in (ROOT / folder).rglob("*") if file.is_file()]
     relative = [file.relative_to(ROOT) for file in files if "__pycache__" not in file.parts and file.name[0] != "."]
-    return sorted(file for file in relative if not any(file.is_relative_to(folder) for folder in NOT_INSTALLED))
+    sources = [file for file in relative if file.suffix != ".so" and ".so." not in file.name]
+    return sorted(file for file in sources if not any(file.is_relative_to(folder) for folder in NOT_INSTALLED))
 
 
 def installed_name(file: Path) -> str:
@@ -33,18 +51,55 @@ def installed_name(file: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The names of the files in a wheel built from a copy of the tree, so that no build folder is left in it."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree to build from, so that no build folder is left in it; nothing is compiled yet."""
     copy = tmp_path_factory.mktemp("tree")
     for folder in FOLDERS.values():
-        copytree(ROOT / folder, copy / folder, ignore=ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            (copy / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-P", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    built = subprocess.run([*command, "--wheel-dir", "out", "."], cwd=copy, check=False, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = (copy / "out").glob("*.whl")
+        copytree(ROOT / folder, copy / folder, ignore=ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of FAKE_COMPILER."""
+    path = tmp_path_factory.mktemp("bin") / "fake++"
+    path.write_text(FAKE_COMPILER)
+    path.chmod(0o755)
+    return str(path)
+
+
+def run_with(compiler: str, tree: Path, *command: str) -> str:
+    """What a command prints that succeeds, run by this Python in the tree with a compiler."""
+    done = subprocess.run(
+        [sys.executable, "-P", *command],
+        cwd=tree,
+        env={**os.environ, "CXX": compiler},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def build(compiler: str, tree: Path, what: str) -> tuple[Path, str]:
+    """A wheel, an editable install's wheel or an sdist, made as pip makes it, and what was printed."""
+    printed = run_with(compiler, tree, "-c", f"from setuptools import build_meta; build_meta.build_{what}('{what}s')")
+    (built,) = (tree / f"{what}s").iterdir()
+    return built, printed
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, fake_compiler: str) -> Path:
+    """A wheel."""
+    return build(fake_compiler, tree, "wheel")[0]
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> list[str]:
+    """The names of the files in the wheel."""
     return zipfile.ZipFile(wheel).namelist()
 
 
@@ -96,9 +151,112 @@ def test_the_wheel_holds_the_contract_and_the_demo_model(wheel_names: list[str])
     assert [name for name in wheel_names if name.startswith("penstock/models/demo/") and name.endswith(".safetensors")]
 
 
+def test_the_wheel_holds_the_compiled_library_and_not_its_sources(wheel: Path, wheel_names: list[str]) -> None:
+    assert zipfile.ZipFile(wheel).read(f"penstock/kernels/{LIBRARY}") == b"compiled\n"
+    assert [name for name in wheel_names if name.endswith((".cpp", ".h", ".map"))] == []
+    assert [name for name in wheel_names if ".so" in name] == [f"penstock/kernels/{LIBRARY}"]
+
+
+def test_a_wheel_is_for_a_platform_and_any_python(wheel: Path) -> None:
+    _, _, python, abi, platform = wheel.stem.split("-")
+    assert (python, abi) == ("py3", "none")
+    assert platform.startswith("linux_")
+
+
+def test_an_editable_install_has_the_library_beside_its_sources(tree: Path, fake_compiler: str) -> None:
+    built, _ = build(fake_compiler, tree, "editable")
+    assert (tree / "kernels" / LIBRARY).read_text() == "compiled\n"
+    assert "-py3-none-linux_" in built.name
+    assert [name for name in zipfile.ZipFile(built).namelist() if ".so" in name] == []
+
+
+def test_the_source_distribution_holds_what_the_library_is_made_of(tree: Path) -> None:
+    (tree / "kernels" / LIBRARY).touch()
+    built, _ = build(NO_COMPILER, tree, "sdist")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {file.relative_to(ROOT).as_posix() for file in (ROOT / "kernels/csrc").iterdir()}
+    assert expected | {"setup.py", "pyproject.toml", "kernels/build_cpu.py", "kernels/cpu.py"} <= names
+    assert [name for name in names if ".so" in name] == []
+
+
+def test_without_a_compiler_the_rest_is_installed_and_one_line_says_what_that_means(tree: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "tree"
+    copytree(tree, copy, ignore=ignore_patterns("*.so", "build", "wheels", "editables", "sdists"))
+    built, printed = build(NO_COMPILER, copy, "wheel")
+    names = zipfile.ZipFile(built).namelist()
+    assert "penstock/kernels/cpu.py" in names
+    assert [name for name in names if ".so" in name] == []
+    (line,) = [line for line in printed.splitlines() if "penstock: WARNING" in line]
+    assert "plain torch" in line
+    assert "g++" in line
+
+
 def test_no_file_needs_a_table_of_contents() -> None:
     sources = [file for file in source_files() if file.suffix in {".py", ".proto", ".cpp", ".h"}]
     sources += [file.relative_to(ROOT) for folder in ("tests", "models") for file in (ROOT / folder).rglob("*.py")]
     written = {file for file in sources if "_pb2" not in file.name}
     assert len(written) > 100
     assert [str(file) for file in sorted(written) if len((ROOT / file).read_text().splitlines()) > 500] == []
+
+
+@pytest.mark.soak
+def test_an_installed_library_runs_here(cpu_library: Path, tree: Path, tmp_path: Path) -> None:
+    """Compiled by whatever compiles here, which takes a while."""
+    compiler = shlex.join(build_cpu.find_compiler())
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path)]
+    run_with(compiler, tree, "-m", "pip", "install", *flags, ".")
+    code = "from penstock.kernels import cpu; print(cpu.library_path()); cpu.main()"
+    printed = run_with(compiler, tree, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}").splitlines()
+    assert printed[0] == str(tmp_path / "penstock/kernels" / LIBRARY)
+    assert printed[1:] == [level for level in cpu.LEVELS if cpu.find_kernels(level)]
+
+
+# The library's own build ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_compiler: str) -> Path:
+    """A folder with one source, which the fake compiler compiles."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "one.cpp").touch()
+    monkeypatch.setattr(build_cpu, "SOURCES", folder)
+    monkeypatch.setenv("CXX", fake_compiler)
+    return folder
+
+
+def test_the_library_is_built_anew_only_if_a_source_is_newer(sources: Path, tmp_path: Path) -> None:
+    library = build_cpu.build_if_possible(tmp_path / "made")
+    assert library is not None
+    library.write_text("as it was")
+    build_cpu.build_if_possible(tmp_path / "made")
+    assert library.read_text() == "as it was"
+    header = sources / "one.h"
+    header.touch()
+    os.utime(header, ns=(0, library.stat().st_mtime_ns + 1))
+    build_cpu.build_if_possible(tmp_path / "made")
+    assert library.read_text() == "compiled\n"
+
+
+@pytest.mark.parametrize("compiler", [NO_COMPILER, "false", "/"])
+def test_without_a_compiler_that_works_no_old_library_stays(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], compiler: str
+) -> None:
+    library = build_cpu.build_if_possible(tmp_path)
+    assert library is not None
+    os.utime(library, ns=(0, 0))
+    monkeypatch.setenv("CXX", compiler)
+    assert build_cpu.build_if_possible(tmp_path) is None
+    assert not library.exists()
+    printed = capfd.readouterr().err
+    assert printed.count("WARNING") == 1
+    assert printed.splitlines()[-1].startswith("penstock: WARNING")
+    with pytest.raises(CannotBuild):
+        build_cpu.build(tmp_path)
+
+
+def test_without_the_sources_nothing_is_built(sources: Path, tmp_path: Path) -> None:
+    (sources / "one.cpp").unlink()
+    with pytest.raises(CannotBuild, match="in a checkout"):
+        build_cpu.build(tmp_path)

@@ -1,9 +1,260 @@
+// Attention over pages, one item at a time: for each split the scores of a tile of queries, their softmax, the weighted
+// values. What a split comes to for one query head is a record of floats: the largest score, the sum of the weights, 14
+// that are unused, and the values, weighted, D of them. Records of a query's splits are merged in order of position by
+// `merge_record`, at once where an item has all the splits, or from memory by `merge`: the same bits either way.
+//
+// In memory the records of a tile of queries lie as [split][query][head of the group], from the tile's first split that
+// is computed at all. An item whose splits begin later has its first record
+//   (split_begin - first split) * (query_end - query_begin) * (num_heads / kv_heads) * partial_floats
+// floats behind the tile's; `merge` is given the tile's first. It may begin at any split, if those before it lie out of
+// the window of all the tile's queries. A record of a split that is wholly masked changes nothing.
 #pragma once
+
+#include "attention_format.h"
+#include "attention_tiles.h"
+#include "kernels.h"
+#include "kv_page.h"
+#include "vec.h"
+
 namespace PENSTOCK_LEVEL {
-using namespace penstock;
-static void write_kv(const KvLayout&, uint8_t*, int, const float*, const float*) {}
-static int64_t attention_scratch(const Attention&) { return 0; }
-static int64_t partial_floats(const Attention&) { return 0; }
-static void attend(const Attention&, const AttentionRow&, const AttentionItem&, uint8_t*, float*) {}
-static void merge(const Attention&, const AttentionRow&, const AttentionItem&, int, const float*) {}
+
+constexpr int RECORD_HEAD = LANES;  // floats before a record's values
+constexpr int RECORD_SUM = 1;
+
+INLINE int group_size(const Attention& attention) { return attention.num_heads / attention.kv.kv_heads; }
+
+static int64_t partial_floats(const Attention& attention) { return RECORD_HEAD + padded_head(attention.kv); }
+
+// ---------------------------------------------------------------------------------------------------------- records
+
+INLINE void clear_record(float* record, int64_t floats) {
+  memset(record, 0, static_cast<size_t>(floats) * sizeof(float));
+  record[0] = -__builtin_inff();
 }
+
+// Not inlined, so that both of its callers round alike.
+__attribute__((noinline)) static void merge_record(float* total, const float* record, int64_t floats) {
+  if (record[0] == -__builtin_inff()) return;
+  const float top = record[0] > total[0] ? record[0] : total[0];
+  const Floats old = exp(splat(total[0] - top)), more = exp(splat(record[0] - top));
+  total[0] = top;
+  for (int64_t i = RECORD_HEAD; i < floats; i += LANES) store(total + i, fma(load(record + i), more, load(total + i) * old));
+  total[RECORD_SUM] = record[RECORD_SUM] * more[0] + total[RECORD_SUM] * old[0];
+}
+
+// The output of one query head. A sink is one more weight, of nothing.
+__attribute__((noinline)) static void write_output(const Attention& attention, int head, const float* total, float* out) {
+  float by = 1 / total[RECORD_SUM];
+  if (attention.sinks) {
+    const float sink = attention.sinks[head], top = sink > total[0] ? sink : total[0];
+    const float kept = exp(splat(total[0] - top))[0];
+    by = kept / (total[RECORD_SUM] * kept + exp(splat(sink - top))[0]);
+  }
+  const int head_dim = attention.kv.head_dim;
+  for (int dim = 0; dim < head_dim; dim += LANES) {
+    Floats values = load(total + RECORD_HEAD + dim) * by;
+    if (dim + LANES <= head_dim)
+      store(out + dim, values);
+    else
+      store_some(out + dim, values, head_dim - dim);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ an item
+
+// Where in the scratch memory things lie, in bytes.
+struct Scratch {
+  int64_t queries;  // words of all the item's rows
+  int64_t query;    // a Query for each row
+  int64_t totals;   // a record for each row
+  int64_t result;   // a record
+  int64_t scores;   // of a block
+  int64_t values;   // of a block
+  int64_t bytes;
+};
+
+INLINE Scratch scratch_of(const Attention& attention) {
+  const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
+  const int64_t record = partial_floats(attention) * WORD;
+  Scratch at = {};
+  at.query = at.queries + rows * padded * WORD;  // of INT8 and BF16 half of this
+  at.totals = at.query + (rows * static_cast<int64_t>(sizeof(Query)) + VECTOR - 1) / VECTOR * VECTOR;
+  at.result = at.totals + rows * record;
+  at.scores = at.result + record;
+  at.values = at.scores + BLOCK_ROWS * SPLIT_BYTES;
+  at.bytes = at.values + BLOCK_ROWS * padded * WORD;
+  return at;
+}
+
+static int64_t attention_scratch(const Attention& attention) { return scratch_of(attention).bytes; }
+
+// What an item works on. Its rows are queries by heads of the group.
+struct Work {
+  const Attention& attention;
+  const AttentionRow& row;
+  const AttentionItem& item;
+  int group;
+  int rows;
+  int64_t record;  // floats
+  Scratch at;
+  uint8_t* scratch;
+  float* partials;
+
+  Query* query() const { return reinterpret_cast<Query*>(scratch + at.query); }
+  float* total(int index) const { return reinterpret_cast<float*>(scratch + at.totals) + index * record; }
+  // Positions that a row attends to: [first, last).
+  int last(int index) const { return item.query_begin + index / group + 1; }
+  int first(int index) const { return attention.window ? larger(last(index) - attention.window, 0) : 0; }
+};
+
+template <class Kv>
+static void prepare_queries(const Work& work) {
+  const Attention& attention = work.attention;
+  const int head_dim = attention.kv.head_dim, padded = padded_head(attention.kv);
+  for (int i = 0; i < work.rows; i++) {
+    const int64_t token = work.row.token + work.item.query_begin - work.row.start + i / work.group;
+    const int head = work.item.kv_head * work.group + i % work.group;
+    const float* x = attention.queries + token * attention.query_stride + static_cast<int64_t>(head) * head_dim;
+    uint8_t* words = work.scratch + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
+    work.query()[i] = Kv::prepare_query(x, head_dim, padded, attention.scale, words);
+  }
+}
+
+// Rows [begin, end) against the pages of a split that any of them attends to.
+template <class Kv>
+static Block make_block(const Work& work, int split, int begin, int end) {
+  const Attention& attention = work.attention;
+  const KvLayout& layout = attention.kv;
+  const int padded = padded_head(layout);
+  Block block;
+  block.rows = (end - begin) * Kv::ROWS;
+  block.padded = padded;
+  block.section = section_bytes(layout);
+  block.streams = begin == 0;
+  block.queries = work.scratch + static_cast<int64_t>(begin) * Kv::ROWS * padded / Kv::PER * WORD;
+  block.scores = work.scratch + work.at.scores;
+  block.values = work.scratch + work.at.values;
+  block.first_page = larger(work.first(begin), split * SPLIT) / LANES;
+  const int end_page = (smaller(work.last(end - 1), (split + 1) * SPLIT) + LANES - 1) / LANES;
+  block.num_pages = larger(end_page - block.first_page, 0);
+  const uint8_t* head = attention.pages + work.item.kv_head * layout.head_bytes;
+  for (int i = 0; i < block.num_pages; i++) {
+    block.sections[i] = head + work.row.pages[block.first_page + i] * layout.page_bytes;
+    block.sections[block.num_pages + i] = block.sections[i] + block.section;
+  }
+  const int last_page = (smaller(work.last(work.rows - 1), work.item.split_end * SPLIT) - 1) / LANES;
+  for (int i = 0; i < AHEAD; i++) {
+    const int next = smaller(block.first_page + block.num_pages + i, last_page);
+    block.sections[2 * block.num_pages + i] = head + work.row.pages[next] * layout.page_bytes;
+  }
+  return block;
+}
+
+// Scales the scores of one row and masks all but positions [first, last), counted from the block's; returns the largest.
+template <class Kv>
+static float mask_scores(const Block& block, uint8_t* scores, const Query& query, float soft_cap, int first, int last) {
+  const float nothing = -__builtin_inff();
+  Floats best = splat(nothing);
+  for (int page = 0; page < block.num_pages; page++) {
+    Floats x = Kv::score(scores, page, query, block.keys()[page], block.section);
+    if (soft_cap != 0) x = splat(soft_cap) - 2 * soft_cap / (exp(x * (2 / soft_cap)) + 1);
+    const int begin = page * LANES;
+    if (begin < first || begin + LANES > last) {
+      const Ints position = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + begin;
+      x = (position >= first) & (position < last) ? x : splat(nothing);
+    }
+    store_ints(scores + page * VECTOR, as_ints(x));
+    best = max(best, x);
+  }
+  return largest(best);
+}
+
+template <class Kv>
+static void attend_block(const Work& work, int split, int begin, int end) {
+  Block block = make_block<Kv>(work, split, begin, end);
+  const bool partial = work.item.partial >= 0;
+  float* records = work.partials + work.item.partial;
+  records += static_cast<int64_t>(split - work.item.split_begin) * work.rows * work.record;
+  if (block.num_pages == 0) {
+    for (int i = begin; partial && i < end; i++) clear_record(records + i * work.record, work.record);
+    return;
+  }
+  score_rows<Kv>(block, 0);
+  Weights weights[BLOCK_ROWS];
+  float tops[BLOCK_ROWS];
+  const int origin = block.first_page * LANES;
+  for (int i = begin; i < end; i++) {
+    uint8_t* scores = block.scores + (i - begin) * Kv::ROWS * SPLIT_BYTES;
+    const float top = mask_scores<Kv>(block, scores, work.query()[i], work.attention.soft_cap, work.first(i) - origin,
+                                      work.last(i) - origin);
+    // Where all is masked every weight is e^-inf, whatever is subtracted.
+    tops[i - begin] = top;
+    weights[i - begin] = Kv::weigh(scores, block.num_pages, top > -__builtin_inff() ? top : 0,
+                                   block.page_values(), block.section);
+  }
+  value_rows<Kv>(block, 0);
+  for (int i = begin; i < end; i++) {
+    float* record = partial ? records + i * work.record : reinterpret_cast<float*>(work.scratch + work.at.result);
+    const uint8_t* values = block.values + static_cast<int64_t>(i - begin) * Kv::ROWS * block.padded * WORD;
+    clear_record(record, RECORD_HEAD);
+    record[0] = tops[i - begin];
+    record[RECORD_SUM] = weights[i - begin].sum;
+    for (int dim = 0; dim < block.padded; dim += LANES)
+      store(record + RECORD_HEAD + dim,
+            Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin].factor));
+    if (!partial) merge_record(work.total(i), record, work.record);
+  }
+}
+
+INLINE void write_row(const Work& work, int index, const float* total) {
+  const Attention& attention = work.attention;
+  const int64_t token = work.row.token + work.item.query_begin - work.row.start + index / work.group;
+  const int head = work.item.kv_head * work.group + index % work.group;
+  float* out = attention.output + token * attention.output_stride + static_cast<int64_t>(head) * attention.kv.head_dim;
+  write_output(attention, head, total, out);
+}
+
+template <class Kv>
+static void attend_item(const Work& work) {
+  prepare_queries<Kv>(work);
+  const bool partial = work.item.partial >= 0;
+  for (int i = 0; !partial && i < work.rows; i++) clear_record(work.total(i), work.record);
+  constexpr int STEP = BLOCK_ROWS / Kv::ROWS;
+  for (int split = work.item.split_begin; split < work.item.split_end; split++)
+    for (int begin = 0; begin < work.rows; begin += STEP)
+      attend_block<Kv>(work, split, begin, smaller(begin + STEP, work.rows));
+  for (int i = 0; !partial && i < work.rows; i++) write_row(work, i, work.total(i));
+}
+
+static Work make_work(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
+                      float* partials) {
+  const int group = group_size(attention);
+  return {attention, row,     item, group, (item.query_end - item.query_begin) * group, partial_floats(attention),
+          scratch_of(attention), scratch, partials};
+}
+
+static void attend(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
+                   float* partials) {
+  const Work work = make_work(attention, row, item, scratch, partials);
+  if (attention.kv.format == FORMAT_F32)
+    attend_item<F32Kv>(work);
+  else if (attention.kv.format == FORMAT_BF16)
+    attend_item<Bf16Kv>(work);
+  else
+    attend_item<Int8Kv>(work);
+}
+
+static void merge(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int splits,
+                  const float* partials) {
+  const Work work = make_work(attention, row, item, nullptr, nullptr);
+  for (int i = 0; i < work.rows; i++) {
+    float total[RECORD_HEAD + MAX_HEAD_DIM];
+    clear_record(total, work.record);
+    for (int split = 0; split < splits; split++)
+      merge_record(total, partials + item.partial + (static_cast<int64_t>(split) * work.rows + i) * work.record,
+                   work.record);
+    write_row(work, i, total);
+  }
+}
+
+}  // namespace PENSTOCK_LEVEL

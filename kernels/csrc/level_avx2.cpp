@@ -1,5 +1,15 @@
+#if defined(__AVX2__) && defined(__FMA__)
+
 #define PENSTOCK_LEVEL level_avx2
 #define PENSTOCK_LEVEL_NAME "avx2"
 #include "level.h"
 
 const penstock::Kernels* penstock::kernels_avx2() { return &PENSTOCK_LEVEL::TABLE; }
+
+#else  // another kind of machine
+
+#include "kernels.h"
+
+const penstock::Kernels* penstock::kernels_avx2() { return nullptr; }
+
+#endif

@@ -25,7 +25,7 @@ typedef int32_t IntsAnywhere __attribute__((vector_size(64), may_alias, aligned(
 
 // ------------------------------------------------------------------------------------------------ load, store, reduce
 
-INLINE Floats splat(float x) { return Floats{} + x; }
+INLINE Floats splat(float x) { return x - Floats{}; }  // 0 + x would be an addition: it changes -0
 INLINE Ints splat_int(int32_t x) { return Ints{} + x; }
 INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsAnywhere*>(p); }
 INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsAnywhere*>(p) = x; }
@@ -117,6 +117,18 @@ INLINE float largest(Floats x) {
   for (int i = 1; i < 16; i++) best = lanes[i] > best ? lanes[i] : best;
   return best;
 #endif
+}
+
+// The first n of p, all 16 if there are so many; the other lanes are zero.
+INLINE Floats load_up_to(const float* p, int n) { return n >= 16 ? load(p) : load_some(p, n); }
+
+INLINE float largest_magnitude(const float* x, int n) {
+  Floats most = {};
+  for (int i = 0; i < n; i += 16) {
+    const Floats part = load_up_to(x + i, n - i);
+    most = max(most, max(part, -part));
+  }
+  return largest(most);
 }
 
 INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
@@ -243,8 +255,7 @@ INLINE Floats exp(Floats x) {
   p = fma(p, r, splat(1.0f));
   p = fma(p, r, splat(1.0f));
 #if defined(__AVX512F__)
-  Floats y = _mm512_scalef_ps(p, whole);
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, whole);
 #else
   // In two factors, since 2^128 is no float.
   Ints half = n >> 1;

@@ -10,10 +10,13 @@ import sys
 import pytest
 
 from penstock.clients import doctor, machine
+from penstock.clients.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.doctor import Kind, choose, describe, examine
 from penstock.clients.machine import Gpu, Package, inspect_machine
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
+LIBRARY = CpuLibrary(["avx512_bf16", "avx512", "avx2", "generic"], "", "")
+NO_LIBRARY = CpuLibrary([], "it is not there", "install a compiler")
 NVIDIA_SMI = "NVIDIA H200, 143771, 143000, 570.1, 9.0\nNVIDIA A2, 15356, [N/A], 570.1, 8.6\n"
 
 
@@ -45,19 +48,19 @@ def without(fitted, *names):
 
 
 def remedies(found, kind):
-    return [finding.remedy for finding in examine(found) if finding.kind is kind]
+    return [finding.remedy for finding in examine(found, LIBRARY) if finding.kind is kind]
 
 
 def test_a_machine_with_all_packages_runs_on_its_cpu(fitted):
-    assert choose(fitted).device == "cpu"
-    assert list(examine(fitted)) == []
-    assert "Nothing is missing." in describe(fitted, choose(fitted), [])
+    assert choose(fitted, LIBRARY).device == "cpu"
+    assert list(examine(fitted, LIBRARY)) == []
+    assert "Nothing is missing." in describe(fitted, LIBRARY, choose(fitted, LIBRARY), [])
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
 def test_a_gpu_is_used_if_torch_can(fitted, has_cuda):
     found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=has_cuda)
-    assert choose(found).device == ("cuda" if has_cuda else "cpu")
+    assert choose(found, LIBRARY).device == ("cuda" if has_cuda else "cpu")
     assert remedies(found, Kind.MISSING) == []
     assert remedies(found, Kind.ADVICE) == ([] if has_cuda else ["install a build of torch with CUDA"])
 
@@ -78,8 +81,8 @@ def test_a_gpu_that_the_environment_hides_is_not_used(fitted, monkeypatch, visib
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     seen = inspect_machine().visible_gpus
     found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=True, visible_gpus=seen)
-    assert choose(found).device == device
-    assert ("CUDA_VISIBLE_DEVICES" in choose(found).why) == (device == "cpu")
+    assert choose(found, LIBRARY).device == device
+    assert ("CUDA_VISIBLE_DEVICES" in choose(found, LIBRARY).why) == (device == "cpu")
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (64.0, 64)])
@@ -87,19 +90,67 @@ def test_threads_are_whole_cores(fitted, cores, threads):
     assert dataclasses.replace(fitted, num_usable_cores=cores).num_threads() == threads
 
 
+def test_the_cpu_library_and_its_instruction_set_are_told(fitted):
+    assert choose(fitted, LIBRARY).backend == "cpu"
+    lines = list(describe(dataclasses.replace(fitted, num_usable_cores=3.5), LIBRARY, choose(fitted, LIBRARY), []))
+    assert "Kernels   the CPU library with avx512_bf16, threads: 3" in lines
+
+
+def test_without_the_cpu_library_plain_torch_runs_and_the_remedy_is_told(fitted):
+    assert choose(fitted, NO_LIBRARY).backend == "reference"
+    (finding,) = examine(fitted, NO_LIBRARY)
+    assert (finding.kind, finding.remedy) == (Kind.ADVICE, "install a compiler")
+    assert "it is not there" in finding.what
+    lines = list(describe(fitted, NO_LIBRARY, choose(fitted, NO_LIBRARY), [finding]))
+    assert "Kernels   none for a CPU (it is not there)" in lines
+
+
+def test_without_the_cpu_library_a_gpu_is_used_and_nothing_is_missing(fitted):
+    found = dataclasses.replace(fitted, gpus=[GPU], torch_has_cuda=True)
+    assert choose(found, LIBRARY) == choose(found, NO_LIBRARY)
+    assert list(examine(found, NO_LIBRARY)) == []
+
+
+def test_the_cpu_library_is_asked(cpu_library):
+    found = inspect_cpu_library()
+    assert found.levels[-1] == "generic"
+    assert found == CpuLibrary(found.levels, "", "")
+
+
+@pytest.mark.parametrize("content", [None, "", "not a library\n"])
+def test_a_cpu_library_that_cannot_be_loaded_comes_with_the_remedy(tmp_path, monkeypatch, content):
+    path = tmp_path / "library.so"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", str(path))
+    found = inspect_cpu_library()
+    assert found.levels == []
+    assert str(path) in found.problem
+    assert "make native" in found.remedy
+    assert ("g++" in found.remedy) == (content is None)
+
+
+def test_a_cpu_library_that_dies_is_told(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -ILL $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert "Illegal instruction" in inspect_cpu_library().problem
+
+
 def test_what_a_server_lacks_is_named_with_the_command(fitted):
     bare = without(fitted, "torch", "tokenizers", "uvloop")
-    (finding,) = examine(bare)
+    (finding,) = examine(bare, LIBRARY)
     assert finding.kind is Kind.MISSING
     assert finding.what == "not installed: tokenizers, torch"
     assert finding.remedy == "pip install 'penstock[server]'"
-    assert choose(bare).backend is None
-    assert any("cannot run" in line for line in describe(bare, choose(bare), [finding]))
+    assert choose(bare, LIBRARY).backend is None
+    assert any("cannot run" in line for line in describe(bare, LIBRARY, choose(bare, LIBRARY), [finding]))
 
 
 def test_what_is_dispensable_is_advice(fitted):
     found = without(fitted, "uvloop")
-    assert choose(found).backend == "reference"
+    assert choose(found, LIBRARY).backend == "cpu"
     assert remedies(found, Kind.MISSING) == []
     assert remedies(found, Kind.ADVICE) == ["pip install 'penstock[server]'"]
 
@@ -108,7 +159,7 @@ def test_a_python_that_is_not_supported_and_a_broken_driver_are_findings(fitted)
     found = dataclasses.replace(fitted, python="3.14.1", gpu_problem="NVIDIA-SMI has failed", available_bytes=1 << 30)
     assert remedies(found, Kind.MISSING) == ["make an environment with Python 3.11 to 3.13"]
     assert len(remedies(found, Kind.ADVICE)) == 2
-    assert "NVIDIA-SMI has failed" in choose(found).why
+    assert "NVIDIA-SMI has failed" in choose(found, LIBRARY).why
 
 
 def write(root, files):
@@ -139,9 +190,40 @@ def test_limits_of_control_groups_count_wherever_they_are(tmp_path):
     assert found.instruction_sets == ["avx2", "avx512f", "amx_bf16"]
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/not/seen/here\n", {"cpu.max": "70000 100000\n"}, 0.7),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n"}, 64),
+        ("0::/a\n", {"a/cpu.max": "\n"}, 64),
+        (
+            "4:cpu,cpuacct:/a/b\n2:cpuset:/\n0::/\n",
+            {
+                "cpu,cpuacct/a/b/cpu.cfs_quota_us": "-1\n",
+                "cpu,cpuacct/a/b/cpu.cfs_period_us": "100000\n",
+                "cpu,cpuacct/a/cpu.cfs_quota_us": "250000\n",
+                "cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+            },
+            2.5,
+        ),
+        ("9:cpu:/pod\n", {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "50000\n"}, 1),
+        ("3:cpuacct,cpu:/\n", {"cpu/cpu.cfs_quota_us": "90000\n", "cpu/cpu.cfs_period_us": "30000\n"}, 3),
+        ("3:cpuset:/a\n", {"cpuset/a/cpu.cfs_quota_us": "90000\n", "cpuset/a/cpu.cfs_period_us": "30000\n"}, 64),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "90000\n", "cpu/cpu.cfs_period_us": "0\n"}, 64),
+    ],
+)
+def test_the_cpu_quota_of_either_version_of_control_groups_counts(tmp_path, monkeypatch, membership, files, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    write(tmp_path, {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{name}": files[name] for name in files}})
+    found = inspect_machine(tmp_path)
+    assert found.num_usable_cores == cores
+    assert found.num_threads() == max(1, int(cores))
+
+
 def test_a_machine_that_tells_nothing_is_described_all_the_same(tmp_path):
     found = inspect_machine(tmp_path)
-    assert list(describe(found, choose(found), list(examine(found))))
+    assert list(describe(found, LIBRARY, choose(found, LIBRARY), list(examine(found, LIBRARY))))
 
 
 def fake_nvidia_smi(directory, monkeypatch, script):
@@ -172,7 +254,7 @@ def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
 def test_a_server_runs_without_what_only_the_load_generator_uses(fitted):
     server = [package for package in fitted.packages if package.extra != "bench"]
     lacking = dataclasses.replace(fitted, packages=[*server, Package("aiohttp", None, "bench")])
-    assert choose(lacking).backend == "reference"
+    assert choose(lacking, LIBRARY).backend == "cpu"
     assert remedies(lacking, Kind.MISSING) == []
     assert remedies(lacking, Kind.ADVICE) == ["pip install 'penstock[bench]'"]
 
@@ -180,8 +262,9 @@ def test_a_server_runs_without_what_only_the_load_generator_uses(fitted):
 def test_json_is_for_programs(capsys):
     status = doctor.main(["--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == {"machine", "choice", "findings"}
+    assert report.keys() == {"machine", "cpu_library", "choice", "findings"}
     assert report["machine"]["num_cores"] >= 1
+    assert report["cpu_library"] == dataclasses.asdict(inspect_cpu_library())
     assert status == any(finding["kind"] == "missing" for finding in report["findings"])
 
 

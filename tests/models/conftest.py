@@ -39,6 +39,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.25,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -98,6 +99,97 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    # Caps that bite: scores and logits of these models are well above them.
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma2-no-caps-untied-bias": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-sparse-windows": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 9}),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 2, "attention_bias": True}),
+    "phi3-partial-rotary": (
+        "Phi3Config",
+        {"head_dim": 32, "sliding_window": 9, "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3-longrope": (
+        "Phi3Config",
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0],
+                "long_factor": [2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0],
+            },
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
 }
 
 
@@ -122,7 +214,7 @@ def build_model(path: Path, config_class: str, changes: dict[str, Any], **saving
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
     module.eval().save_pretrained(path, **saving)
     return TinyModel(path, module)
@@ -297,7 +389,7 @@ def in_process() -> Callable[..., InProcessExecutor]:
 
 def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> WorkerConfig:
     """A small worker in fp32; ``num_blocks`` of KV exactly."""
-    values: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 64, **config}
+    values: dict[str, Any] = {"backend": "reference", "dtype": "float32", "num_threads": 1, "max_num_seqs": 64, **config}
     if num_blocks is not None:
         spec = check_checkpoint(path).spec
         element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]

@@ -14,7 +14,7 @@ from penstock.models.checkpoint import CONFIG, DEMO, check_checkpoint, resolve_m
 from penstock.models.errors import ModelError
 from penstock.models.families import spec_from_config
 from penstock.models.rope import inverse_frequencies
-from penstock.models.spec import Activation, DefaultRope, LinearRope, Llama3Rope, YarnRope
+from penstock.models.spec import Activation, DefaultRope, LinearRope, Llama3Rope, QkNorm, YarnRope
 
 # As published: the fields of these models' config.json that matter here.
 LLAMA_31_8B = {
@@ -58,7 +58,7 @@ def test_published_configs_have_their_published_sizes(config, num_parameters):
 
 def test_published_details():
     llama = spec_from_config(LLAMA_31_8B)
-    assert llama.rope == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 8192)
+    assert llama.ropes[0] == Llama3Rope(500000.0, 8.0, 1.0, 4.0, 8192)
     assert (llama.max_positions, llama.head_dim, llama.windows[0]) == (131072, 128, None)
     assert llama.kv_bytes_per_token(2) == 131072
     assert set(spec_from_config(MISTRAL_7B_V01).windows) == {4096}
@@ -66,7 +66,7 @@ def test_published_details():
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.tied_embeddings) == (True, False, True)
     assert set(qwen2.windows) == {None}
     qwen3 = spec_from_config(QWEN3_06B)
-    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.query_size, qwen3.rope) == (True, False, 2048, DefaultRope(1e6))
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.query_size, qwen3.ropes[0]) == (QkNorm.HEAD, False, 2048, DefaultRope(1e6))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_old_and_new_forms_of_rope_mean_the_same(old, rope, max_positions):
     without = {name: value for name, value in QWEN3_06B.items() if not name.startswith("rope")}
     new_spec = spec_from_config({**without, "rope_parameters": {"rope_theta": 1e6, **values}})
     assert old_spec == new_spec
-    assert (old_spec.rope, old_spec.max_positions) == (rope, max_positions)
+    assert (old_spec.ropes[0], old_spec.max_positions) == (rope, max_positions)
 
 
 def test_activations():

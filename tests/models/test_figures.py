@@ -27,13 +27,13 @@ class PoisonedPages(KVPages):
         self.values[:, :, block_ids] = math.nan
 
 
-def attention_of_what_is_seen(query, keys, values, mask, reach):
+def attention_of_what_is_seen(query, keys, values, mask, reach, **scores):
     """What no query of a row sees is cut off, and nothing else is: whatever a row reads that it did not write shows in
     its output."""
     if mask is not None:
         unseen = ~mask.any(1)[:, :, None]
         keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
-    return attention(query, keys, values, mask, reach)
+    return attention(query, keys, values, mask, reach, **scores)
 
 
 def poison(monkeypatch):

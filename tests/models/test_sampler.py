@@ -73,6 +73,15 @@ def test_penalties_follow_the_tokens_that_are_appended():
     )
 
 
+def test_penalties_count_any_number_of_distinct_tokens():
+    row = make_row(greedy(frequency_penalty=0.3), history=range(1000, 1010), num_prompt=5)
+    for token_id in [*range(1000), *range(500)]:
+        row.append(token_id)
+    counts = dict(zip(row.counts.ids.tolist(), row.counts.output.tolist(), strict=True))
+    want = {token_id: 2 if token_id < 500 else 1 for token_id in range(1000)}
+    assert counts == want | dict.fromkeys(range(1000, 1005), 0) | dict.fromkeys(range(1005, 1010), 1)
+
+
 def test_prompt_ids_above_the_tokenizers_vocabulary_are_no_index():
     assert choose(falling(), greedy(repetition_penalty=2.0), history=(VOCAB + 5, 0)).token_id == 1
 

@@ -205,7 +205,8 @@ class World:
 
     def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
         limits = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens)
-        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *limits, "fake", "fake", "cpu", "float32", 0, 0)
+        names = ("fake", "fake", "cpu", "float32", "float32")
+        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *limits, *names, 0, 0)
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0

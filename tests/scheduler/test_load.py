@@ -33,6 +33,7 @@ def new_simulation(request):
             backend="",
             device="",
             dtype="",
+            kv_cache_dtype="",
             weight_bytes=0,
             kv_bytes=0,
         )

@@ -10,8 +10,9 @@ from penstock.service.config import ConfigError, ServeConfig, parse_config
 
 AS_IN_VLLM = [
     *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),
-    *("--host", "--kv-cache-memory-bytes", "--load-format", "--max-model-len", "--max-num-batched-tokens"),
-    *("--max-num-seqs", "--model", "--no-enable-prefix-caching", "--port", "--scheduling-policy"),
+    *("--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format", "--max-model-len"),
+    *("--max-num-batched-tokens", "--max-num-seqs", "--model", "--no-enable-prefix-caching", "--port"),
+    *("--quantization", "--scheduling-policy"),
     "--served-model-name",
 ]
 
@@ -60,6 +61,8 @@ BAD = {
     "--port": "--port: expected one argument",
     "--dtype int8": "--dtype: must be auto, float32, bfloat16, float16 or float64; it is 'int8'",
     "--block-size 32": "--block-size: must be 16; it is 32",
+    "--quantization fp8": ("--quantization: must be none, int8, int4, gptq, awq or compressed-tensors; it is 'fp8'"),
+    "--kv-cache-dtype fp8": "--kv-cache-dtype: must be auto or int8; it is 'fp8'",
     "--max-num-seqs 0": "--max-num-seqs: must be 1 to 4,096; it is 0",
     "--max-model-len 1": "--max-model-len: must be 2 to 16,777,216; it is 1",
     "--gpu-memory-utilization nan": "--gpu-memory-utilization: must be 0.01 to 1.0; it is nan",

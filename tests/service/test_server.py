@@ -212,6 +212,7 @@ class TestItself:
         service = await start_service(scheduler=scheduler)
         model = await service.model.GetModel(model_pb2.GetModelRequest())
         assert (model.name, model.architecture, model.backend, model.dtype) == ("bytes", "fake", "fake", "float32")
+        assert (model.quantization, model.kv_cache_dtype) == ("none", "float32")
         assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (258, 4096, [256])
         assert (model.limits.max_num_seqs, model.limits.max_queued_requests, model.limits.kv_block_size) == (7, 9, 16)
         assert model.limits.max_num_batched_tokens == 2048

@@ -1,0 +1,164 @@
+// What the formats of KV differ in: how a query becomes words to multiply keys with, a sum a score, and a row of weights
+// words to multiply values with.
+//
+// BF16 rounds queries and weights to bfloat16; the weights are added up as rounded, so that they still average.
+// INT8 keeps queries and weights in two bytes each, 15 and 16 bits, which cost two dot products of 4 where BF16 needs
+// two of 2 for as many numbers: the error is that of the stored keys and values, and nothing is rounded on the way.
+#pragma once
+
+#include "kernels.h"
+#include "kv_page.h"
+#include "vec.h"
+
+namespace PENSTOCK_LEVEL {
+
+// One query head of one token.
+struct Query {
+  float factor;             // of its scores: the attention's scale and, for INT8, that of the query
+  int32_t high_sum, low_sum;  // INT8: of its bytes, for the 128 that were added to the keys
+};
+
+// What the weights of one query in one split come to.
+struct Weights {
+  float sum;
+  float factor;  // of the sums of values
+};
+
+constexpr int SPLIT_BYTES = SPLIT * WORD;  // of a row of scores, and of the weights that replace them
+
+INLINE Floats load_floats(const void* p) { return as_floats(load_ints(p)); }
+
+struct F32Kv {
+  static constexpr int PER = 1;   // numbers in a word
+  static constexpr int ROWS = 1;  // of words for each query
+  typedef Floats Sum;
+
+  INLINE Sum add_keys(Sum sum, Ints keys, Ints query) { return fma(as_floats(query), as_floats(keys), sum); }
+  INLINE Sum add_values(Sum sum, Ints values, Ints weights) { return fma(as_floats(weights), as_floats(values), sum); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    for (int dim = 0; dim < padded; dim += LANES) store_ints(words + dim * WORD, as_ints(load_dims(x, dim, head_dim)));
+    return {scale, 0, 0};
+  }
+
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t*, int64_t) {
+    return load_floats(scores + page * VECTOR) * query.factor;
+  }
+
+  // Scores become weights e^(score - largest), in place.
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
+    Floats sum = {};
+    for (int page = 0; page < num_pages; page++) {
+      Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
+      store_ints(scores + page * VECTOR, as_ints(weights));
+      sum += weights;
+    }
+    return {PENSTOCK_LEVEL::sum(sum), 1};
+  }
+
+  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+};
+
+struct Bf16Kv {
+  static constexpr int PER = 2;
+  static constexpr int ROWS = 1;
+  typedef Floats Sum;
+
+  INLINE Sum add_keys(Sum sum, Pairs keys, Pairs query) { return dot2(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, Pairs values, Pairs weights) { return dot2(sum, values, weights); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    bf16* out = reinterpret_cast<bf16*>(words);
+    for (int dim = 0; dim < padded; dim += LANES) store_bf16(out + dim, load_dims(x, dim, head_dim));
+    return {scale, 0, 0};
+  }
+
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t*, int64_t) {
+    return load_floats(scores + page * VECTOR) * query.factor;
+  }
+
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
+    Floats sum = {};
+    for (int page = 0; page < num_pages; page++) {
+      bf16* out = reinterpret_cast<bf16*>(scores) + page * LANES;  // never past the scores that were read
+      store_bf16(out, exp(load_floats(scores + page * VECTOR) - largest));
+      sum += load_bf16(out);
+    }
+    return {PENSTOCK_LEVEL::sum(sum), 1};
+  }
+
+  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+};
+
+// Two bytes in two rows: the high ones, then the low ones.
+struct Int8Kv {
+  static constexpr int PER = 4;
+  static constexpr int ROWS = 2;
+  static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
+  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
+  typedef Ints Sum;
+
+  INLINE Sum add_keys(Sum sum, Quads keys, Quads query) { return dot4(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, Quads values, Quads weights) { return dot4(sum, weights, values); }
+
+  INLINE void store_bytes(uint8_t* out, Ints numbers) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(numbers)));
+#else
+    for (int i = 0; i < LANES; i++) out[i] = static_cast<uint8_t>(numbers[i]);
+#endif
+  }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    const float range = largest_magnitude(x, head_dim);
+    const float by = range > 0 ? QUERY_LARGEST / range : 0;
+    Ints high_sum = {}, low_sum = {};
+    for (int dim = 0; dim < padded; dim += LANES) {
+      Ints code = to_ints_nearest(load_dims(x, dim, head_dim) * by);
+      Ints high = (code + QUERY_BASE / 2) >> 7, low = code - high * QUERY_BASE;
+      store_bytes(words + dim, high);
+      store_bytes(words + padded + dim, low);
+      high_sum += high;
+      low_sum += low;
+    }
+    Query query = {scale * (range / QUERY_LARGEST), 0, 0};
+    for (int i = 0; i < LANES; i++) {
+      query.high_sum += high_sum[i];
+      query.low_sum += low_sum[i];
+    }
+    return query;
+  }
+
+  // At most 127 * 127 * 128 * 1024, and the low byte's 64 * 127 * 1024: within 31 bits.
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t* keys, int64_t section) {
+    Ints high = load_ints(scores + page * VECTOR) - 128 * query.high_sum;
+    Ints low = load_ints(scores + SPLIT_BYTES + page * VECTOR) - 128 * query.low_sum;
+    return to_floats(high * QUERY_BASE + low) * query.factor * load(key_scales(keys, section));
+  }
+
+  // A weight is multiplied by its value's scale before it is rounded.
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const* values, int64_t section) {
+    Floats sum = {}, best = {};
+    for (int page = 0; page < num_pages; page++) {
+      Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
+      sum += weights;
+      weights *= load(value_scales(values[page], section));
+      store_ints(scores + page * VECTOR, as_ints(weights));
+      best = max(best, weights);
+    }
+    const float range = PENSTOCK_LEVEL::largest(best), by = range > 0 ? WEIGHT_LARGEST / range : 0;
+    for (int page = 0; page < num_pages; page++) {
+      Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
+      store_bytes(scores + page * LANES, code >> 8);
+      store_bytes(scores + SPLIT_BYTES + page * LANES, code & 255);
+    }
+    return {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};
+  }
+
+  // At most 65535 * 127 * 256: within 31 bits.
+  INLINE Floats value(const uint8_t* sums, int64_t row_bytes, float factor) {
+    return to_floats(load_ints(sums) * WEIGHT_BASE + load_ints(sums + row_bytes)) * factor;
+  }
+};
+
+}  // namespace PENSTOCK_LEVEL

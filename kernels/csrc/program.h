@@ -1,0 +1,110 @@
+// A model as data, and one step of it. Filled by Python (kernels/cpu_program.py mirrors it); addresses stay valid while a
+// model is used.
+#pragma once
+
+#include "kernels.h"
+#include "memory.h"
+#include "threads.h"
+
+namespace penstock {
+
+// One product, or several side by side where what they multiply differs in order.
+struct Linear {
+  int32_t num_parts;  // 0: there is none
+  Matrix parts[3];
+};
+
+enum QkNorm : int32_t { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_ALL = 2 };
+
+// Angles of a rotary embedding.
+struct Rope {
+  const float* frequencies;  // (rotary_dim / 2,): angle per position
+  float scale;               // of cosines and sines
+};
+
+struct Expert {
+  Linear gate_up, down;
+};
+
+struct Layer {
+  // Norms before the sublayers and after them, each or null.
+  const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
+  const float *query_norm, *key_norm;  // (head_dim,), or over all heads
+  const float* sinks;                  // (num_heads,) or null
+  int32_t window;                      // 0: none
+  int32_t rope;                        // index
+  Linear qkv, output;
+  Linear gate_up, down;  // gate and up in alternating panels where they are one part; else gate, then up
+  Linear router;         // of a mixture of experts; else no parts
+  const Expert* experts;
+};
+
+struct Model {
+  const Kernels* kernels;
+  int32_t vocab_size, num_logits, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
+  int32_t rotary_dim, num_ropes;
+  int32_t num_experts, experts_per_token, expert_size, normalise_experts;
+  int32_t qk_norm;     // QkNorm
+  int32_t activation;  // Activation
+  int32_t block_size;  // of block tables, a multiple of 16
+  float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_soft_cap;
+  int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
+  const uint8_t* embedding;  // (vocab_size, hidden_size); null: the head's matrix is looked up
+  Linear head;               // all rows of a tied embedding, of which the first num_logits are multiplied
+  const float* norm;
+  const Layer* layers;
+  const Rope* ropes;
+  KvLayout kv;
+  uint8_t* pages;       // of layer 0
+  int64_t layer_bytes;  // from a layer's pages to the next one's
+};
+
+// R rows of T tokens, as models/batch.py builds them, and what is wanted of them.
+struct Step {
+  int32_t num_tokens, num_rows, num_sampled, num_scored;
+  const int64_t* token_ids;     // (T,)
+  const int64_t* starts;        // (R,)
+  const int64_t* ends;          // (R,)
+  const int64_t* token_starts;  // (R + 1,)
+  const int64_t* tables;        // (R, table_stride) block ids
+  int64_t table_stride;
+  // Rows whose next token is chosen, and their parameters and results; each has room for `room` likeliest tokens.
+  const int64_t* sampled;  // (num_sampled,) index of the row's last token in the batch
+  const SamplingRow* sampling;
+  SampledToken* tokens;
+  int64_t room;
+  int32_t* top_ids;
+  float* tops;
+  // Tokens of prompts whose log-probability is wanted: what predicts it, what it is, and how many likeliest besides.
+  const int64_t* scored;   // (num_scored,) index in the batch of the token before
+  const int64_t* targets;  // (num_scored,)
+  const int64_t* num_tops;
+  int64_t scored_room;
+  float* chosen;
+  int32_t* scored_top_ids;
+  float* scored_tops;
+};
+
+enum Stage {
+  STAGE_EMBED, STAGE_NORM, STAGE_QKV, STAGE_ROPE_KV, STAGE_ATTENTION, STAGE_OUTPUT, STAGE_EXPERTS, STAGE_GATE_UP,
+  STAGE_DOWN, STAGE_HEAD, STAGE_SAMPLE, NUM_STAGES
+};
+
+// Runs steps of one model. Not for two threads at once.
+class Program {
+ public:
+  Program(const Model& model, int num_threads, const int32_t* cores) : model_(model), threads_(num_threads, cores) {}
+
+  void run(const Step& step, int num_threads);
+
+  double seconds[NUM_STAGES] = {};  // spent in each stage since the program began
+
+ private:
+  friend class StepRun;
+
+  Model model_;
+  Threads threads_;
+  Arena arena_;
+};
+
+}  // namespace penstock

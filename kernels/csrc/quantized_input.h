@@ -1,0 +1,75 @@
+// The inputs of a product with int8 or int4 weights: signed bytes, with a scale for each segment of their columns.
+#pragma once
+
+#include "ahead.h"
+#include "kernels.h"
+
+#include "vec.h"
+
+namespace PENSTOCK_LEVEL {
+
+using penstock::LANES;
+using penstock::Matrix;
+
+// Columns of a row of inputs that share a scale, at most. A few columns of a model's activations are far greater than
+// the rest: with one scale a row they would cost all others their precision, with this many only their neighbours.
+constexpr int SEGMENT = 128;
+
+// Bytes of a prepared row that uses so many. Rows at multiples of 1024 would meet in few sets of a cache.
+INLINE int64_t row_bytes(int64_t used) {
+  const int64_t whole = (used + 63) / 64 * 64;
+  return whole % 1024 == 0 ? whole + 64 : whole;
+}
+
+// Columns, filled up: the bytes of a prepared row.
+INLINE int filled(int columns) { return divide_up(columns, 64) * 64; }
+
+INLINE int32_t load_int(const void* p) {
+  int32_t value;
+  memcpy(&value, p, 4);
+  return value;
+}
+
+INLINE float load_float(const void* p) {
+  float value;
+  memcpy(&value, p, 4);
+  return value;
+}
+
+INLINE void store_bytes(void* p, Ints x) {  // the low byte of each lane
+#if defined(__AVX512F__)
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
+#else
+  for (int i = 0; i < LANES; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(x[i]);
+#endif
+}
+
+// Below this a scale is zero: its inverse may be no number.
+constexpr float SMALLEST = 1e-30f;
+
+// Rounds x to signed bytes: x = byte * scale. A row's bytes come first, filled up with zeros, then the scales of its
+// segments. Returns where the scales end.
+static uint8_t* quantize_row(int columns, int segment, const float* x, uint8_t* out) {
+  uint8_t* scale_at = out + filled(columns);
+  for (int begin = 0; begin < columns; begin += segment) {
+    const int n = columns - begin < segment ? columns - begin : segment;
+    const float bound = largest_magnitude(x + begin, n);
+    const float scale = bound > SMALLEST ? bound / 127.0f : 0.0f;
+    const Floats inverse = splat(bound > SMALLEST ? 127.0f / bound : 0.0f);
+    for (int i = 0; i < n; i += LANES)
+      store_bytes(out + begin + i, to_ints_nearest(load_up_to(x + begin + i, n - i) * inverse));
+    memcpy(scale_at, &scale, 4);
+    scale_at += 4;
+  }
+  const int written = divide_up(columns, LANES) * LANES;
+  memset(out + written, 0, static_cast<size_t>(filled(columns) - written));
+  return scale_at;
+}
+
+INLINE int sum_bytes(const uint8_t* bytes, int n) {
+  int total = 0;
+  for (int i = 0; i < n; i++) total += static_cast<int8_t>(bytes[i]);
+  return total;
+}
+
+}  // namespace PENSTOCK_LEVEL

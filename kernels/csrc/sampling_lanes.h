@@ -1,0 +1,209 @@
+// What the sampler adds to the lanes of vec.h: 64 bits wide ones, lanes picked by a mask, a row of logits and a list of
+// entries taken from it.
+#pragma once
+
+#include "vec.h"
+
+namespace PENSTOCK_LEVEL {
+
+typedef double Doubles __attribute__((vector_size(64), may_alias));
+typedef uint64_t Longs __attribute__((vector_size(64), may_alias));
+typedef float EightFloats __attribute__((vector_size(32), may_alias, aligned(4)));
+
+static constexpr float INFINITE = __builtin_inff();
+static constexpr float LOWEST = -3.402823466e+38f;  // of finite numbers
+
+INLINE Doubles splat_double(double x) { return Doubles{} + x; }
+INLINE Doubles load_eight(const float* p) {
+  return __builtin_convertvector(*reinterpret_cast<const EightFloats*>(p), Doubles);
+}
+
+INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then 2, 1
+  double lanes[8];
+  memcpy(lanes, &x, sizeof(lanes));
+  for (int half = 4; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// e^x for x <= 0 within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^13. 0 below -708.
+INLINE Doubles exp(Doubles x) {
+  const Doubles low = splat_double(-708.0), magic = splat_double(6755399441055744.0);  // 1.5 * 2^52
+  Doubles clamped = x < low ? low : x;
+  Doubles shifted = clamped * 1.4426950408889634 + magic;  // the rounded integer is in the low bits
+  Doubles n = shifted - magic;
+  Doubles r = clamped - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2: the product is exact
+  r = r - n * 1.90821492927058770002e-10;
+  Doubles p = splat_double(1.0 / 6227020800);
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  Longs power = (reinterpret_cast<Longs>(shifted) - reinterpret_cast<Longs>(magic) + 1023) << 52;
+  Doubles y = p * reinterpret_cast<Doubles>(power);
+  return x < low ? Doubles{} : y;
+}
+
+// ------------------------------------------------------------------------------------------------------- picked lanes
+
+// Bit i is set where lane i of a comparison's result is.
+INLINE uint32_t lanes_set(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
+#elif defined(__AVX2__)
+  auto low = __builtin_shufflevector(mask, mask, 0, 1, 2, 3, 4, 5, 6, 7);
+  auto high = __builtin_shufflevector(mask, mask, 8, 9, 10, 11, 12, 13, 14, 15);
+  int bits = _mm256_movemask_ps(reinterpret_cast<__m256>(low));
+  return static_cast<uint32_t>(bits | _mm256_movemask_ps(reinterpret_cast<__m256>(high)) << 8);
+#else
+  Longs pairs = reinterpret_cast<Longs>(mask);
+  uint64_t any = 0;
+  for (int i = 0; i < 8; i++) any |= pairs[i];
+  uint32_t bits = 0;
+  if (any)
+    for (int i = 0; i < 16; i++) bits |= (static_cast<uint32_t>(mask[i]) & 1u) << i;
+  return bits;
+#endif
+}
+
+// Stores the lanes whose bits are set, one after another; up to 16 lanes are written, of which the others mean nothing.
+INLINE void store_picked(float* p, Floats x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  // Not in one instruction: storing as it compresses is slow on some machines.
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), x));
+#else
+  float all[16];
+  store(all, x);
+  for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+#endif
+}
+
+INLINE void store_picked(int32_t* p, Ints x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  __m512i packed = _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), reinterpret_cast<__m512i>(x));
+  _mm512_storeu_si512(p, packed);
+#else
+  int32_t all[16];
+  store_ints(all, x);
+  for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+#endif
+}
+
+INLINE Ints ids_from(int id) {
+  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lanes + id;
+}
+
+// Entries [at, at + 16) of n; those past the end are minus infinity.
+INLINE Floats load_entries(const float* p, int at, int n) {
+  if (at + 16 <= n) return load(p + at);
+#if defined(__AVX512F__)
+  return _mm512_mask_loadu_ps(splat(-INFINITE), static_cast<__mmask16>((1u << (n - at)) - 1), p + at);
+#else
+  float lanes[16];
+  store(lanes, splat(-INFINITE));
+  memcpy(lanes, p + at, static_cast<size_t>(n - at) * sizeof(float));
+  return load(lanes);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------ rows and lists
+
+// Entries that share a vector of maxima: lane i of it is the largest of the entries whose id is i modulo 16. Groups that
+// hold nothing of interest are skipped by their maxima.
+static constexpr int GROUP = 256;
+
+INLINE int num_groups(int n) { return (n + GROUP - 1) / GROUP; }
+
+// A row of n logits as it is sampled from: distances below the best, over the temperature.
+struct Scores {
+  const float* logits;
+  int n;
+  const float* maxima;  // of logits, 16 of each group
+  float best;           // of logits
+  float temperature;
+};
+
+// In this order and precision because ties decide what a filter keeps, and rounding makes ties.
+INLINE Floats scaled(const Scores& scores, Floats x) { return (x - scores.best) / scores.temperature; }
+
+// Entries that filters have left, in the order of their ids; minus infinity fills up the last 16.
+struct Entries {
+  float* x;      // scores; room for n rounded up to 16, and 16 more
+  int32_t* ids;  // as much room
+  int n;
+};
+
+INLINE void fill_up(Entries& entries) {
+  store(entries.x + entries.n, splat(-INFINITE));
+  store_ints(entries.ids + entries.n, Ints{});
+}
+
+// What a first pass over a row finds.
+struct Survey {
+  float best;
+  bool has_nan;
+};
+
+// Whether a model computed something from which no token follows.
+INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
+
+static Survey survey(const float* logits, int n, float* maxima) {
+  Floats best = splat(-INFINITE);
+  Ints unordered = {};
+  for (int begin = 0; begin < n; begin += GROUP) {
+    Floats largest_here = splat(-INFINITE);
+    int end = begin + GROUP < n ? begin + GROUP : n;
+    for (int at = begin; at < end; at += 16) {
+      Floats x = load_entries(logits, at, n);
+      unordered |= x != x;
+      largest_here = max(largest_here, x);
+    }
+    store(maxima + begin / 16, largest_here);
+    best = max(best, largest_here);
+  }
+  return {largest(best), lanes_set(unordered) != 0};
+}
+
+// The lowest id of the best.
+static int first_best(const Scores& scores) {
+  Floats best = splat(scores.best);
+  for (int group = 0; group < num_groups(scores.n); group++) {
+    if (!lanes_set(load(scores.maxima + 16 * group) == best)) continue;
+    for (int at = group * GROUP; at < scores.n; at += 16) {
+      uint32_t lanes = lanes_set(load_entries(scores.logits, at, scores.n) == best);
+      if (lanes) return at + __builtin_ctz(lanes);
+    }
+  }
+  return 0;
+}
+
+// Lists the entries whose score is finite and at least `floor`.
+static void collect(const Scores& scores, float floor, Entries& entries) {
+  Floats least = splat(floor > LOWEST ? floor : LOWEST);
+  int kept = 0;
+  for (int begin = 0; begin < scores.n; begin += GROUP) {
+    if (!lanes_set(scaled(scores, load(scores.maxima + begin / 16)) >= least)) continue;
+    int end = begin + GROUP < scores.n ? begin + GROUP : scores.n;
+    for (int at = begin; at < end; at += 16) {
+      Floats x = scaled(scores, load_entries(scores.logits, at, scores.n));
+      uint32_t lanes = lanes_set(x >= least);
+      store_picked(entries.x + kept, x, lanes);
+      store_picked(entries.ids + kept, ids_from(at), lanes);
+      kept += __builtin_popcount(lanes);
+    }
+  }
+  entries.n = kept;
+  fill_up(entries);
+}
+
+}  // namespace PENSTOCK_LEVEL

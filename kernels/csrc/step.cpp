@@ -1,0 +1,220 @@
+// A step from token ids to chosen tokens; its layers are in step_layer.cpp.
+#include <cmath>
+#include <cstring>
+
+#include "step_run.h"
+
+namespace penstock {
+
+namespace {
+
+// Rows of logits held at a time: the head's weights are read once for so many.
+constexpr int HEAD_ROWS = 64;
+
+int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_far) {
+  for (int i = 0; i < linear.num_parts; i++) {
+    const Matrix& part = linear.parts[i];
+    int64_t bytes = kernels.input_bytes(part.format, part.columns, part.group);
+    so_far = bytes > so_far ? bytes : so_far;
+  }
+  return so_far;
+}
+
+}  // namespace
+
+void Program::run(const Step& step, int num_threads) {
+  threads_.use(num_threads);
+  arena_.reset();
+  StepRun(*this, step).run();
+}
+
+StepRun::StepRun(Program& program, const Step& step)
+    : program_(program), model_(program.model_), kernels_(*program.model_.kernels), step_(step),
+      threads_(program.threads_), arena_(program.arena_), num_rows_(step.num_tokens) {
+  query_size_ = model_.num_heads * model_.head_dim;
+  kv_size_ = model_.num_kv_heads * model_.head_dim;
+  qkv_size_ = query_size_ + 2 * kv_size_;
+  clock_gettime(CLOCK_MONOTONIC, &clock_);
+}
+
+void StepRun::spent_on(Stage stage) {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  program_.seconds[stage] += static_cast<double>(now.tv_sec - clock_.tv_sec) +
+                             static_cast<double>(now.tv_nsec - clock_.tv_nsec) * 1e-9;
+  clock_ = now;
+}
+
+void StepRun::run() {
+  lay_out();
+  find_pages();
+  find_angles();
+  embed();
+  spent_on(STAGE_EMBED);
+  for (int i = 0; i < model_.num_layers; i++) layer(model_.layers[i], i);
+  if (step_.num_sampled + step_.num_scored > 0) head();
+}
+
+void StepRun::lay_out() {
+  const Model& m = model_;
+  int64_t tokens = step_.num_tokens;
+  x_ = arena_.take<float>(tokens * m.hidden_size);
+  delta_ = arena_.take<float>(tokens * m.hidden_size);
+  qkv_ = arena_.take<float>(tokens * qkv_size_);
+  mixed_ = arena_.take<float>(tokens * query_size_);
+  inner_ = arena_.take<float>(tokens * ((m.intermediate_size + LANES - 1) / LANES * LANES));
+  int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.head, 0);
+  int most_parts = 1;
+  for (int i = 0; i < m.num_layers; i++) {
+    const Layer& layer = m.layers[i];
+    const Linear* linears[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router,
+                               layer.experts ? &layer.experts->gate_up : &layer.router};
+    for (const Linear* linear : linears) {
+      inputs = widest_input(kernels_, *linear, inputs);
+      most_parts = linear->num_parts > most_parts ? linear->num_parts : most_parts;
+      for (int part = 0; part < linear->num_parts; part++)
+        widest_row = linear->parts[part].columns > widest_row ? linear->parts[part].columns : widest_row;
+    }
+  }
+  for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
+  gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * m.intermediate_size) : nullptr;
+  row_floats_ = (widest_row + LANES - 1) / LANES * LANES;
+  row_room_ = arena_.take<float*>(threads_.num());
+  for (int i = 0; i < threads_.num(); i++) row_room_[i] = arena_.take<float>(2 * row_floats_);
+}
+
+// Turns block tables into tables of pages, and cuts what is written into pages.
+void StepRun::find_pages() {
+  int pages_per_block = model_.block_size / LANES;
+  rows_ = arena_.take<AttentionRow>(step_.num_rows);
+  page_items_ = arena_.take<PageItem>(step_.num_tokens + step_.num_rows);
+  num_page_items_ = 0;
+  for (int r = 0; r < step_.num_rows; r++) {
+    int start = static_cast<int>(step_.starts[r]), end = static_cast<int>(step_.ends[r]);
+    int num_pages = (end + LANES - 1) / LANES;
+    int32_t* pages = arena_.take<int32_t>(num_pages);
+    const int64_t* blocks = step_.tables + r * step_.table_stride;
+    for (int i = 0; i < num_pages; i++)
+      pages[i] = static_cast<int32_t>(blocks[i / pages_per_block]) * pages_per_block + i % pages_per_block;
+    rows_[r] = {pages, static_cast<int32_t>(step_.token_starts[r]), start, end};
+    for (int begin = start; begin < end;) {
+      int next = (begin / LANES + 1) * LANES < end ? (begin / LANES + 1) * LANES : end;
+      page_items_[num_page_items_++] = {r, begin, next};
+      begin = next;
+    }
+  }
+  attention_room_ = arena_.take<uint8_t*>(threads_.num());
+  plans_ = arena_.take<AttentionPlan>(model_.num_layers);
+  int64_t partials = 0, room = 0;
+  for (int i = 0; i < model_.num_layers; i++) {
+    int same = 0;
+    while (model_.layers[same].window != model_.layers[i].window) same++;
+    plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
+    partials = plans_[i].num_partial_floats > partials ? plans_[i].num_partial_floats : partials;
+  }
+  Attention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+  room = kernels_.attention_scratch(attention);
+  for (int i = 0; i < threads_.num(); i++) attention_room_[i] = arena_.take<uint8_t>(room);
+  partials_ = arena_.take<float>(partials);
+}
+
+// Cosines and sines of every token for every rope. The angle is a float32 product and its cosine a float32 one's, as
+// transformers computes them.
+void StepRun::find_angles() {
+  int half = model_.rotary_dim / 2;
+  angles_ = arena_.take<float>(static_cast<int64_t>(model_.num_ropes) * step_.num_tokens * model_.rotary_dim);
+  each(step_.num_rows, [&](int r, int) {
+    const AttentionRow& row = rows_[r];
+    for (int i = 0; i < model_.num_ropes; i++) {
+      const Rope& rope = model_.ropes[i];
+      for (int position = row.start; position < row.end; position++) {
+        int64_t token = static_cast<int64_t>(i) * step_.num_tokens + row.token + position - row.start;
+        float* to = angles_ + token * model_.rotary_dim;
+        for (int j = 0; j < half; j++) {
+          float angle = static_cast<float>(position) * rope.frequencies[j];
+          to[j] = std::cos(angle) * rope.scale;
+          to[half + j] = std::sin(angle) * rope.scale;
+        }
+      }
+    }
+  });
+}
+
+void StepRun::embed() {
+  const Model& m = model_;
+  each(step_.num_tokens, [&](int token, int) {
+    // Ids were checked at admission; an id out of range must still never be an address.
+    int64_t id = step_.token_ids[token];
+    id = id < 0 ? 0 : id < m.vocab_size ? id : m.vocab_size - 1;
+    float* to = x_ + static_cast<int64_t>(token) * m.hidden_size;
+    if (!m.embedding) {
+      kernels_.unpack_row(m.head.parts[0], static_cast<int>(id), to);
+    } else if (m.embedding_format == FORMAT_F32) {
+      memcpy(to, m.embedding + id * m.hidden_size * 4, static_cast<size_t>(m.hidden_size) * 4);
+    } else {
+      const uint8_t* from = m.embedding + id * m.hidden_size * 2;
+      for (int i = 0; i < m.hidden_size; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, 2);
+        uint32_t bits = static_cast<uint32_t>(half) << 16;
+        memcpy(to + i, &bits, 4);
+      }
+    }
+    if (m.embedding_scale != 1.0f) kernels_.scale(to, m.embedding_scale, m.hidden_size);
+  });
+}
+
+void StepRun::head() {
+  const Model& m = model_;
+  Linear head = m.head;
+  head.parts[0].rows = m.num_logits;
+  int64_t stride = (m.num_logits + LANES - 1) / LANES * LANES;
+  int wanted = step_.num_sampled + step_.num_scored;
+  float* logits = arena_.take<float>((wanted < HEAD_ROWS ? wanted : HEAD_ROWS) * stride);
+  int64_t room = kernels_.sampling_scratch(m.num_logits);
+  for (int i = 0; i < threads_.num(); i++) attention_room_[i] = arena_.take<uint8_t>(room);
+  for (int begin = 0; begin < wanted; begin += HEAD_ROWS) {
+    int end = begin + HEAD_ROWS < wanted ? begin + HEAD_ROWS : wanted;
+    Prepared inputs = prepare(head, x_ + static_cast<int64_t>(begin) * m.hidden_size, m.hidden_size, end - begin, m.norm);
+    spent_on(STAGE_NORM);
+    product(head, inputs, logits, stride, OUTPUT_STORE);
+    spent_on(STAGE_HEAD);
+    score(logits, stride, begin, end);
+    spent_on(STAGE_SAMPLE);
+  }
+}
+
+// Chooses the tokens, or tells the log-probabilities, of wanted rows [begin, end).
+void StepRun::score(const float* all, int64_t stride, int begin, int end) {
+  threads_.run(end - begin, [&](int i, int thread) {
+    float* logits = const_cast<float*>(all) + i * stride;
+    int row = begin + i;
+    uint8_t* room = attention_room_[thread];
+    if (model_.logit_soft_cap != 0.0f) kernels_.soft_cap(logits, model_.logit_soft_cap, model_.num_logits);
+    if (row < step_.num_sampled) {
+      kernels_.sample(logits, model_.num_logits, step_.sampling[row], room, step_.tokens + row,
+                      step_.top_ids + row * step_.room, step_.tops + row * step_.room);
+    } else {
+      row -= step_.num_sampled;
+      kernels_.logprobs(logits, model_.num_logits, static_cast<int>(step_.targets[row]),
+                        static_cast<int>(step_.num_tops[row]), room, step_.chosen + row,
+                        step_.scored_top_ids + row * step_.scored_room, step_.scored_tops + row * step_.scored_room);
+    }
+  });
+}
+
+}  // namespace penstock
+
+PENSTOCK_API penstock::Program* penstock_program(const penstock::Model* model, int32_t num_threads,
+                                                 const int32_t* cores) {
+  return new penstock::Program(*model, num_threads, cores);
+}
+PENSTOCK_API void penstock_program_end(penstock::Program* program) { delete program; }
+PENSTOCK_API void penstock_step(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
+  program->run(*step, num_threads);
+}
+// Seconds spent in each stage so far; returns how many stages there are.
+PENSTOCK_API int32_t penstock_stages(const penstock::Program* program, double* seconds) {
+  memcpy(seconds, program->seconds, sizeof(program->seconds));
+  return penstock::NUM_STAGES;
+}

@@ -1,0 +1,103 @@
+// One step on its way through the model: what its stages share.
+#pragma once
+
+#include <time.h>
+
+#include "program.h"
+
+namespace penstock {
+
+// The inputs of a Linear's parts, rounded to what each multiplies.
+struct Prepared {
+  Inputs parts[3];
+};
+
+// A KV head's part of one page that a row writes: positions [begin, end) of one page.
+struct PageItem {
+  int32_t row, begin, end;
+};
+
+// How attention under one window is cut.
+struct AttentionPlan {
+  const AttentionItem* items;
+  int32_t num_items;
+  // Those whose splits are spread over several items, to be merged: of each, any item, and how many splits there are.
+  const AttentionItem* merges;
+  const int32_t* merge_splits;
+  int32_t num_merges;
+  int64_t num_partial_floats;
+};
+
+class StepRun {
+ public:
+  StepRun(Program& program, const Step& step);
+
+  void run();
+
+ private:
+  // step.cpp
+  void lay_out();
+  void find_pages();
+  void find_angles();
+  void embed();
+  void head();
+  void score(const float* logits, int64_t stride, int begin, int end);
+
+  // step_layer.cpp
+  void layer(const Layer& layer, int index);
+  void rotate_and_write(const Layer& layer, uint8_t* pages);
+  void attend(const Layer& layer, uint8_t* pages);
+  void keep_wanted_rows();
+  void mlp(const Layer& layer);
+  void add_sublayer(const float* post_norm);
+
+  // experts.cpp
+  void experts(const Layer& layer);
+  void choose_experts(const float* logits, int32_t* chosen, float* weights);
+
+  // step_product.cpp
+  // Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
+  Prepared prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm);
+  void product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
+
+  // attention_plan.cpp
+  AttentionPlan plan_attention(const Layer& layer);
+
+  // Calls body(i, thread) for every i in [0, n), some at a time.
+  template <typename Body>
+  void each(int n, Body&& body) {
+    int some = n / (4 * threads_.num());
+    some = some < 1 ? 1 : some > 16 ? 16 : some;
+    threads_.run((n + some - 1) / some, [&](int item, int thread) {
+      int end = (item + 1) * some < n ? (item + 1) * some : n;
+      for (int i = item * some; i < end; i++) body(i, thread);
+    });
+  }
+
+  // The time since the last call goes to a stage.
+  void spent_on(Stage stage);
+
+  Program& program_;
+  const Model& model_;
+  const Kernels& kernels_;
+  const Step& step_;
+  Threads& threads_;
+  Arena& arena_;
+  timespec clock_;
+
+  int num_rows_;  // of x: all tokens, and in the last layer only those whose logits are wanted
+  int query_size_, kv_size_, qkv_size_;
+  float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
+  float** row_room_;  // of each thread: room for one row of anything
+  int64_t row_floats_;
+  uint8_t* inputs_[3];
+  AttentionRow* rows_;
+  PageItem* page_items_;
+  int num_page_items_;
+  float* angles_;  // (ropes, T, rotary_dim): cosines, then sines
+  AttentionPlan* plans_;  // of each layer's window
+  uint8_t** attention_room_;
+  float* partials_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,231 @@
+"""The backend for CPUs: a step is one call into the library, which runs the model and chooses the tokens. Imports no
+tensor library."""
+
+import ctypes
+import logging
+
+import numpy as np
+
+from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, find_kernels, load_library
+from penstock.kernels.cpu_program import Library, Memory, Program, Step
+from penstock.models.batch import Batch, BatchResult, Ids, Sampled
+from penstock.models.checkpoint import CheckpointInfo
+from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.cpu_weights import open_tensors
+from penstock.models.errors import ModelError
+from penstock.models.memory import check_weights_fit, num_kv_blocks
+from penstock.models.sampling_rows import SamplingRows
+from penstock.models.spec import ModelSpec
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": Format.F32, "bfloat16": Format.BF16}
+"""What a model can be held in."""
+
+NARROW = {"float16": "bfloat16", "float64": "float32"}
+"""What ``auto`` makes of a checkpoint in another dtype."""
+
+SMALL_STEP = 1 << 26
+"""Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
+the cores, loses."""
+
+
+class CpuBackend:
+    """A ``Backend`` over the CPU library."""
+
+    def __init__(
+        self,
+        model: CpuModel,
+        pages: Memory,
+        program: Program,
+        facts: WorkerFacts,
+        num_parameters: int,
+        num_threads: int,
+    ) -> None:
+        self.facts = facts
+        self._kept = (model, pages)
+        self._program = program
+        self._num_threads = num_threads
+        self._small_step = SMALL_STEP // num_parameters
+        self._sampling = SamplingRows()
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Nothing is to be done: whoever writes a page first zeroes what is masked."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs the layers and chooses the next tokens, in one call."""
+        due = np.array(batch.samples, dtype=np.bool_)
+        sampling = self._sampling.gather(
+            [row for row, samples in zip(batch.rows, due.tolist(), strict=True) if samples]
+        )
+        sampled = batch.token_starts[1:][due] - 1
+        tokens = (SampledToken * len(sampled))()
+        room = sampling.num_top
+        top_ids = np.empty((len(sampled), room), dtype=np.int32)
+        tops = np.empty((len(sampled), room), dtype=np.float32)
+        scores = _Scores(batch)
+        tables = np.ascontiguousarray(batch.tables)
+        step = Step(
+            num_tokens=len(batch.token_ids),
+            num_rows=len(batch.rows),
+            num_sampled=len(sampled),
+            num_scored=len(scores.tokens),
+            token_ids=batch.token_ids.ctypes.data,
+            starts=batch.starts.ctypes.data,
+            ends=batch.ends.ctypes.data,
+            token_starts=batch.token_starts.ctypes.data,
+            tables=tables.ctypes.data,
+            table_stride=tables.shape[1],
+            sampled=sampled.ctypes.data,
+            sampling=sampling.address,
+            tokens=ctypes.addressof(tokens),
+            room=room,
+            top_ids=top_ids.ctypes.data,
+            tops=tops.ctypes.data,
+            scored=scores.tokens.ctypes.data,
+            targets=scores.targets.ctypes.data,
+            num_tops=scores.num_tops.ctypes.data,
+            scored_room=scores.room,
+            chosen=scores.chosen.ctypes.data,
+            scored_top_ids=scores.top_ids.ctypes.data,
+            scored_tops=scores.tops.ctypes.data,
+        )
+        self._program.run(step, 1 if len(batch.token_ids) <= self._small_step else self._num_threads)
+        return BatchResult(_sampled(batch, due.tolist(), tokens, top_ids, tops), scores.parts())
+
+    def seconds(self) -> dict[str, float]:
+        """Spent in each stage of a step so far."""
+        return self._program.seconds()
+
+
+def _sampled(
+    batch: Batch,
+    due: list[bool],
+    tokens: "ctypes.Array[SampledToken]",
+    top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
+    tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
+) -> list[Sampled]:
+    results = []
+    rows = [row for row, samples in zip(batch.rows, due, strict=True) if samples]
+    for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        logprobs = None
+        if row.sampling.logprobs is not None:
+            top = token.num_top
+            logprobs = TokenLogprobs(top, [token.logprob], top_ids[index, :top].tolist(), tops[index, :top].tolist())
+        results.append(Sampled(token.token_id, logprobs))
+    return results
+
+
+class _Scores:
+    """The log-probabilities of prompt tokens that come out of a batch: what is asked, and room for the answers."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._spans = list(batch.prompt_spans())
+        parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
+        told = [row.history[position : position + count] for row, _, count, position in self._spans]
+        tops = [row.sampling.prompt_logprobs or 0 for row, _, _, _ in self._spans]
+        self.tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        self.targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
+        self.num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
+        self.room = max(tops, default=0)
+        self.chosen = np.empty(len(self.tokens), dtype=np.float32)
+        self.top_ids = np.empty((len(self.tokens), self.room), dtype=np.int32)
+        self.tops = np.empty((len(self.tokens), self.room), dtype=np.float32)
+
+    def parts(self) -> list[PromptLogprobsPart]:
+        """The answers, a part for each row."""
+        parts = []
+        begin = 0
+        for row, _, count, position in self._spans:
+            end, top = begin + count, row.sampling.prompt_logprobs or 0
+            logprobs = TokenLogprobs(
+                top,
+                self.chosen[begin:end].tolist(),
+                self.top_ids[begin:end, :top].ravel().tolist(),
+                self.tops[begin:end, :top].ravel().tolist(),
+            )
+            parts.append(PromptLogprobsPart(row.number, row.epoch, position, logprobs))
+            begin = end
+        return parts
+
+
+def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    if config.device != "cpu":
+        return f"--device is {config.device}, and it is for CPUs"
+    if config.dtype not in ("auto", *DTYPES):
+        return f"--dtype is {config.dtype}, and it has float32 and bfloat16"
+    if config.block_size % LANES:
+        return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
+    if info.spec.experts is not None and info.spec.experts.gate is not None:
+        return f"{info.spec.architecture} has experts with clamped gates, which it lacks"
+    try:
+        load_library()
+    except LibraryMissing as error:
+        return str(error)
+    return None
+
+
+def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
+    """The factory of the backend registry; there must be no ``objection``. Raises ModelError."""
+    spec = info.spec
+    dtype = NARROW.get(info.dtype, info.dtype) if config.dtype == "auto" else config.dtype
+    quantization = info.choose_quantization(config.quantization)
+    formats = _formats(config, dtype, quantization)
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ModelError(
+            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
+        )
+    kernels = find_kernels()
+    assert kernels is not None, "every machine runs the generic kernels"
+    library = Library(config.num_threads, None)
+    check_weights_fit(config, spec.architecture, _weight_bytes(spec, formats), dtype)
+    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    tensors = open_tensors(info, config.load_format)
+    model = load_model(spec, formats, tensors, library, kernels, num_logits, config.block_size)
+    if model.error.squared_weights:
+        logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
+    num_bytes = block_bytes(spec, formats.kv, config.block_size)
+    num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
+    try:
+        pages = library.memory(num_blocks * num_bytes)
+    except MemoryError as error:
+        raise ModelError(
+            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
+            "--kv-cache-memory-bytes or --max-model-len"
+        ) from error
+    facts = WorkerFacts(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        architecture=spec.architecture,
+        backend="cpu",
+        device=config.device,
+        dtype=dtype,
+        kv_cache_dtype="int8" if formats.kv is Format.INT8 else dtype,
+        weight_bytes=model.weight_bytes,
+        kv_bytes=num_blocks * num_bytes,
+        quantization=quantization,
+    )
+    program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
+    return CpuBackend(model, pages, program, facts, spec.num_parameters, config.num_threads)
+
+
+def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:
+    if config.kv_cache_dtype not in ("auto", "int8"):
+        raise ModelError(f"--kv-cache-dtype {config.kv_cache_dtype}: must be auto or int8")
+    plain = DTYPES[dtype]
+    weights = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
+    # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.
+    head = Format.INT8 if quantization in ("int8", "int4") else plain
+    return Formats(weights, head, plain, Format.INT8 if config.kv_cache_dtype == "int8" else plain)
+
+
+def _weight_bytes(spec: ModelSpec, formats: Formats) -> int:
+    """About what the packed weights need."""
+    return min(max_weight_bytes(spec, formats), spec.num_parameters * (4 if formats.weights is Format.F32 else 2))

@@ -1,0 +1,217 @@
+"""Makes a ``ModelSpec`` and a checkpoint into the CPU library's model: data, and addresses of packed weights."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.kernels.cpu import LANES, Format, Gate, Kernels, KvLayout
+from penstock.kernels.cpu_program import (
+    Expert,
+    Layer,
+    Library,
+    Linear,
+    Memory,
+    Model,
+    Program,
+    QkNorm,
+    Rope,
+    Source,
+)
+from penstock.models import spec as decoder
+from penstock.models.cpu_weights import PADDING, Packer, QuantizationError, Tensors, narrowed, widened
+from penstock.models.rope import attention_factor, inverse_frequencies
+from penstock.models.spec import ModelSpec
+
+GATES = {
+    decoder.Activation.SILU: Gate.SILU,
+    decoder.Activation.GELU: Gate.GELU,
+    decoder.Activation.GELU_TANH: Gate.GELU_TANH,
+}
+QK_NORMS = {
+    decoder.QkNorm.NONE: QkNorm.NONE,
+    decoder.QkNorm.HEAD: QkNorm.HEAD,
+    decoder.QkNorm.ALL: QkNorm.ALL,
+}
+
+ELEMENT_BYTES = {Format.F32: 4, Format.BF16: 2, Format.INT8: 1, Format.INT4: 1}
+"""Of a weight, at most."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a model is held in."""
+
+    weights: Format
+    """Of the layers' products."""
+    head: Format
+    table: Format
+    """Of an embedding that isn't the head's matrix: F32 or BF16."""
+    kv: Format
+
+
+@dataclass(frozen=True)
+class CpuModel:
+    """A model in the library's memory; everything that its addresses point to lives as long as this."""
+
+    model: Model
+    packer: Packer
+    weights: Memory
+    parts: tuple[object, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed weights."""
+        return self.packer.address - self.weights.address
+
+    @property
+    def error(self) -> QuantizationError:
+        """What quantising at load cost."""
+        return self.packer.error
+
+    def program(self, pages: Memory, layer_bytes: int) -> Program:
+        """What runs the model's steps over KV pages, of which each layer has so many bytes."""
+        self.model.pages = pages.address
+        self.model.layer_bytes = layer_bytes
+        self.packer.library.loaded()
+        return self.packer.library.program(self.model)
+
+
+def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
+    """A page of one layer, as ``csrc/kernels.h`` draws it."""
+    padded = -(-spec.head_dim // LANES) * LANES
+    section = padded * LANES * ELEMENT_BYTES[format]
+    head_bytes = 2 * section + (2 * LANES * 4 if format is Format.INT8 else 0)
+    return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, spec.num_kv_heads * head_bytes)
+
+
+def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
+    """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
+    return kv_layout(spec, format).page_bytes * (block_size // LANES) * spec.num_layers
+
+
+def max_weight_bytes(spec: ModelSpec, formats: Formats) -> int:
+    """What the packed weights can need at most."""
+    count = sum(1 for _ in spec.tensors())
+    widest = max(ELEMENT_BYTES[formats.weights], ELEMENT_BYTES[formats.head], ELEMENT_BYTES[formats.table])
+    largest_row = max(spec.hidden_size, spec.intermediate_size, spec.query_size)
+    return spec.num_parameters * widest * 5 // 4 + count * (PADDING + 2 * LANES * largest_row * widest)
+
+
+def load_model(
+    spec: ModelSpec,
+    formats: Formats,
+    tensors: Tensors,
+    library: Library,
+    kernels: Kernels,
+    num_logits: int,
+    block_size: int,
+) -> CpuModel:
+    """Packs the weights. Raises ModelError and MemoryError."""
+    memory = library.memory(max_weight_bytes(spec, formats))
+    packer = Packer(
+        library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes
+    )  # fmt: skip
+    ropes = list(dict.fromkeys(spec.ropes))
+    rope_array = (Rope * len(ropes))(
+        *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
+    )
+    experts: list[object] = []
+    layers = (Layer * spec.num_layers)(
+        *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
+    )
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    name = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
+    head = packer.linear([name], [vocab], hidden, False, format=formats.head)
+    wide = formats.table is Format.F32
+    table = None if spec.tied_embeddings else packer.table("model.embed_tokens.weight", (vocab, hidden), wide)
+    model = Model(
+        kernels=ctypes.pointer(kernels),
+        vocab_size=vocab,
+        num_logits=num_logits,
+        hidden_size=hidden,
+        intermediate_size=spec.intermediate_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary_dim,
+        num_ropes=len(ropes),
+        num_experts=spec.experts.num_experts if spec.experts else 0,
+        experts_per_token=spec.experts.per_token if spec.experts else 0,
+        expert_size=spec.experts.intermediate_size if spec.experts else 0,
+        normalise_experts=bool(spec.experts and spec.experts.normalise),
+        qk_norm=QK_NORMS[spec.qk_norm],
+        activation=GATES[spec.activation],
+        block_size=block_size,
+        norm_eps=spec.norm_eps,
+        embedding_scale=_rounded(spec.embedding_scale, formats),
+        attention_scale=spec.attention_scale,
+        attention_soft_cap=spec.attention_soft_cap or 0.0,
+        logit_soft_cap=spec.logit_soft_cap or 0.0,
+        embedding_format=formats.table,
+        embedding=table,
+        head=head,
+        norm=packer.vector("model.norm.weight", hidden, spec.norm_offset),
+        layers=ctypes.addressof(layers),
+        ropes=ctypes.addressof(rope_array),
+        kv=kv_layout(spec, formats.kv),
+    )
+    tensors.done()
+    return CpuModel(model, packer, memory, (layers, rope_array, experts))
+
+
+def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]) -> Layer:
+    prefix = f"model.layers.{index}."
+    attention, hidden, inner = f"{prefix}self_attn.", spec.hidden_size, spec.intermediate_size
+    norms = [
+        None if name is None else packer.vector(f"{prefix}{name}.weight", hidden, spec.norm_offset)
+        for name in spec.layer_norms
+    ]
+    query_norm = key_norm = None
+    if spec.qk_norm is not decoder.QkNorm.NONE:
+        whole = spec.qk_norm is decoder.QkNorm.ALL
+        sizes = (spec.query_size, spec.kv_size) if whole else (spec.head_dim, spec.head_dim)
+        query_norm = packer.vector(f"{attention}q_norm.weight", sizes[0], spec.norm_offset)
+        key_norm = packer.vector(f"{attention}k_norm.weight", sizes[1], spec.norm_offset)
+    qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    layer = Layer(
+        attention_norm=norms[0],
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp_post_norm=norms[3],
+        query_norm=query_norm,
+        key_norm=key_norm,
+        sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
+        window=spec.windows[index] or 0,
+        rope=ropes.index(spec.ropes[index]),
+        qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], hidden, spec.qkv_bias),
+        output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
+    )
+    if spec.experts is None or not spec.has_experts(index):
+        layer.gate_up, layer.down = _mlp(packer, f"{prefix}mlp.", hidden, inner, spec.mlp_bias)
+        return layer
+    kinds = spec.experts
+    # In float32: the router's choice turns on small differences, and it costs next to nothing.
+    layer.router = packer.linear([f"{prefix}mlp.gate"], [kinds.num_experts], hidden, kinds.biased, format=Format.F32)
+    array = (Expert * kinds.num_experts)(
+        *(
+            Expert(*_mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased))
+            for expert in range(kinds.num_experts)
+        )
+    )
+    experts.append(array)
+    layer.experts = ctypes.addressof(array)
+    return layer
+
+
+def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[Linear, Linear]:
+    gate_up = packer.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], [inner, inner], hidden, biased, gated=True)
+    return gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased)
+
+
+def _rounded(scale: float, formats: Formats) -> float:
+    """The embeddings' scale in the model's dtype."""
+    if formats.table is Format.F32:
+        return scale
+    return float(widened(narrowed(np.array([scale], dtype=np.float32)), Source.BF16)[0])

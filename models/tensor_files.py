@@ -1,0 +1,38 @@
+"""Tensors of safetensors files as numpy arrays over the mapped files: nothing is read before it is used, and nothing is
+copied. Knows no model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.errors import ModelError
+from penstock.models.safetensors_header import TensorEntry
+
+NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
+
+
+class TensorFiles:
+    """Files of a checked checkpoint. They stay mapped while an array of theirs lives."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Raises ModelError if one cannot be opened."""
+        self._mapped: dict[Path, NDArray[np.uint8]] = {}
+        for file in sorted(set(files)):
+            try:
+                # Copy on write, so that arrays may be handed to who must not be given what is read-only.
+                self._mapped[file] = np.memmap(file, np.uint8, "c")
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{file}: cannot be read ({error}): check the path and its rights") from error
+
+    def array(self, entry: TensorEntry) -> NDArray[Any]:
+        """The tensor, with the strides that it has in the file."""
+        dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
+        strides = None if entry.strides is None else tuple(dtype.itemsize * stride for stride in entry.strides)
+        try:
+            return np.ndarray(entry.shape, dtype, self._mapped[entry.file], entry.offset, strides)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{entry.file}: became shorter since it was checked: download it again") from error

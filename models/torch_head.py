@@ -1,0 +1,60 @@
+"""From the last hidden states of a batch to its result, for backends in torch: the rows of logits that are wanted, the
+tokens chosen from them, and the log-probabilities of prompts."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.models.batch import Batch, BatchResult, Sampled
+from penstock.models.rows import Row
+from penstock.models.sampler import log_softmax, sample_rows, split_logprobs
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
+
+MAX_LOGITS = 1 << 24
+"""Entries of the logits of prompt tokens held at a time."""
+
+Head = Callable[[Tensor], Tensor]
+"""(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32, the caller's to change."""
+
+
+def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> BatchResult:
+    """``hidden`` is (T, hidden), after the last norm; logits have at most ``vocab_size`` columns."""
+    parts = []
+    for row, first, count, position in batch.prompt_spans():
+        parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))
+    return BatchResult(_sample(batch, hidden, head), parts)
+
+
+def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
+    samples = batch.samples
+    rows = [row for row, due in zip(batch.rows, samples, strict=True) if due]
+    if not rows:
+        return []
+    last = [int(end) - 1 for end, due in zip(batch.token_starts[1:], samples, strict=True) if due]
+    return sample_rows(head(hidden[last]), rows)
+
+
+def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_lines: int) -> list[PromptLogprobsPart]:
+    """Of the tokens from ``position`` on, predicted by the lines of ``hidden``; the head runs on few of them at a time,
+    so that a long prompt with a large vocabulary needs little memory."""
+    parts = []
+    num_top = row.sampling.prompt_logprobs or 0
+    for first in range(0, len(hidden), num_lines):
+        logprobs = log_softmax(head(hidden[first : first + num_lines]))
+        at = position + first
+        told = row.history[at : at + len(logprobs)]
+        assert max(told) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
+        targets = torch.tensor(told, device=hidden.device)
+        parts.append(PromptLogprobsPart(row.number, row.epoch, at, _joined(logprobs, targets, num_top)))
+    return parts
+
+
+def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
+    """Of all lines as one."""
+    joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
+    for line in split_logprobs(logprobs, targets, [num_top] * len(targets)):
+        joined.chosen += line.chosen
+        joined.top_token_ids += line.top_token_ids
+        joined.top += line.top
+    return joined

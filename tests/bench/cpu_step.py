@@ -1,0 +1,156 @@
+"""Where the time of a step goes on a CPU: one step of decoding of W1, and one of its prefill, by the kernels' stages.
+
+16 rows with 128 tokens of prompt, the shape of Qwen3-0.6B in bf16 (or --quantization), weights made up. Each stage with
+its time, its share of the step, and the share of its limit that it reaches: the bytes it must read at the memory's
+bandwidth, or its operations at the arithmetic's peak, whichever takes longer. Python's share is what the step took
+beyond the stages.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpu_bench import ceilings
+from cpu_bench.floors import HEAD_BYTES, LAYER_BYTES, SHAPES, Machine
+
+from penstock.models.backend import load_backend
+from penstock.models.cpu_backend import CpuBackend
+from penstock.models.runner import Runner
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+
+SHAPE = SHAPES["M1"]
+ROWS, PROMPT, OUTPUT = 16, 128, 64
+BLOCKS_A_ROW = -(-(PROMPT + OUTPUT) // 16)
+TARGET_PYTHON = 0.03
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Medians over steps, in seconds."""
+
+    step: float
+    stages: dict[str, float]
+
+    @property
+    def rest(self) -> float:
+        """What no stage took: Python, and what lies between the stages."""
+        return self.step - sum(self.stages.values())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints both profiles."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3, help="prompts computed and decoded so often (default: 3)")
+    arguments = parser.parse_args(argv)
+    precision = "bf16" if arguments.quantization == "none" else arguments.quantization
+    machine = ceilings.measure(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder))
+        backend = load_backend(
+            WorkerConfig(
+                model=folder, backend="cpu", load_format="dummy", quantization=arguments.quantization,
+                num_threads=arguments.threads, kv_cache_bytes=ROWS * BLOCKS_A_ROW * 16 * SHAPE.kv_bytes * 2,
+                max_model_len=PROMPT + OUTPUT,
+            )  # fmt: skip
+        )
+        assert isinstance(backend, CpuBackend)
+        prefill, decode = measure(backend, arguments.rounds)
+    print(f"{precision}, {arguments.threads} threads; {machine.bytes_per_s / 1e9:.1f} GB/s, "
+          f"{machine.operations_per_s(precision) / 1e9:,.0f} GOP/s")  # fmt: skip
+    report(f"a step of decoding, {ROWS} rows, context {PROMPT + OUTPUT // 2}", decode,
+           limits(machine, precision, ROWS, ROWS, PROMPT + OUTPUT / 2, is_prefill=False))  # fmt: skip
+    report(f"a step of prefill, {ROWS} prompts of {PROMPT}", prefill,
+           limits(machine, precision, ROWS * PROMPT, ROWS, PROMPT / 2, is_prefill=True))  # fmt: skip
+    share = decode.rest / decode.step
+    print(f"Python's share of a step of decoding: {share:.1%} (wanted: under {TARGET_PYTHON:.0%})")
+
+
+def write_config(folder: Path) -> None:
+    """The model's shape, in Hugging Face's terms."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": SHAPE.hidden, "num_hidden_layers": SHAPE.layers, "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim, "intermediate_size": SHAPE.intermediate,
+        "vocab_size": SHAPE.vocab, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 32_768, "attention_bias": False, "use_sliding_window": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measure(backend: CpuBackend, rounds: int) -> tuple[Profile, Profile]:
+    """The steps of prefill, and those of decoding."""
+    runner = Runner(backend)
+    runner.warm()
+    prefills, decodes = [], []
+    sampling = SamplingParams(temperature=0.0)
+    for number in range(rounds):
+        rows = range(ROWS)
+        added = [
+            AddedRow(row, number, [300 + (number + row * 7 + i) % 3700 for i in range(PROMPT)], PROMPT, 0,
+                     list(range(row * BLOCKS_A_ROW, (row + 1) * BLOCKS_A_ROW)), sampling)
+            for row in rows
+        ]  # fmt: skip
+        prefills.append(timed(backend, runner, StepPlan(0, [], added, [], [Chunk(row, 0, PROMPT) for row in rows], [])))
+        for _ in range(OUTPUT - 1):
+            decodes.append(timed(backend, runner, StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])))
+        runner.run(StepPlan(0, list(rows), [], [], [], []))
+    return median(prefills), median(decodes)
+
+
+def timed(backend: CpuBackend, runner: Runner, plan: StepPlan) -> Profile:
+    """One step."""
+    before = backend.seconds()
+    result = runner.run(plan)
+    return Profile(result.computed_us / 1e6, {name: value - before[name] for name, value in backend.seconds().items()})
+
+
+def median(profiles: Sequence[Profile]) -> Profile:
+    """Of each figure by itself."""
+    names = profiles[0].stages
+    return Profile(
+        statistics.median(profile.step for profile in profiles),
+        {name: statistics.median(profile.stages[name] for profile in profiles) for name in names},
+    )
+
+
+def limits(
+    machine: Machine, precision: str, tokens: int, rows: int, context: float, *, is_prefill: bool
+) -> dict[str, float]:
+    """The least seconds of the stages that have a limit worth naming; ``context`` is what a token attends to, on the
+    average."""
+    attention = SHAPE.hidden * SHAPE.head_dim
+    weights = {
+        "qkv": SHAPE.layers * attention * (SHAPE.heads + 2 * SHAPE.kv_heads),
+        "output": SHAPE.layers * attention * SHAPE.heads,
+        "gate and up": SHAPE.layers * 2 * SHAPE.hidden * SHAPE.intermediate,
+        "down": SHAPE.layers * SHAPE.hidden * SHAPE.intermediate,
+        "head": SHAPE.head_weights,
+    }
+    found = {}
+    for name, count in weights.items():
+        each = (HEAD_BYTES if name == "head" else LAYER_BYTES)[precision]
+        times = rows if name == "head" else tokens
+        found[name] = max(count * each / machine.bytes_per_s, 2 * count * times / machine.operations_per_s(precision))
+    computed = SHAPE.attention_operations(tokens * context) / machine.bf16_operations_per_s
+    found["attention"] = computed if is_prefill else max(computed, rows * context * SHAPE.kv_bytes / machine.bytes_per_s)
+    return found
+
+
+def report(title: str, profile: Profile, least: dict[str, float]) -> None:
+    """A table."""
+    print(f"\n{title}: {profile.step * 1000:.2f} ms\n\n| stage | ms | of the step | of its limit |\n|---|---:|---:|---:|")
+    for name, seconds in sorted({**profile.stages, "Python": profile.rest}.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            reached = f"{least[name] / seconds:.0%}" if name in least else ""
+            print(f"| {name} | {seconds * 1000:.3f} | {seconds / profile.step:.1%} | {reached} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""The CPU library's attention against numpy in float64, for every instruction set and every format of KV.
+
+Pages begin as bytes of ones, which are NaN as floats, and pages that are nobody's stay so; outputs, scratch memory and
+partial results begin as NaN with guards behind them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu import (
+    LANES,
+    QUERY_TILE,
+    SPLIT,
+    Attention,
+    AttentionItem,
+    AttentionRow,
+    Format,
+    Kernels,
+    KvLayout,
+)
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+
+FORMATS = (Format.F32, Format.BF16, Format.INT8)
+GUARD = 64
+POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries at the last `num_queries` positions of a context."""
+
+    head_dim: int
+    kv_heads: int
+    group: int
+    context: int
+    num_queries: int
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def start(self) -> int:
+        return self.context - self.num_queries
+
+
+CASES = (
+    Case(128, 2, 2, context=1, num_queries=1),
+    Case(64, 1, 5, context=17, num_queries=17),
+    Case(18, 3, 1, context=33, num_queries=33),
+    Case(1024, 1, 2, context=40, num_queries=3),
+    Case(80, 2, 3, context=600, num_queries=40),
+    Case(16, 1, 7, context=513, num_queries=33, window=300),
+    Case(72, 1, 8, context=100, num_queries=40, window=5, soft_cap=30.0),
+    Case(96, 1, 4, context=257, num_queries=20, window=1),
+    Case(256, 1, 1, context=1025, num_queries=3),
+    Case(128, 1, 16, context=300, num_queries=18, sinks=True),
+    Case(64, 1, 32, context=272, num_queries=20, window=16, sinks=True),
+    Case(128, 1, 2, context=2048, num_queries=1),
+    Case(64, 1, 2, context=4097, num_queries=2, window=300, sinks=True),
+    Case(128, 1, 6, context=700, num_queries=18, window=5000, soft_cap=20.0, sinks=True),
+)
+"""Every head size, ratio of heads, window; contexts on both sides of pages and splits."""
+
+
+def aligned(size: int) -> Bytes:
+    """Poisoned bytes at an address that is a multiple of 64, with a guard behind them."""
+    raw = np.full(size + GUARD + 64, POISON, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size + GUARD]
+
+
+def assert_guarded(memory: Bytes) -> None:
+    """Nothing was written behind the end."""
+    assert (memory[-GUARD:] == POISON).all()
+
+
+def make_layout(kv_format: Format, kv_heads: int, head_dim: int) -> KvLayout:
+    """As kernels.h draws it."""
+    padded = -(-head_dim // LANES) * LANES
+    head_bytes = {Format.F32: 128 * padded, Format.BF16: 64 * padded, Format.INT8: 32 * padded + 128}[kv_format]
+    return KvLayout(kv_format, kv_heads, head_dim, head_bytes, head_bytes * kv_heads)
+
+
+def bf16(x: Floats) -> Floats:
+    """Rounded to bfloat16, ties to even."""
+    bits = x.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
+    """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout that kernels.h draws."""
+    per = {Format.F32: 1, Format.BF16: 2, Format.INT8: 4}[Format(layout.format)]
+    padded = -(-layout.head_dim // LANES) * LANES
+    keys, values = [], []
+    for head in range(layout.kv_heads):
+        data = page[head * layout.head_bytes : (head + 1) * layout.head_bytes]
+        section = padded * LANES * 4 // per
+        key_bytes = data[:section].reshape(padded // per, LANES, per, 4 // per).transpose(1, 0, 2, 3)
+        value_bytes = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
+        key_bytes = np.ascontiguousarray(key_bytes).reshape(LANES, padded, 4 // per)
+        value_bytes = np.ascontiguousarray(value_bytes).reshape(LANES, padded, 4 // per)
+        if layout.format == Format.F32:
+            key, value = (part.view(np.float32)[..., 0] for part in (key_bytes, value_bytes))
+        elif layout.format == Format.BF16:
+            key, value = (
+                (part.view(np.uint16)[..., 0].astype(np.uint32) << 16).view(np.float32)
+                for part in (key_bytes, value_bytes)
+            )
+        else:
+            scales = data[2 * section :].view(np.float32).reshape(2, LANES, 1)
+            key = (key_bytes[..., 0].astype(np.float32) - 128) * scales[0]
+            value = value_bytes.view(np.int8)[..., 0] * scales[1]
+        keys.append(key[:, : layout.head_dim])
+        values.append(value[:, : layout.head_dim])
+    return np.stack(keys, 1).astype(np.float64), np.stack(values, 1).astype(np.float64)
+
+
+class Sequence:
+    """A row with its pages, among others that are poisoned."""
+
+    def __init__(self, table: Kernels, kv_format: Format, case: Case, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.table, self.case = table, case
+        self.layout = make_layout(kv_format, case.kv_heads, case.head_dim)
+        num_pages = -(-case.context // LANES)
+        self.page_ids = rng.permutation(num_pages + 3)[:num_pages].astype(np.int32)
+        self.pages = aligned(self.layout.page_bytes * (num_pages + 3))
+        shape = (case.context, case.kv_heads, case.head_dim)
+        self.keys = rng.standard_normal(shape, np.float32)
+        self.values = rng.standard_normal(shape, np.float32) + 0.5
+        # Queries and outputs of a batch, whose other tokens and columns are poisoned.
+        self.width = case.num_heads * case.head_dim
+        self.token = 2
+        self.queries = np.full((case.num_queries + 4, self.width + 5), np.nan, np.float32)
+        self.queries[2:-2, : self.width] = 2 * rng.standard_normal((case.num_queries, self.width), np.float32)
+        self.sinks = rng.standard_normal(case.num_heads, np.float32) + 2
+
+    def page(self, index: int) -> Bytes:
+        """The page of positions [16 index, 16 index + 16)."""
+        begin = int(self.page_ids[index]) * self.layout.page_bytes
+        return self.pages[begin : begin + self.layout.page_bytes]
+
+    def write(self, begin: int, end: int) -> None:
+        """The KV of some positions, in order."""
+        for i in range(begin, end):
+            page = self.page(i // LANES).ctypes.data
+            self.table.write_kv(self.layout, page, i % LANES, self.keys[i].ctypes.data, self.values[i].ctypes.data)
+
+    def attend(
+        self, cuts: list[int], *, spread: int = 0, from_first_seen: bool = False, row_start: int | None = None
+    ) -> Floats:
+        """The outputs of the queries at positions [cuts[0], cuts[-1]), in tiles between the cuts; (T, heads, head_dim).
+
+        spread: splits of an item, whose partial results are merged then; 0: an item has all of them.
+        """
+        case = self.case
+        output = np.full_like(self.queries, np.nan)
+        attention = Attention(
+            self.layout, self.pages.ctypes.data, case.num_heads, case.window, case.head_dim**-0.5, case.soft_cap,
+            self.sinks.ctypes.data if case.sinks else None, self.queries.ctypes.data, self.queries.shape[1],
+            output.ctypes.data, output.shape[1],
+        )  # fmt: skip
+        start = case.start if row_start is None else row_start
+        token = self.token + start - case.start
+        row = AttentionRow(self.page_ids.ctypes.data, token, start, cuts[-1])
+        scratch = aligned(self.table.attention_scratch(attention))
+        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+            first = max(0, begin + 1 - case.window) // SPLIT if case.window and from_first_seen else 0
+            item = AttentionItem(0, 0, begin, end, first, (end - 1) // SPLIT + 1, -1)
+            for kv_head in range(case.kv_heads):
+                item.kv_head = kv_head
+                scratch[:-GUARD] = POISON
+                if spread:
+                    self._attend_spread(attention, row, item, scratch, spread)
+                else:
+                    self.table.attend(attention, row, item, scratch.ctypes.data, None)
+        assert_guarded(scratch)
+        done = output[token + cuts[0] - start : token + cuts[-1] - start, : self.width].copy()
+        assert np.isfinite(done).all()
+        output[token + cuts[0] - start : token + cuts[-1] - start, : self.width] = np.nan
+        assert np.isnan(output).all(), "written outside of the queries"
+        return done.reshape(len(done), case.num_heads, case.head_dim)
+
+    def _attend_spread(
+        self, attention: Attention, row: AttentionRow, item: AttentionItem, scratch: Bytes, spread: int
+    ) -> None:
+        """In items of so many splits, the last first."""
+        size = self.table.partial_floats(attention) * self.case.group * (item.query_end - item.query_begin)
+        splits = item.split_end - item.split_begin
+        base = 7  # floats of some other tile
+        partials = aligned((base + splits * size) * 4)
+        for begin in reversed(range(item.split_begin, item.split_end, spread)):
+            end = min(begin + spread, item.split_end)
+            part = AttentionItem(0, item.kv_head, item.query_begin, item.query_end, begin, end,
+                                 base + (begin - item.split_begin) * size)  # fmt: skip
+            self.table.attend(attention, row, part, scratch.ctypes.data, partials.ctypes.data)
+        assert_guarded(partials)
+        assert (partials[: base * 4] == POISON).all()
+        item = AttentionItem(0, item.kv_head, item.query_begin, item.query_end, item.split_begin, item.split_end, base)
+        self.table.merge(attention, row, item, splits, partials.ctypes.data)
+
+    def tiles(self) -> list[int]:
+        """Cuts at whole tiles from position 0 on, as far as they fall between the queries."""
+        case = self.case
+        return [case.start, *range((case.start // QUERY_TILE + 1) * QUERY_TILE, case.context, QUERY_TILE), case.context]
+
+    def expected(self, *, stored: bool) -> tuple[Doubles, Doubles]:
+        """Outputs, and the weighted mean of the values' magnitudes, (T, heads, head_dim) each.
+
+        stored: from keys and values as the pages hold them, and queries as the format rounds them.
+        """
+        case = self.case
+        queries = self.queries[2:-2, : self.width]
+        keys, values = self.keys.astype(np.float64), self.values.astype(np.float64)
+        if stored:
+            pages = [unpack(self.layout, self.page(i)) for i in range(len(self.page_ids))]
+            keys = np.concatenate([key for key, _ in pages])[: case.context]
+            values = np.concatenate([value for _, value in pages])[: case.context]
+            queries = bf16(queries) if self.layout.format == Format.BF16 else queries
+        heads = queries.astype(np.float64).reshape(-1, case.kv_heads, case.group, case.head_dim)
+        scores = np.einsum("qkgd,tkd->kgqt", heads, keys) * case.head_dim**-0.5
+        if case.soft_cap:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+        query, position = np.arange(case.start, case.context)[:, None], np.arange(case.context)[None]
+        seen = (position <= query) & (position > query - (case.window or math.inf))
+        sinks = self.sinks.reshape(case.kv_heads, case.group, 1, 1) if case.sinks else -math.inf
+        weights = np.exp(np.where(seen, scores, -math.inf))
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sinks)
+        shape = (-1, case.num_heads, case.head_dim)
+        return (
+            np.einsum("kgqt,tkd->qkgd", weights, values).reshape(shape),
+            np.einsum("kgqt,tkd->qkgd", weights, np.abs(values)).reshape(shape),
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- the pages
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("head_dim", [2, 18, 64, 80])
+def test_a_page_holds_what_was_written(table: Kernels, kv_format: Format, head_dim: int) -> None:
+    rng = np.random.default_rng(1)
+    layout = make_layout(kv_format, 3, head_dim)
+    page = aligned(layout.page_bytes)
+    keys, values = rng.standard_normal((2, LANES, 3, head_dim), np.float32) * 3
+    keys[4] = values[4] = 0
+    for slot in range(LANES):
+        table.write_kv(layout, page.ctypes.data, slot, keys[slot].ctypes.data, values[slot].ctypes.data)
+        got_keys, got_values = unpack(layout, page[:-GUARD])
+        assert (got_values[slot + 1 :] == 0).all(), "a slot that is masked weighs nothing only if finite"
+        for got, want in ((got_keys, keys), (got_values, values)):
+            if kv_format == Format.F32:
+                np.testing.assert_array_equal(got[: slot + 1], want[: slot + 1])
+            elif kv_format == Format.BF16:
+                np.testing.assert_array_equal(got[: slot + 1], bf16(want[: slot + 1]))
+            else:
+                step = np.abs(want).max(-1, keepdims=True) / 127
+                assert (np.abs(got - want) <= step * 0.5001)[: slot + 1].all()
+    assert_guarded(page)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: Format) -> None:
+    case = Case(64, 2, 2, context=40, num_queries=3)
+    fresh, reused = Sequence(table, kv_format, case), Sequence(table, kv_format, case)
+    reused.pages[:] = POISON - 1
+    for sequence in (fresh, reused):
+        sequence.write(0, case.context)
+    np.testing.assert_array_equal(reused.attend(reused.tiles()), fresh.attend(fresh.tiles()))
+
+
+# ------------------------------------------------------------------------------------------------------------- the results
+
+TOLERANCES = {Format.F32: (2e-6, 2e-6), Format.BF16: (2.0**-8, 1e-5), Format.INT8: (1e-3, 1e-4)}
+"""Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the last of
+8 bits, each. INT8: weights and queries have 16 and 15 bits."""
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_that_of_float64(table: Kernels, kv_format: Format, case: Case) -> None:
+    sequence = Sequence(table, kv_format, case)
+    sequence.write(0, case.context)
+    got = sequence.attend(sequence.tiles())
+    expected, magnitude = sequence.expected(stored=True)
+    relative, absolute = TOLERANCES[kv_format]
+    excess = np.abs(got - expected) - relative * magnitude - absolute
+    assert excess.max() <= 0, f"off by {np.abs(got - expected).max():.3g}"
+
+
+@pytest.mark.parametrize(("kv_format", "bound"), [(Format.BF16, 0.006), (Format.INT8, 0.015)])
+def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: Format, bound: float) -> None:
+    case = Case(128, 1, 4, context=500, num_queries=8)
+    sequence = Sequence(table, kv_format, case)
+    sequence.write(0, case.context)
+    error = sequence.attend(sequence.tiles()) - sequence.expected(stored=False)[0]
+    assert math.sqrt((error**2).mean()) < bound * sequence.values.std() / math.sqrt(8)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the bits
+
+SAME_BITS = (
+    Case(72, 2, 3, context=550, num_queries=60),
+    Case(64, 1, 5, context=600, num_queries=60, window=300, sinks=True),
+    Case(32, 1, 8, context=540, num_queries=60, window=16, soft_cap=20.0),
+)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+class TestTheSameBits:
+    """A query's output depends on its position and on what is before it alone."""
+
+    @pytest.fixture
+    def sequence(self, table: Kernels, kv_format: Format, case: Case) -> Sequence:
+        sequence = Sequence(table, kv_format, case)
+        sequence.write(0, case.context)
+        return sequence
+
+    @pytest.fixture
+    def whole(self, sequence: Sequence) -> Floats:
+        return sequence.attend(sequence.tiles())
+
+    def test_in_whatever_tiles(self, sequence: Sequence, whole: Floats) -> None:
+        case = sequence.case
+        sizes = np.resize([1, 16, 3, 2, 11, 1, 7, 5], case.num_queries)
+        cuts = [case.start + int(cut) for cut in np.cumsum(sizes) if cut < case.num_queries]
+        np.testing.assert_array_equal(sequence.attend([case.start, *cuts, case.context]), whole)
+
+    def test_a_token_at_a_time(self, sequence: Sequence, whole: Floats) -> None:
+        case = sequence.case
+        for query in (case.start, case.start + 17, case.context - 1):
+            alone = sequence.attend([query, query + 1])
+            np.testing.assert_array_equal(alone[0], whole[query - case.start])
+
+    def test_in_chunks(self, sequence: Sequence, whole: Floats) -> None:
+        """Each chunk is a row of its own, and sees pages in which nothing later is written."""
+        case = sequence.case
+        chunked = Sequence(sequence.table, Format(sequence.layout.format), case)
+        chunked.write(0, case.start)
+        bounds = [case.start, case.start + 1, case.start + 14, case.start + 55, case.context]
+        parts = []
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            chunked.write(begin, end)
+            cuts = [*range(begin, end, QUERY_TILE), end]
+            parts.append(chunked.attend(cuts, row_start=begin))
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+    @pytest.mark.parametrize("spread", [1, 2])
+    def test_with_splits_spread_over_items(self, sequence: Sequence, whole: Floats, spread: int) -> None:
+        np.testing.assert_array_equal(sequence.attend(sequence.tiles(), spread=spread), whole)
+
+    @pytest.mark.parametrize("spread", [0, 1])
+    def test_from_the_first_split_that_is_seen(self, sequence: Sequence, whole: Floats, spread: int) -> None:
+        got = sequence.attend(sequence.tiles(), spread=spread, from_first_seen=True)
+        np.testing.assert_array_equal(got, whole)
+
+    def test_with_anything_behind_the_end(self, sequence: Sequence, whole: Floats) -> None:
+        """As drafts that were refused leave it."""
+        case = sequence.case
+        longer = Sequence(sequence.table, Format(sequence.layout.format), replace(case, context=case.context + 7))
+        for mine, other in ((longer.keys, sequence.keys), (longer.values, sequence.values)):
+            mine[: case.context] = other
+        longer.write(0, case.context + 7)
+        longer.case, longer.queries = case, sequence.queries
+        longer.sinks = sequence.sinks
+        np.testing.assert_array_equal(longer.attend(longer.tiles()), whole)

@@ -1,0 +1,191 @@
+"""The CPU library as a whole: which instruction sets it finds, what it shows, that its types are those that Python
+mirrors, and that no level's instructions are anywhere but in that level."""
+
+import importlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from ctypes import Structure, sizeof
+from enum import IntEnum
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels import build_cpu, cpu
+from penstock.kernels.build_cpu import CannotBuild, find_compiler
+from penstock.kernels.cpu import LEVELS, find_kernels
+
+# What the kernel of the operating system calls the instructions that a level is compiled with.
+NEEDED = {
+    "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "avx512": {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "generic": set(),
+}
+NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16", "avx512_vnni"}
+
+# Functions that a level may call: those of libc, libm and the compiler's own library, compiled for any machine.
+PLAIN_C = re.compile(r"_{0,2}[a-z]\w*")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> list[str]:
+    """The command of the C++ compiler."""
+    try:
+        return find_compiler()
+    except CannotBuild:
+        pytest.skip("needs a C++ compiler")
+
+
+def run(command: list[str]) -> str:
+    """What a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Levels ---------------------------------------------------------------------------------------------------------------
+
+
+def cpu_flags() -> set[str]:
+    """What the processor has, as the system says."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
+@pytest.mark.skipif("PENSTOCK_EMULATED_LEVELS" in os.environ, reason="/proc/cpuinfo is that of the real machine")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_is_there_if_the_processor_has_its_instructions(cpu_library: Path, level: str) -> None:
+    found = find_kernels(level, cpu_library)
+    assert (found is not None) == (cpu_flags() >= NEEDED[level])
+    assert found is None or found.name == level.encode()
+
+
+def test_the_levels_of_an_emulated_machine(cpu_library: Path) -> None:
+    """`make emulate` says which levels its machine has."""
+    found = [level for level in LEVELS if find_kernels(level, cpu_library)]
+    assert found == os.environ.get("PENSTOCK_EMULATED_LEVELS", " ".join(found)).split()
+    assert found[-1] == "generic"
+
+
+def test_the_best_level_is_the_default(cpu_library: Path) -> None:
+    best = find_kernels(None, cpu_library)
+    assert best is not None
+    assert best.name.decode() == next(level for level in LEVELS if find_kernels(level, cpu_library))
+
+
+def test_there_is_no_other_level(cpu_library: Path) -> None:
+    assert find_kernels("avx1024", cpu_library) is None
+
+
+def test_a_table_is_complete(table: cpu.Kernels) -> None:
+    assert [name for name, _ in cpu.Kernels._fields_ if not getattr(table, name)] == []
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+def mirrors() -> dict[str, type[Structure]]:
+    """The structures by which Python knows those of the C++ headers, by name."""
+    modules = [
+        importlib.import_module(f"penstock.kernels.{file.stem}") for file in Path(cpu.__file__).parent.glob("cpu*.py")
+    ]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {value.__name__: value for value in found if issubclass(value, Structure) and value is not Structure}
+
+
+def prefixes() -> dict[str, type[IntEnum]]:
+    return {"FORMAT": cpu.Format, "ACTIVATION": cpu.Gate, "OUTPUT": cpu.OutputMode}
+
+
+@pytest.fixture(scope="module")
+def layouts(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Sizes, offsets and constants as the C++ compiler sees them, by the expression that asks for each."""
+    expressions = ["penstock::LANES", "penstock::SPLIT", "penstock::QUERY_TILE"]
+    expressions += [f"penstock::{prefix}_{member.name}" for prefix, enum in prefixes().items() for member in enum]
+    for name, mirror in mirrors().items():
+        expressions.append(f"sizeof(penstock::{name})")
+        for field, *_ in mirror._fields_:
+            expressions.append(f"offsetof(penstock::{name}, {field})")
+            expressions.append(f"sizeof(penstock::{name}::{field})")
+    lines = [f'  std::printf("%s=%lld\\n", "{text}", static_cast<long long>({text}));' for text in expressions]
+    includes = [f'#include "{header.name}"' for header in build_cpu.SOURCES.glob("*.h") if not needs_level(header)]
+    folder = tmp_path_factory.mktemp("probe")
+    (folder / "probe.cpp").write_text(
+        "\n".join(["#include <cstddef>", "#include <cstdio>", *includes, "int main() {", *lines, "}", ""])
+    )
+    flags = ["-std=c++17", "-pthread", f"-I{build_cpu.SOURCES}", "-o", str(folder / "probe")]
+    run([*compiler, *flags, str(folder / "probe.cpp")])
+    printed = (line.rpartition("=") for line in run([str(folder / "probe")]).splitlines())
+    return {text: int(value) for text, _, value in printed}
+
+
+def needs_level(header: Path) -> bool:
+    """Whether a header is of one instruction set's."""
+    text = header.read_text()
+    return "namespace PENSTOCK_LEVEL" in text or header.name == "level.h"
+
+
+def test_python_mirrors_the_structures(layouts: dict[str, int]) -> None:
+    assert {"Matrix", "Attention", "SamplingRow", "Kernels"} <= mirrors().keys()
+    for name, mirror in mirrors().items():
+        assert sizeof(mirror) == layouts[f"sizeof(penstock::{name})"], name
+        for field, *_ in mirror._fields_:
+            seen = getattr(mirror, field)
+            assert seen.offset == layouts[f"offsetof(penstock::{name}, {field})"], f"{name}.{field}"
+            assert seen.size == layouts[f"sizeof(penstock::{name}::{field})"], f"{name}.{field}"
+
+
+def test_python_knows_the_constants(layouts: dict[str, int]) -> None:
+    for constant in ("LANES", "SPLIT", "QUERY_TILE"):
+        assert getattr(cpu, constant) == layouts[f"penstock::{constant}"], constant
+    for prefix, enum in prefixes().items():
+        assert {member.name: layouts[f"penstock::{prefix}_{member.name}"] for member in enum} == {
+            member.name: member.value for member in enum
+        }
+
+
+# Symbols --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def symbol_reader() -> str:
+    """binutils' or LLVM's."""
+    found = shutil.which("nm") or shutil.which("llvm-nm")
+    return found or pytest.skip("needs nm, which comes with a C++ compiler")
+
+
+def test_it_shows_nothing_but_its_functions(cpu_library: Path, symbol_reader: str) -> None:
+    """Another library's templates could take the place of ours, or ours of theirs."""
+    shown = [line.split()[-1] for line in run([symbol_reader, "-D", "--defined-only", str(cpu_library)]).splitlines()]
+    assert "penstock_kernels" in shown
+    assert [name for name in shown if not name.startswith("penstock_")] == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_keeps_its_instructions_to_itself(
+    compiler: list[str], symbol_reader: str, tmp_path: Path, level: str
+) -> None:
+    """The linker keeps one copy of a function that several objects have, such as a template's: it might be the one with
+    instructions that the machine lacks. So a level defines one function, needs no C++ function, and does nothing when
+    the library is loaded. Nothing is inlined here, so that everything shows."""
+    source, made = build_cpu.SOURCES / f"level_{level}.cpp", tmp_path / "level.o"
+    flags = [*build_cpu.COMMON, *build_cpu.level_flags(source.name), "-O0", "-fno-stack-protector"]
+    run([*compiler, *flags, "-c", str(source), "-o", str(made)])
+    symbols = [line.split()[-2:] for line in run([symbol_reader, str(made)]).splitlines()]
+    own = f"{len(f'level_{level}')}level_{level}"  # its namespace, which no other object can have
+    shared = [name for kind, name in symbols if kind not in "tdbrnU" and own not in name]
+    assert shared == [f"_ZN8penstock{len(f'kernels_{level}')}kernels_{level}Ev"]
+    needed = [name for kind, name in symbols if kind == "U" and name != "_GLOBAL_OFFSET_TABLE_"]
+    assert [name for name in needed if not PLAIN_C.fullmatch(name)] == []
+    assert [name for _, name in symbols if "_GLOBAL__sub_I" in name or "__cxx_global" in name] == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are the instruction sets of x86-64")
+def test_a_compiler_without_the_instructions_makes_an_empty_level(compiler: list[str], tmp_path: Path) -> None:
+    """So it is on every other kind of machine."""
+    for level in LEVELS[:-1]:
+        source = build_cpu.SOURCES / f"level_{level}.cpp"
+        text = run([*compiler, "-std=c++17", "-E", "-P", str(source)])
+        assert re.search(rf"kernels_{level}\(\) {{ return nullptr; }}", text), level

@@ -1,0 +1,59 @@
+"""What this machine does at best: bytes read a second, and operations of matrix products, with one core and with all.
+
+By torch: a sum over memory that no cache holds, and oneDNN's products. The best of many short runs counts, since what else
+the machine does can only slow them down.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from cpu_bench.floors import Machine
+
+READ_BYTES = 1 << 30
+SIDE = 2048
+SECONDS = 2.0
+
+
+def measure(threads: int) -> Machine:
+    """With so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            return Machine(_read(), _bf16(), _int8())
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read() -> float:
+    numbers = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / _best(numbers.sum)
+
+
+def _bf16() -> float:
+    one, other = torch.randn(SIDE, SIDE).bfloat16(), torch.randn(SIDE, SIDE).bfloat16()
+    return 2 * SIDE**3 / _best(lambda: torch.nn.functional.linear(one, other))
+
+
+def _int8() -> float:
+    weights = torch.randint(-127, 127, (SIDE, SIDE), dtype=torch.int8)
+    inputs = torch.randint(0, 255, (SIDE, SIDE), dtype=torch.uint8)
+    packed = torch.ops.onednn.qlinear_prepack(weights, [SIDE, SIDE])
+    scales, zeros = torch.full((SIDE,), 0.01), torch.zeros(SIDE, dtype=torch.int64)
+    return 2 * SIDE**3 / _best(
+        lambda: torch.ops.onednn.qlinear_pointwise(
+            inputs, 0.01, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+        )
+    )
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Seconds."""
+    best = float("inf")
+    end = time.perf_counter() + SECONDS
+    run()
+    while (began := time.perf_counter()) < end:
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best

