@@ -93,8 +93,9 @@ bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some 
 test: setup ## run the tests; ARGS='-k name' runs some
 	$(BIN)/pytest $(ARGS)
 
-soak: setup ## run the long tests at their full numbers
+soak: setup ## run the long tests at their full numbers, then sanitize and emulate; with ARGS, the long tests alone
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
+	$(if $(ARGS),,$(MAKE) sanitize emulate)
 
 nocompiler: setup ## run the tests as on a machine without a C++ compiler, so without the CPU library
 	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(ARGS)
@@ -102,13 +103,15 @@ nocompiler: setup ## run the tests as on a machine without a C++ compiler, so wi
 KERNEL_TESTS := tests/kernels/test_cpu_*.py
 
 # The sanitizer's library comes first, then libstdc++, whose exceptions it watches: torch throws some. Python gets memory
-# from malloc, so that what lies beyond a bytes object is guarded as well. Python itself leaks at its end.
+# from malloc, so that what lies beyond a bytes object is guarded as well. Python itself leaks at its end. A sanitizer ends
+# the process: captured as a file, what it prints would be lost.
 SANITIZED := build/sanitized
 sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
 	CXX=g++ $(BIN)/python -P kernels/build_cpu.py --sanitize --out $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 $(KERNEL_TESTS) $(ARGS)
+	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 --capture=sys \
+	  $(KERNEL_TESTS) $(ARGS)
 
 # Of two machines, one has AVX2 and no AVX512, the other neither. numpy's BLAS asks the real machine and must be told.
 EMULATED := emulate-Haswell emulate-Nehalem

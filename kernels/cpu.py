@@ -26,7 +26,8 @@ SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
-_BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
+BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
+"""What helps a library that is missing or stale."""
 
 LEVELS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Instruction sets, from the best on."""
@@ -55,6 +56,7 @@ class Gate(IntEnum):
     SILU = 0
     GELU = 1
     GELU_TANH = 2
+    CLAMPED = 3
 
 
 class OutputMode(IntEnum):
@@ -83,7 +85,8 @@ class Inputs(Structure):
 class Output(Structure):
     """Where a product writes."""
 
-    _fields_ = (("data", c_void_p), ("stride", c_int64), ("mode", c_int32), ("activation", c_int32))
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("mode", c_int32), ("activation", c_int32), ("alpha", c_float),
+                ("limit", c_float))  # fmt: skip
 
 
 class KvLayout(Structure):
@@ -188,14 +191,14 @@ def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise LibraryMissing(
             f"{path} is not there, because no C++ compiler worked when penstock was installed",
-            f"install one (Debian, Ubuntu: apt-get install g++), then {_BUILD_IT}",
+            f"install one (Debian, Ubuntu: apt-get install g++), then {BUILD_IT}",
         )
     try:
         library = ctypes.CDLL(str(path))
         library.penstock_kernels.argtypes = [c_char_p]
         library.penstock_kernels.restype = POINTER(Kernels)
     except (OSError, AttributeError) as error:
-        raise LibraryMissing(f"{path} cannot be loaded ({error})", _BUILD_IT) from error
+        raise LibraryMissing(f"{path} cannot be loaded ({error})", BUILD_IT) from error
     return library
 
 
@@ -216,7 +219,7 @@ def main() -> None:
 
 
 __all__ = [
-    "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow", "Format", "Gate",
+    "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow", "Format", "Gate",
     "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode", "SampledToken", "SamplingRow",
     "find_kernels", "library_path", "load_library",
 ]  # fmt: skip

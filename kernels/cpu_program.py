@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import Kernels, KvLayout, Matrix, load_library
+from penstock.kernels.cpu import BUILD_IT, Kernels, KvLayout, LibraryMissing, Matrix, load_library
 
 STAGES = (
     "embed", "norm", "qkv", "rope and KV", "attention", "output", "experts", "gate and up", "down", "head", "sample",
@@ -69,9 +69,11 @@ class Model(Structure):
         ("kernels", POINTER(Kernels)), ("vocab_size", c_int32), ("num_logits", c_int32), ("hidden_size", c_int32),
         ("intermediate_size", c_int32), ("num_layers", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32),
         ("head_dim", c_int32), ("rotary_dim", c_int32), ("num_ropes", c_int32), ("num_experts", c_int32),
-        ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32), ("qk_norm", c_int32),
+        ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32),
+        ("expert_activation", c_int32), ("qk_norm", c_int32),
         ("activation", c_int32), ("block_size", c_int32), ("norm_eps", c_float), ("embedding_scale", c_float),
         ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
+        ("gate_alpha", c_float), ("gate_limit", c_float),
         ("embedding_format", c_int32), ("embedding", c_void_p), ("head", Linear), ("norm", c_void_p),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip
@@ -104,7 +106,8 @@ class Library:
     """The library's functions for models, with their types. Calls release the GIL."""
 
     def __init__(self, num_threads: int, cores: Sequence[int] | None, path: Path | None = None) -> None:
-        self._c = _typed(load_library(path))
+        """Raises LibraryMissing."""
+        self._c = typed_library(path)
         self._cores = (c_int32 * len(cores))(*cores) if cores else None
         self.num_threads = num_threads
         self._threads: int = self._c.penstock_threads(num_threads, self._cores)
@@ -165,7 +168,9 @@ class Program:
         return dict(zip(STAGES, seconds.tolist(), strict=True))
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def typed_library(path: Path | None = None) -> ctypes.CDLL:
+    """The library with the types of these functions. Raises LibraryMissing."""
+    library = load_library(path)
     address, integer, long = c_void_p, c_int32, c_int64
     signatures: dict[str, tuple[object, list[object]]] = {
         "penstock_map": (address, [long]),
@@ -178,6 +183,9 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         "penstock_stages": (integer, [address, address]),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise LibraryMissing("the CPU library is older than this code", BUILD_IT) from error
         function.restype, function.argtypes = result, arguments
     return library

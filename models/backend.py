@@ -49,7 +49,9 @@ def load_backend(config: WorkerConfig) -> Backend:
     ModelError."""
     names = list(BACKENDS) if config.backend == "auto" else [config.backend]
     if names[0] not in BACKENDS:
-        raise ModelError(f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}")
+        raise ModelError(
+            f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}"
+        )
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for name in names:
         factory, objector = BACKENDS[name]

@@ -6,8 +6,8 @@ import logging
 
 import numpy as np
 
-from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, find_kernels, load_library
-from penstock.kernels.cpu_program import Library, Memory, Program, Step
+from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, find_kernels
+from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
 from penstock.models.batch import Batch, BatchResult, Ids, Sampled
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
@@ -158,13 +158,21 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
         return f"--dtype is {config.dtype}, and it has float32 and bfloat16"
     if config.block_size % LANES:
         return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
-    if info.spec.experts is not None and info.spec.experts.gate is not None:
-        return f"{info.spec.architecture} has experts with clamped gates, which it lacks"
+    if _experts_differ(info):
+        return "its experts are quantised differently, or by act-order: use a checkpoint with desc_act or actorder off"
     try:
-        load_library()
+        typed_library()
     except LibraryMissing as error:
         return str(error)
     return None
+
+
+def _experts_differ(info: CheckpointInfo) -> bool:
+    """Whether experts differ in what their inputs must be prepared for: they are prepared for all of them at once."""
+    experts = [name.removesuffix(".weight") for name, shape in info.spec.tensors() if ".experts." in name and shape[1:]]
+    linears = [info.quantized.get(name) for name in experts]
+    schemes = {None if linear is None else linear.scheme for linear in linears}
+    return len(schemes) > 1 or any(scheme is not None and scheme.is_ordered for scheme in schemes)
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:

@@ -125,6 +125,7 @@ def load_model(
     head = packer.linear([name], [vocab], hidden, False, format=formats.head)
     wide = formats.table is Format.F32
     table = None if spec.tied_embeddings else packer.table("model.embed_tokens.weight", (vocab, hidden), wide)
+    clamped = spec.experts.gate if spec.experts else None
     model = Model(
         kernels=ctypes.pointer(kernels),
         vocab_size=vocab,
@@ -141,6 +142,9 @@ def load_model(
         experts_per_token=spec.experts.per_token if spec.experts else 0,
         expert_size=spec.experts.intermediate_size if spec.experts else 0,
         normalise_experts=bool(spec.experts and spec.experts.normalise),
+        expert_activation=GATES[spec.activation] if clamped is None else Gate.CLAMPED,
+        gate_alpha=clamped.alpha if clamped else 0.0,
+        gate_limit=clamped.limit if clamped else 0.0,
         qk_norm=QK_NORMS[spec.qk_norm],
         activation=GATES[spec.activation],
         block_size=block_size,

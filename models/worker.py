@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
@@ -46,6 +47,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _offer_to_the_oom_killer()
     faulthandler.enable()
+    # On the service's own stderr, in its form.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
 

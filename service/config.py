@@ -113,6 +113,11 @@ class ServeConfig:
         metavar="NAME",
         group="what computes",
     )
+    backend: str = _flag(
+        "auto",
+        "what computes: cpu is the C++ library, reference is plain torch; auto is the fastest that can run the model",
+        choices=["auto", "cpu", "reference"],
+    )
     dtype: str = _flag(
         "auto",
         "the type of weights and activations; auto is the checkpoint's",

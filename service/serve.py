@@ -147,6 +147,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
     return WorkerConfig(
         model=str(path.resolve()),
         device=device,
+        backend=config.backend,
         dtype=config.dtype,
         block_size=config.block_size,
         max_model_len=config.max_model_len,

@@ -18,6 +18,8 @@
 
 namespace PENSTOCK_LEVEL {
 
+using namespace attention_tile;
+
 constexpr int RECORD_HEAD = LANES;  // floats before a record's values
 constexpr int RECORD_SUM = 1;
 
@@ -173,8 +175,8 @@ template <class Kv>
 static void attend_block(const Work& work, int split, int begin, int end) {
   Block block = make_block<Kv>(work, split, begin, end);
   const bool partial = work.item.partial >= 0;
-  float* records = work.partials + work.item.partial;
-  records += static_cast<int64_t>(split - work.item.split_begin) * work.rows * work.record;
+  const int64_t before = static_cast<int64_t>(split - work.item.split_begin) * work.rows * work.record;
+  float* records = partial ? work.partials + work.item.partial + before : nullptr;
   if (block.num_pages == 0) {
     for (int i = begin; partial && i < end; i++) clear_record(records + i * work.record, work.record);
     return;

@@ -6,11 +6,14 @@
 // two of 2 for as many numbers: the error is that of the stored keys and values, and nothing is rounded on the way.
 #pragma once
 
+#include "attention_lanes.h"
 #include "kernels.h"
 #include "kv_page.h"
 #include "vec.h"
 
 namespace PENSTOCK_LEVEL {
+
+namespace attention_tile {
 
 // One query head of one token.
 struct Query {
@@ -31,13 +34,13 @@ INLINE Floats load_floats(const void* p) { return as_floats(load_ints(p)); }
 struct F32Kv {
   static constexpr int PER = 1;   // numbers in a word
   static constexpr int ROWS = 1;  // of words for each query
-  typedef Floats Sum;
+  typedef FloatPart Sum;
 
-  INLINE Sum add_keys(Sum sum, Ints keys, Ints query) { return fma(as_floats(query), as_floats(keys), sum); }
-  INLINE Sum add_values(Sum sum, Ints values, Ints weights) { return fma(as_floats(weights), as_floats(values), sum); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_floats(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_floats(sum, values, weights); }
 
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
-    for (int dim = 0; dim < padded; dim += LANES) store_ints(words + dim * WORD, as_ints(load_dims(x, dim, head_dim)));
+    for (int dim = 0; dim < padded; dim += LANES) store_ints(words + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
     return {scale, 0, 0};
   }
 
@@ -62,14 +65,14 @@ struct F32Kv {
 struct Bf16Kv {
   static constexpr int PER = 2;
   static constexpr int ROWS = 1;
-  typedef Floats Sum;
+  typedef FloatPart Sum;
 
-  INLINE Sum add_keys(Sum sum, Pairs keys, Pairs query) { return dot2(sum, keys, query); }
-  INLINE Sum add_values(Sum sum, Pairs values, Pairs weights) { return dot2(sum, values, weights); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_pairs(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_pairs(sum, values, weights); }
 
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
     bf16* out = reinterpret_cast<bf16*>(words);
-    for (int dim = 0; dim < padded; dim += LANES) store_bf16(out + dim, load_dims(x, dim, head_dim));
+    for (int dim = 0; dim < padded; dim += LANES) store_bf16(out + dim, load_up_to(x + dim, head_dim - dim));
     return {scale, 0, 0};
   }
 
@@ -96,10 +99,10 @@ struct Int8Kv {
   static constexpr int ROWS = 2;
   static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
   static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
-  typedef Ints Sum;
+  typedef IntPart Sum;
 
-  INLINE Sum add_keys(Sum sum, Quads keys, Quads query) { return dot4(sum, keys, query); }
-  INLINE Sum add_values(Sum sum, Quads values, Quads weights) { return dot4(sum, weights, values); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_quads(sum, weights, values); }
 
   INLINE void store_bytes(uint8_t* out, Ints numbers) {
 #if defined(__AVX512F__)
@@ -114,7 +117,7 @@ struct Int8Kv {
     const float by = range > 0 ? QUERY_LARGEST / range : 0;
     Ints high_sum = {}, low_sum = {};
     for (int dim = 0; dim < padded; dim += LANES) {
-      Ints code = to_ints_nearest(load_dims(x, dim, head_dim) * by);
+      Ints code = to_ints_nearest(load_up_to(x + dim, head_dim - dim) * by);
       Ints high = (code + QUERY_BASE / 2) >> 7, low = code - high * QUERY_BASE;
       store_bytes(words + dim, high);
       store_bytes(words + padded + dim, low);
@@ -160,5 +163,7 @@ struct Int8Kv {
     return to_floats(load_ints(sums) * WEIGHT_BASE + load_ints(sums + row_bytes)) * factor;
   }
 };
+
+}  // namespace attention_tile
 
 }  // namespace PENSTOCK_LEVEL

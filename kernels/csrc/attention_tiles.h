@@ -4,24 +4,32 @@
 #pragma once
 
 #include "attention_format.h"
+#include "attention_lanes.h"
 #include "kernels.h"
 #include "kv_page.h"
 #include "vec.h"
 
 namespace PENSTOCK_LEVEL {
 
+namespace attention_tile {
+
 // Rows of words that are computed together; their scores fill 32 KiB.
 constexpr int BLOCK_ROWS = 32;
 constexpr int SPLIT_PAGES = SPLIT / LANES;
 
+// Vectors of sums, of 16 lanes, and rows of a tile: what the registers hold, with some left for the operands.
 #if defined(__AVX512F__)
 constexpr int TILE_SUMS = 16, TILE_ROWS = 8;
+#elif defined(__AVX2__)
+constexpr int TILE_SUMS = 4, TILE_ROWS = 4;
 #else
-constexpr int TILE_SUMS = 4, TILE_ROWS = 2;  // a sum takes two registers of 16, or four
+constexpr int TILE_SUMS = 2, TILE_ROWS = 2;
 #endif
 
 // Sections are asked for so many before they are used: what memory delivers in twice its latency.
 constexpr int AHEAD = 4;
+
+#define UNROLL _Pragma("GCC unroll 16")
 
 // Some rows of words against some pages of a split.
 struct Block {
@@ -40,17 +48,15 @@ struct Block {
   const uint8_t* const* page_values() const { return sections + num_pages; }
 };
 
-INLINE Ints splat_word(const uint8_t* p) {
-  int32_t word;
-  memcpy(&word, p, WORD);
-  return splat_int(word);
-}
-
-INLINE void store_sum(uint8_t* p, Floats sum) { store_ints(p, as_ints(sum)); }
-INLINE void store_sum(uint8_t* p, Ints sum) { store_ints(p, sum); }
-
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// As many as the tile has room for, a power of two up to 8.
+constexpr int vectors_of(int rows) {
+  int vectors = 1;
+  while (vectors < 8 && rows * vectors * 2 <= TILE_SUMS) vectors *= 2;
+  return vectors;
+}
 
 // 8, 4, 3, 2, 1: seven rows are four and three.
 constexpr int fewer_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
@@ -59,30 +65,25 @@ constexpr int fewer_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
 
 template <class Kv, int ROWS, int PAGES>
 static void score_tile(const Block& block, int row, int page) {
+  constexpr int COLUMNS = PAGES * PARTS;  // registers in which the pages' tokens lie
   const int words = block.padded / Kv::PER;
   const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * WORD;
   const uint8_t* const* keys = block.sections + page;
   const bool streams = block.streams && row == 0;
-  typename Kv::Sum sums[ROWS][PAGES] = {};
+  typename Kv::Sum sums[ROWS][COLUMNS] = {};
   for (int word = 0; word < words; word++) {
-    Ints part[PAGES];
-#pragma GCC unroll 8
-    for (int p = 0; p < PAGES; p++) {
-      part[p] = load_ints(keys[p] + word * VECTOR);
-      if (streams) prefetch(keys[p + AHEAD] + word * VECTOR);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      Ints query = splat_word(queries + (r * words + word) * WORD);
-#pragma GCC unroll 8
-      for (int p = 0; p < PAGES; p++) sums[r][p] = Kv::add_keys(sums[r][p], part[p], query);
+    IntPart part[COLUMNS];
+    UNROLL for (int c = 0; c < COLUMNS; c++)
+      part[c] = load_part(keys[c / PARTS] + word * VECTOR + c % PARTS * PART_BYTES);
+    if (streams) UNROLL for (int p = 0; p < PAGES; p++) prefetch(keys[p + AHEAD] + word * VECTOR);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      const IntPart query = spread_word(queries + (r * words + word) * WORD);
+      UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_keys(sums[r][c], part[c], query);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PAGES; p++)
-      store_sum(block.scores + (row + r) * SPLIT_BYTES + (page + p) * VECTOR, sums[r][p]);
+  uint8_t* out = block.scores + row * SPLIT_BYTES + page * VECTOR;
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COLUMNS; c++) store_part(out + r * SPLIT_BYTES + c * PART_BYTES, sums[r][c]);
 }
 
 template <class Kv, int ROWS, int PAGES>
@@ -94,53 +95,41 @@ static void score_pages(const Block& block, int row, int page) {
 // Sums of the rows from `row` on against all the pages.
 template <class Kv, int ROWS = TILE_ROWS>
 static void score_rows(const Block& block, int row) {
-  constexpr int PAGES = smaller(ROWS == 3 ? 4 : TILE_SUMS / ROWS, AHEAD);
+  constexpr int PAGES = smaller(vectors_of(ROWS), AHEAD);
   for (; row + ROWS <= block.rows; row += ROWS) score_pages<Kv, ROWS, PAGES>(block, row, 0);
   if constexpr (ROWS > 1) score_rows<Kv, fewer_rows(ROWS)>(block, row);
 }
 
 // ------------------------------------------------------------------------------------------------- weights by values
 
-INLINE void load_sum(const uint8_t* p, Floats& sum) { sum = as_floats(load_ints(p)); }
-INLINE void load_sum(const uint8_t* p, Ints& sum) { sum = load_ints(p); }
-
 // Adds pages [begin, end) to the sums of some vectors of the head.
 template <class Kv, int ROWS, int VECTORS>
 static void value_tile(const Block& block, int row, int vector, int begin, int end) {
-  constexpr int WORDS = LANES / Kv::PER;
+  constexpr int WORDS = LANES / Kv::PER, COLUMNS = VECTORS * PARTS;
   const bool streams = block.streams && row == 0;
   const int64_t stride = block.padded * WORD;
   uint8_t* out = block.values + row * stride + vector * VECTOR;
-  typename Kv::Sum sums[ROWS][VECTORS] = {};
+  typename Kv::Sum sums[ROWS][COLUMNS] = {};
   if (begin > 0) {
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) load_sum(out + r * stride + v * VECTOR, sums[r][v]);
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int c = 0; c < COLUMNS; c++) reload_part(out + r * stride + c * PART_BYTES, sums[r][c]);
   }
   for (int page = begin; page < end; page++) {
     const uint8_t* values = block.page_values()[page] + vector * VECTOR;
     const uint8_t* ahead = block.page_values()[page + AHEAD] + vector * VECTOR;
     const uint8_t* weights = block.scores + row * SPLIT_BYTES + page * WORDS * WORD;
     for (int word = 0; word < WORDS; word++, values += stride, ahead += stride) {
-      Ints part[VECTORS];
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) {
-        part[v] = load_ints(values + v * VECTOR);
-        if (streams) prefetch(ahead + v * VECTOR);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        Ints weight = splat_word(weights + r * SPLIT_BYTES + word * WORD);
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = Kv::add_values(sums[r][v], part[v], weight);
+      IntPart part[COLUMNS];
+      UNROLL for (int c = 0; c < COLUMNS; c++) part[c] = load_part(values + c * PART_BYTES);
+      if (streams) UNROLL for (int v = 0; v < VECTORS; v++) prefetch(ahead + v * VECTOR);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        const IntPart weight = spread_word(weights + r * SPLIT_BYTES + word * WORD);
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_values(sums[r][c], part[c], weight);
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) store_sum(out + r * stride + v * VECTOR, sums[r][v]);
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COLUMNS; c++) store_part(out + r * stride + c * PART_BYTES, sums[r][c]);
 }
 
 template <class Kv, int ROWS, int VECTORS>
@@ -154,7 +143,7 @@ static void value_vectors(const Block& block, int row, int vector, int begin, in
 // head, so that memory is read in the order in which it was asked for.
 template <class Kv, int ROWS = TILE_ROWS>
 static void value_rows(const Block& block, int row) {
-  constexpr int VECTORS = smaller(ROWS == 3 ? 4 : TILE_SUMS / ROWS, 8);
+  constexpr int VECTORS = vectors_of(ROWS);
   for (; row + ROWS <= block.rows; row += ROWS) {
     const int step = block.streams && row == 0 ? AHEAD : block.num_pages;
     for (int page = 0; page < block.num_pages; page += step)
@@ -162,5 +151,9 @@ static void value_rows(const Block& block, int row) {
   }
   if constexpr (ROWS > 1) value_rows<Kv, fewer_rows(ROWS)>(block, row);
 }
+
+#undef UNROLL
+
+}  // namespace attention_tile
 
 }  // namespace PENSTOCK_LEVEL

@@ -58,8 +58,9 @@ INLINE Floats tanh(Floats x) {
   p = fma(p, square, splat(-3.33332819422e-1f));
   const Floats near = fma(p * square, x, x);
   const Floats far = 1.0f - 2.0f / (exp(size + size) + 1.0f);
-  const Floats y = size < 0.625f ? near : x < 0.0f ? -far : far;
-  return x == x ? y : x;
+  const Floats rising = where_less(size, splat(0.625f), near, where_less(x, Floats{}, -far, far));
+  const Floats ends = min(splat(1.0f), max(splat(-1.0f), x));  // of a NaN, the second operand
+  return where_less(size, splat(20.0f), rising, ends);
 }
 
 static void soft_cap(float* x, float cap, int n) {

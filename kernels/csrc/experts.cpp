@@ -95,7 +95,8 @@ void StepRun::experts(const Layer& layer) {
       const Matrix& matrix = (down ? expert.down : expert.gate_up).parts[0];
       int begin = starts[item.expert];
       Inputs rows = {data + begin * bytes, bytes, starts[item.expert + 1] - begin};
-      Output to = {out + begin * floats, floats, mode, static_cast<Activation>(m.activation)};
+      Output to = {out + begin * floats, floats, mode, static_cast<Activation>(m.expert_activation), m.gate_alpha,
+                   m.gate_limit};
       kernels_.product(matrix, rows, item.begin, item.end, to);
     });
   };

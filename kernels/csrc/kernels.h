@@ -16,7 +16,13 @@ namespace penstock {
 constexpr int LANES = 16;
 
 enum Format : int32_t { FORMAT_F32 = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3 };
-enum Activation : int32_t { ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2 };
+// act(gate) * up; or, clamped, g sigmoid(alpha g) (u + 1), g being the gate but at most `limit`, u up within +-limit.
+enum Activation : int32_t {
+  ACTIVATION_SILU = 0,
+  ACTIVATION_GELU = 1,
+  ACTIVATION_GELU_TANH = 2,
+  ACTIVATION_CLAMPED = 3,  // of gated products alone
+};
 
 // -------------------------------------------------------------------------------------------------------------- products
 
@@ -43,7 +49,7 @@ struct Inputs {
 enum OutputMode : int32_t {
   OUTPUT_STORE = 0,  // data[m][n] = y
   OUTPUT_ADD = 1,    // data[m][n] += y
-  OUTPUT_GATED = 2,  // panels alternate gate and up: data[m][16 i + j] = act(panel 2i) * (panel 2i + 1)
+  OUTPUT_GATED = 2,  // panels alternate gate and up: column 16 i + j of data is the activation of panels 2i and 2i + 1
 };
 
 struct Output {
@@ -51,6 +57,7 @@ struct Output {
   int64_t stride;  // floats
   OutputMode mode;
   Activation activation;
+  float alpha, limit;  // of the clamped activation
 };
 
 // ------------------------------------------------------------------------------------------------------------- attention

@@ -47,17 +47,13 @@ INLINE void replace_bits(uint8_t* words, Ints numbers, int bits, int shift) {
   store_ints(words, (load_ints(words) & ~mask) | ((numbers << shift) & mask));
 }
 
-INLINE Floats load_dims(const float* x, int dim, int head_dim) {
-  return dim + LANES <= head_dim ? load(x + dim) : load_some(x + dim, head_dim - dim);
-}
-
 static void write_f32(uint8_t* keys, uint8_t* values, int slot, int head_dim, const float* key, const float* value) {
   const int padded = (head_dim + LANES - 1) / LANES * LANES;
   for (int dim = 0; dim < head_dim; dim += LANES) {
     float lanes[LANES];
-    store(lanes, load_dims(key, dim, head_dim));
+    store(lanes, load_up_to(key + dim, head_dim - dim));
     scatter_words(keys + dim * VECTOR + slot * WORD, lanes, LANES);
-    store_ints(values + (slot * padded + dim) * WORD, as_ints(load_dims(value, dim, head_dim)));
+    store_ints(values + (slot * padded + dim) * WORD, as_ints(load_up_to(value + dim, head_dim - dim)));
   }
 }
 
@@ -65,9 +61,9 @@ static void write_bf16(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
   const int padded = (head_dim + LANES - 1) / LANES * LANES;
   for (int dim = 0; dim < head_dim; dim += LANES) {
     bf16 lanes[LANES];
-    store_bf16(lanes, load_dims(key, dim, head_dim));
+    store_bf16(lanes, load_up_to(key + dim, head_dim - dim));
     scatter_words(keys + dim / 2 * VECTOR + slot * WORD, lanes, LANES / 2);
-    Ints rounded = reinterpret_cast<Ints>(narrowed(load_dims(value, dim, head_dim)));
+    Ints rounded = reinterpret_cast<Ints>(narrowed(load_up_to(value + dim, head_dim - dim)));
     replace_bits(values + (slot / 2 * padded + dim) * WORD, rounded, 16, slot % 2 * 16);
   }
 }
@@ -78,11 +74,11 @@ static void write_int8(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
   const float by_key = key_range > 0 ? INT8_LARGEST / key_range : 0;
   const float by_value = value_range > 0 ? INT8_LARGEST / value_range : 0;
   for (int dim = 0; dim < head_dim; dim += LANES) {
-    Ints codes = to_ints_nearest(load_dims(key, dim, head_dim) * by_key) + 128;
+    Ints codes = to_ints_nearest(load_up_to(key + dim, head_dim - dim) * by_key) + 128;
     uint8_t lanes[LANES];
     for (int i = 0; i < LANES; i++) lanes[i] = static_cast<uint8_t>(codes[i]);
     scatter_words(keys + dim / 4 * VECTOR + slot * WORD, lanes, LANES / 4);
-    codes = to_ints_nearest(load_dims(value, dim, head_dim) * by_value);
+    codes = to_ints_nearest(load_up_to(value + dim, head_dim - dim) * by_value);
     replace_bits(values + (slot / 4 * padded + dim) * WORD, codes, 8, slot % 4 * 8);
   }
   const float scales[2] = {key_range / INT8_LARGEST, value_range / INT8_LARGEST};

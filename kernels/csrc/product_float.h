@@ -159,11 +159,11 @@ struct Block {
 };
 
 // Sets what a tile asks for ahead of time. Where it is the only one to use its weights, or the first of a call, it runs
-// ahead of itself: by more lines with more rows, which was measured. Else all tiles of a group share the next group.
+// ahead of itself, as far as was measured to be best. Else all tiles of a group share the next group.
 INLINE void look_ahead(const Block& block, bool cold, int tile, int rows, const uint8_t* next, Sweep& sweep) {
   const int tiles = block.tiles();
   if (tiles == 1 || (cold && tile == 0)) {
-    const int64_t distance = 64 + 4 * rows;
+    const int64_t distance = rows <= 8 ? 64 : 96;
     sweep.ahead = sweep.weights + distance * LINE;
     sweep.ahead_every = 1;
     sweep.turn = sweep.steps > distance ? sweep.steps - distance : 0;

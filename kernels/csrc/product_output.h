@@ -23,6 +23,12 @@ INLINE void write_columns(const Output& output, int row, int column, Floats resu
   }
 }
 
+INLINE Floats gate(Floats gate, Floats up, const Output& output) {
+  if (output.activation != penstock::ACTIVATION_CLAMPED) return activate(gate, output.activation) * up;
+  const Floats limit = splat(output.limit), g = min(gate, limit), u = max(min(up, limit), -limit);
+  return g * sigmoid(g * output.alpha) * (u + splat(1.0f));
+}
+
 // The end of a tile: `sums`, (rows, panels, 16) float32, are those of rows [row, row + rows) of the inputs and of panels
 // [panel, panel + panels) of the matrix. What lies behind the matrix's last row is not written. A gated output has half
 // as many columns as the matrix has rows; both `panel` and `panels` are even for it, and its last two panels hold the
@@ -38,7 +44,7 @@ static void write_tile(const Matrix& matrix, const Output& output, int row, int 
     for (int r = 0; r < rows; r++) {
       const float* sum = sums + (r * panels + p) * LANES;
       Floats result = load(sum) + bias0;
-      if (gated) result = activate(result, output.activation) * (load(sum + LANES) + bias1);
+      if (gated) result = gate(result, load(sum + LANES) + bias1, output);
       write_columns(output, row + r, column, result, width - column);
     }
   }

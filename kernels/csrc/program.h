@@ -44,10 +44,12 @@ struct Model {
   int32_t vocab_size, num_logits, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t rotary_dim, num_ropes;
   int32_t num_experts, experts_per_token, expert_size, normalise_experts;
+  int32_t expert_activation;  // Activation
   int32_t qk_norm;     // QkNorm
   int32_t activation;  // Activation
   int32_t block_size;  // of block tables, a multiple of 16
   float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_soft_cap;
+  float gate_alpha, gate_limit;  // of experts with the clamped activation
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
   const uint8_t* embedding;  // (vocab_size, hidden_size); null: the head's matrix is looked up
   Linear head;               // all rows of a tied embedding, of which the first num_logits are multiplied

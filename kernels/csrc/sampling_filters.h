@@ -104,10 +104,11 @@ static void keep_to_pivot(Entries& entries, Pivot pivot) {
   for (int at = 0; at < entries.n; at += 16) {
     Floats x = load(entries.x + at);
     Ints ids = load_ints(entries.ids + at);
-    uint32_t equal = lanes_set(x == value);
+    uint32_t equal = lanes_equal(x, value);
+    const uint32_t above = lanes_at_least(x, value) & ~equal;
     while (__builtin_popcount(equal) > left) equal ^= 0x80000000u >> __builtin_clz(equal);
     left -= __builtin_popcount(equal);
-    uint32_t lanes = lanes_set(x > value) | equal;
+    const uint32_t lanes = above | equal;
     store_picked(entries.x + kept, x, lanes);
     store_picked(entries.ids + kept, ids, lanes);
     kept += __builtin_popcount(lanes);
@@ -133,13 +134,16 @@ static void collect_top_k(const Scores& scores, int k, Entries& entries, const S
 // ln of the sum of e^x, in float32: rounded as the distances are that it is taken from.
 static float log_total(const Entries& entries) {
   Doubles total = {};
-  for (int at = 0; at < entries.n; at += 8) total += exp(load_eight(entries.x + at));
+  for (int at = 0; at < entries.n; at += 16) {
+    const SixteenDoubles masses = exp_wide(load(entries.x + at));
+    total += masses.low + masses.high;
+  }
   return static_cast<float>(__builtin_log(sum(total)));
 }
 
 INLINE Ints bins_of(Floats x) {
   const float bins_per_nat = static_cast<float>(NUM_BINS / BINNED_NATS);
-  return __builtin_convertvector(min(x * -bins_per_nat, splat(NUM_BINS - 1)), Ints);
+  return to_ints_nearest(min(x * -bins_per_nat, splat(NUM_BINS - 1)));
 }
 
 // The last entry that top-p keeps, being the first at which `before` and the sum in falling order reach the target.
@@ -147,13 +151,11 @@ INLINE Ints bins_of(Floats x) {
 static Pivot pivot_of_bin(const float* ranked, int count, float total, double before, double target) {
   int last = count - 1;
   double sum = 0.0;
-  for (int at = 0; at < count; at += 8) {
-    float distances[16];
-    double masses[8];
-    store(distances, load(ranked + at) - total);
-    Doubles eight = exp(load_eight(distances));
-    memcpy(masses, &eight, sizeof(masses));
-    int end = count - at < 8 ? count - at : 8;
+  for (int at = 0; at < count; at += 16) {
+    const SixteenDoubles sixteen = exp_wide(load(ranked + at) - total);
+    double masses[16];
+    memcpy(masses, &sixteen, sizeof(masses));
+    const int end = count - at < 16 ? count - at : 16;
     for (int i = 0; i < end; i++) {
       sum += masses[i];
       if (before + sum < target) continue;
@@ -175,14 +177,11 @@ static void keep_top_p(Entries& entries, double target, const SelectionRoom& roo
   memset(masses, 0, NUM_BINS * sizeof(double));
   for (int at = 0; at < entries.n; at += 16) {
     Floats x = load(entries.x + at);
-    float distances[16];
+    const SixteenDoubles sixteen = exp_wide(x - total);
     int32_t bins[16];
     double mass[16];
-    store(distances, x - total);
     store_ints(bins, bins_of(x));
-    Doubles low = exp(load_eight(distances)), high = exp(load_eight(distances + 8));
-    memcpy(mass, &low, sizeof(low));
-    memcpy(mass + 8, &high, sizeof(high));
+    memcpy(mass, &sixteen, sizeof(mass));
     for (int i = 0; i < 16; i++) masses[bins[i]] += mass[i];
   }
   double before = 0.0;
@@ -193,7 +192,7 @@ static void keep_top_p(Entries& entries, double target, const SelectionRoom& roo
   int count = 0;
   for (int at = 0; at < entries.n; at += 16) {
     Floats x = load(entries.x + at);
-    for (uint32_t lanes = lanes_set(bins_of(x) == crossing); lanes; lanes &= lanes - 1) {
+    for (uint32_t lanes = lanes_equal(to_floats(bins_of(x)), splat(static_cast<float>(crossing))); lanes; lanes &= lanes - 1) {
       int i = __builtin_ctz(lanes);
       if (at + i < entries.n) room.keys[0][count++] = descending_key(x[i], 0);
     }

@@ -4,6 +4,10 @@
 
 #include "vec.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace PENSTOCK_LEVEL {
 
 typedef double Doubles __attribute__((vector_size(64), may_alias));
@@ -26,13 +30,12 @@ INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then 2, 1
   return lanes[0];
 }
 
-// e^x for x <= 0 within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^13. 0 below -708.
+// e^x for -708 <= x <= 0 within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^13.
 INLINE Doubles exp(Doubles x) {
-  const Doubles low = splat_double(-708.0), magic = splat_double(6755399441055744.0);  // 1.5 * 2^52
-  Doubles clamped = x < low ? low : x;
-  Doubles shifted = clamped * 1.4426950408889634 + magic;  // the rounded integer is in the low bits
+  const Doubles magic = splat_double(6755399441055744.0);  // 1.5 * 2^52
+  Doubles shifted = x * 1.4426950408889634 + magic;  // the rounded integer is in the low bits
   Doubles n = shifted - magic;
-  Doubles r = clamped - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2: the product is exact
+  Doubles r = x - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2: the product is exact
   r = r - n * 1.90821492927058770002e-10;
   Doubles p = splat_double(1.0 / 6227020800);
   p = p * r + 1.0 / 479001600;
@@ -49,31 +52,51 @@ INLINE Doubles exp(Doubles x) {
   p = p * r + 1.0;
   p = p * r + 1.0;
   Longs power = (reinterpret_cast<Longs>(shifted) - reinterpret_cast<Longs>(magic) + 1023) << 52;
-  Doubles y = p * reinterpret_cast<Doubles>(power);
-  return x < low ? Doubles{} : y;
+  return p * reinterpret_cast<Doubles>(power);
+}
+
+struct SixteenDoubles {
+  Doubles low, high;
+};
+
+// e^x for x <= 0 in float64; at most 1e-304 where it is smaller than that.
+INLINE SixteenDoubles exp_wide(Floats x) {
+  float lanes[16];
+  store(lanes, max(x, splat(-700.0f)));
+  return {exp(load_eight(lanes)), exp(load_eight(lanes + 8))};
 }
 
 // ------------------------------------------------------------------------------------------------------- picked lanes
 
-// Bit i is set where lane i of a comparison's result is.
-INLINE uint32_t lanes_set(Ints mask) {
+// Bit i is set where lane i of a is at least that of b, or equals it. In pieces, as `where_less` does it.
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
-#elif defined(__AVX2__)
-  auto low = __builtin_shufflevector(mask, mask, 0, 1, 2, 3, 4, 5, 6, 7);
-  auto high = __builtin_shufflevector(mask, mask, 8, 9, 10, 11, 12, 13, 14, 15);
-  int bits = _mm256_movemask_ps(reinterpret_cast<__m256>(low));
-  return static_cast<uint32_t>(bits | _mm256_movemask_ps(reinterpret_cast<__m256>(high)) << 8);
-#else
-  Longs pairs = reinterpret_cast<Longs>(mask);
-  uint64_t any = 0;
-  for (int i = 0; i < 8; i++) any |= pairs[i];
+INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+#elif defined(__SSE2__)
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
   uint32_t bits = 0;
-  if (any)
-    for (int i = 0; i < 16; i++) bits |= (static_cast<uint32_t>(mask[i]) & 1u) << i;
+  for (int i = 0; i < 4; i++) bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpge_ps(x[i], y[i]))) << (4 * i);
   return bits;
-#endif
 }
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; i++) bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpeq_ps(x[i], y[i]))) << (4 * i);
+  return bits;
+}
+#else
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= static_cast<uint32_t>(a[i] >= b[i]) << i;
+  return bits;
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= static_cast<uint32_t>(a[i] == b[i]) << i;
+  return bits;
+}
+#endif
 
 // Stores the lanes whose bits are set, one after another; up to 16 lanes are written, of which the others mean nothing.
 INLINE void store_picked(float* p, Floats x, uint32_t lanes) {
@@ -159,28 +182,28 @@ INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.bes
 
 static Survey survey(const float* logits, int n, float* maxima) {
   Floats best = splat(-INFINITE);
-  Ints unordered = {};
+  uint32_t ordered = 0xffff;  // lanes without a NaN
   for (int begin = 0; begin < n; begin += GROUP) {
     Floats largest_here = splat(-INFINITE);
     int end = begin + GROUP < n ? begin + GROUP : n;
     for (int at = begin; at < end; at += 16) {
       Floats x = load_entries(logits, at, n);
-      unordered |= x != x;
+      ordered &= lanes_equal(x, x);
       largest_here = max(largest_here, x);
     }
     store(maxima + begin / 16, largest_here);
     best = max(best, largest_here);
   }
-  return {largest(best), lanes_set(unordered) != 0};
+  return {largest(best), ordered != 0xffff};
 }
 
 // The lowest id of the best.
 static int first_best(const Scores& scores) {
   Floats best = splat(scores.best);
   for (int group = 0; group < num_groups(scores.n); group++) {
-    if (!lanes_set(load(scores.maxima + 16 * group) == best)) continue;
+    if (!lanes_equal(load(scores.maxima + 16 * group), best)) continue;
     for (int at = group * GROUP; at < scores.n; at += 16) {
-      uint32_t lanes = lanes_set(load_entries(scores.logits, at, scores.n) == best);
+      uint32_t lanes = lanes_equal(load_entries(scores.logits, at, scores.n), best);
       if (lanes) return at + __builtin_ctz(lanes);
     }
   }
@@ -192,11 +215,11 @@ static void collect(const Scores& scores, float floor, Entries& entries) {
   Floats least = splat(floor > LOWEST ? floor : LOWEST);
   int kept = 0;
   for (int begin = 0; begin < scores.n; begin += GROUP) {
-    if (!lanes_set(scaled(scores, load(scores.maxima + begin / 16)) >= least)) continue;
+    if (!lanes_at_least(scaled(scores, load(scores.maxima + begin / 16)), least)) continue;
     int end = begin + GROUP < scores.n ? begin + GROUP : scores.n;
     for (int at = begin; at < end; at += 16) {
       Floats x = scaled(scores, load_entries(scores.logits, at, scores.n));
-      uint32_t lanes = lanes_set(x >= least);
+      uint32_t lanes = lanes_at_least(x, least);
       store_picked(entries.x + kept, x, lanes);
       store_picked(entries.ids + kept, ids_from(at), lanes);
       kept += __builtin_popcount(lanes);

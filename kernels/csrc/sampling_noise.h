@@ -52,8 +52,9 @@ INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
   Longs even = mix64(((pairs & 0xffffffffu) + 1) * GOLDEN + draw.stream);
   Longs odd = mix64(((pairs >> 32) + 1) * GOLDEN + draw.stream);
   Words upper = reinterpret_cast<Words>((even >> 32) | (odd & 0xffffffff00000000u));
-  Floats rest = __builtin_convertvector(~upper, Floats) + 1.0f;  // 2^32 - h
-  for (uint32_t lanes = lanes_set(rest <= exp(x) * draw.bound); lanes; lanes &= lanes - 1) {
+  // 2^32 - h, rounded down: the upper 24 bits are a float32 without loss.
+  Floats rest = to_floats(reinterpret_cast<Ints>(~upper >> 8)) * 256.0f;
+  for (uint32_t lanes = lanes_at_least(exp(x) * draw.bound, rest); lanes; lanes &= lanes - 1) {
     int i = __builtin_ctz(lanes);
     consider(draw, ids[i], x[i]);
   }

@@ -60,7 +60,7 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
       int end = begin + PANELS_AT_ONCE < panels ? begin + PANELS_AT_ONCE : panels;
       int count = rows.rows - first < ROWS_AT_ONCE ? rows.rows - first : ROWS_AT_ONCE;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};
-      Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation)};
+      Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
       kernels_.product(part, some, begin, end, to);
     });
     out += part.rows;

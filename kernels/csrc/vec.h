@@ -66,11 +66,28 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {  // a b + c
 #endif
 }
 
+// a < b ? yes : no, in each lane.
+INLINE Floats where_less(Floats a, Floats b, Floats yes, Floats no) {
+#if defined(__AVX512F__)
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+#else
+  // In pieces, since GCC takes a wider comparison apart into single lanes; of 16 bytes with AVX2 too, since it copies
+  // 64 bytes in such pieces, and a load of 32 would wait for two stores.
+  typedef float Piece __attribute__((vector_size(16), may_alias));
+  Floats chosen;
+  const Piece *left = reinterpret_cast<Piece*>(&a), *right = reinterpret_cast<Piece*>(&b);
+  const Piece *first = reinterpret_cast<Piece*>(&yes), *second = reinterpret_cast<Piece*>(&no);
+  for (unsigned i = 0; i < sizeof(Floats) / sizeof(Piece); i++)
+    reinterpret_cast<Piece*>(&chosen)[i] = left[i] < right[i] ? first[i] : second[i];
+  return chosen;
+#endif
+}
+
 INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
 #else
-  return a > b ? a : b;
+  return where_less(b, a, a, b);
 #endif
 }
 
@@ -78,7 +95,7 @@ INLINE Floats min(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_min_ps(a, b);
 #else
-  return a < b ? a : b;
+  return where_less(a, b, a, b);
 #endif
 }
 
@@ -260,7 +277,7 @@ INLINE Floats exp(Floats x) {
   // In two factors, since 2^128 is no float.
   Ints half = n >> 1;
   Floats y = p * as_floats((half + 127) << 23) * as_floats((n - half + 127) << 23);
-  return x < low ? Floats{} : y;
+  return where_less(x, low, Floats{}, y);
 #endif
 }
 

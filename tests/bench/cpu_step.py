@@ -26,20 +26,17 @@ from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, Ste
 SHAPE = SHAPES["M1"]
 ROWS, PROMPT, OUTPUT = 16, 128, 64
 BLOCKS_A_ROW = -(-(PROMPT + OUTPUT) // 16)
+PYTHON = "Python"
 TARGET_PYTHON = 0.03
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Medians over steps, in seconds."""
+    """One step, or the medians of several, in seconds."""
 
     step: float
     stages: dict[str, float]
-
-    @property
-    def rest(self) -> float:
-        """What no stage took: Python, and what lies between the stages."""
-        return self.step - sum(self.stages.values())
+    """With PYTHON: what no other stage took, and so what lies between them too."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,10 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_config(Path(folder))
         backend = load_backend(
             WorkerConfig(
-                model=folder, backend="cpu", load_format="dummy", quantization=arguments.quantization,
-                num_threads=arguments.threads, kv_cache_bytes=ROWS * BLOCKS_A_ROW * 16 * SHAPE.kv_bytes * 2,
+                model=folder,
+                backend="cpu",
+                load_format="dummy",
+                quantization=arguments.quantization,
+                num_threads=arguments.threads,
+                kv_cache_bytes=ROWS * BLOCKS_A_ROW * 16 * SHAPE.kv_bytes * 2,
                 max_model_len=PROMPT + OUTPUT,
-            )  # fmt: skip
+            )
         )
         assert isinstance(backend, CpuBackend)
         prefill, decode = measure(backend, arguments.rounds)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
            limits(machine, precision, ROWS, ROWS, PROMPT + OUTPUT / 2, is_prefill=False))  # fmt: skip
     report(f"a step of prefill, {ROWS} prompts of {PROMPT}", prefill,
            limits(machine, precision, ROWS * PROMPT, ROWS, PROMPT / 2, is_prefill=True))  # fmt: skip
-    share = decode.rest / decode.step
+    share = decode.stages[PYTHON] / decode.step
     print(f"Python's share of a step of decoding: {share:.1%} (wanted: under {TARGET_PYTHON:.0%})")
 
 
@@ -98,8 +99,8 @@ def measure(backend: CpuBackend, rounds: int) -> tuple[Profile, Profile]:
             for row in rows
         ]  # fmt: skip
         prefills.append(timed(backend, runner, StepPlan(0, [], added, [], [Chunk(row, 0, PROMPT) for row in rows], [])))
-        for _ in range(OUTPUT - 1):
-            decodes.append(timed(backend, runner, StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])))
+        plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])
+        decodes += [timed(backend, runner, plan) for _ in range(OUTPUT - 1)]
         runner.run(StepPlan(0, list(rows), [], [], [], []))
     return median(prefills), median(decodes)
 
@@ -107,8 +108,9 @@ def measure(backend: CpuBackend, rounds: int) -> tuple[Profile, Profile]:
 def timed(backend: CpuBackend, runner: Runner, plan: StepPlan) -> Profile:
     """One step."""
     before = backend.seconds()
-    result = runner.run(plan)
-    return Profile(result.computed_us / 1e6, {name: value - before[name] for name, value in backend.seconds().items()})
+    step = runner.run(plan).computed_us / 1e6
+    stages = {name: value - before[name] for name, value in backend.seconds().items()}
+    return Profile(step, {**stages, PYTHON: step - sum(stages.values())})
 
 
 def median(profiles: Sequence[Profile]) -> Profile:
@@ -139,14 +141,18 @@ def limits(
         times = rows if name == "head" else tokens
         found[name] = max(count * each / machine.bytes_per_s, 2 * count * times / machine.operations_per_s(precision))
     computed = SHAPE.attention_operations(tokens * context) / machine.bf16_operations_per_s
-    found["attention"] = computed if is_prefill else max(computed, rows * context * SHAPE.kv_bytes / machine.bytes_per_s)
+    found["attention"] = (
+        computed if is_prefill else max(computed, rows * context * SHAPE.kv_bytes / machine.bytes_per_s)
+    )
     return found
 
 
 def report(title: str, profile: Profile, least: dict[str, float]) -> None:
     """A table."""
-    print(f"\n{title}: {profile.step * 1000:.2f} ms\n\n| stage | ms | of the step | of its limit |\n|---|---:|---:|---:|")
-    for name, seconds in sorted({**profile.stages, "Python": profile.rest}.items(), key=lambda item: -item[1]):
+    print(
+        f"\n{title}: {profile.step * 1000:.2f} ms\n\n| stage | ms | of the step | of its limit |\n|---|---:|---:|---:|"
+    )
+    for name, seconds in sorted(profile.stages.items(), key=lambda item: -item[1]):
         if seconds > 0:
             reached = f"{least[name] / seconds:.0%}" if name in least else ""
             print(f"| {name} | {seconds * 1000:.3f} | {seconds / profile.step:.1%} | {reached} |")

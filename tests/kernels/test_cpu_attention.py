@@ -6,6 +6,7 @@ partial results begin as NaN with guards behind them.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -106,10 +107,10 @@ def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
     for head in range(layout.kv_heads):
         data = page[head * layout.head_bytes : (head + 1) * layout.head_bytes]
         section = padded * LANES * 4 // per
-        key_bytes = data[:section].reshape(padded // per, LANES, per, 4 // per).transpose(1, 0, 2, 3)
-        value_bytes = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
-        key_bytes = np.ascontiguousarray(key_bytes).reshape(LANES, padded, 4 // per)
-        value_bytes = np.ascontiguousarray(value_bytes).reshape(LANES, padded, 4 // per)
+        key_words = data[:section].reshape(padded // per, LANES, per, 4 // per).transpose(1, 0, 2, 3)
+        value_words = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
+        key_bytes = np.ascontiguousarray(key_words).reshape(LANES, padded, 4 // per)
+        value_bytes = np.ascontiguousarray(value_words).reshape(LANES, padded, 4 // per)
         if layout.format == Format.F32:
             key, value = (part.view(np.float32)[..., 0] for part in (key_bytes, value_bytes))
         elif layout.format == Format.BF16:
@@ -175,7 +176,7 @@ class Sequence:
         token = self.token + start - case.start
         row = AttentionRow(self.page_ids.ctypes.data, token, start, cuts[-1])
         scratch = aligned(self.table.attention_scratch(attention))
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for begin, end in pairwise(cuts):
             first = max(0, begin + 1 - case.window) // SPLIT if case.window and from_first_seen else 0
             item = AttentionItem(0, 0, begin, end, first, (end - 1) // SPLIT + 1, -1)
             for kv_head in range(case.kv_heads):
@@ -244,7 +245,7 @@ class Sequence:
         )
 
 
-# --------------------------------------------------------------------------------------------------------------- the pages
+# ------------------------------------------------------------------------------------------------------------ the pages
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -280,11 +281,11 @@ def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: Fo
     np.testing.assert_array_equal(reused.attend(reused.tiles()), fresh.attend(fresh.tiles()))
 
 
-# ------------------------------------------------------------------------------------------------------------- the results
+# ---------------------------------------------------------------------------------------------------------- the results
 
 TOLERANCES = {Format.F32: (2e-6, 2e-6), Format.BF16: (2.0**-8, 1e-5), Format.INT8: (1e-3, 1e-4)}
-"""Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the last of
-8 bits, each. INT8: weights and queries have 16 and 15 bits."""
+"""Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the
+last of 8 bits, each. INT8: weights and queries have 16 and 15 bits."""
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -308,7 +309,7 @@ def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: Format, boun
     assert math.sqrt((error**2).mean()) < bound * sequence.values.std() / math.sqrt(8)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the bits
+# ------------------------------------------------------------------------------------------------------------- the bits
 
 SAME_BITS = (
     Case(72, 2, 3, context=550, num_queries=60),
@@ -351,7 +352,7 @@ class TestTheSameBits:
         chunked.write(0, case.start)
         bounds = [case.start, case.start + 1, case.start + 14, case.start + 55, case.context]
         parts = []
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, end in pairwise(bounds):
             chunked.write(begin, end)
             cuts = [*range(begin, end, QUERY_TILE), end]
             parts.append(chunked.attend(cuts, row_start=begin))

@@ -222,4 +222,5 @@ def test_rounding_is_to_the_nearest_even(table):
     identity = np.eye(len(values), dtype=np.float32)
     expected = rounded(values, Format.BF16)
     np.testing.assert_array_equal(Packed(table, Format.BF16, identity).multiply(values[None])[0], expected)
-    np.testing.assert_array_equal(Packed(table, Format.BF16, values[:, None]).multiply(np.ones((1, 1), np.float32))[0], expected)
+    one = np.ones((1, 1), np.float32)
+    np.testing.assert_array_equal(Packed(table, Format.BF16, values[:, None]).multiply(one)[0], expected)

@@ -10,6 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from penstock.kernels import reference
 from penstock.kernels.reference import (
     attention,
+    choose_experts,
+    clamped_gate,
     gated_activation,
     gather_kv,
     paged_attention,
@@ -60,6 +62,37 @@ def test_rotate_turns_each_pair_by_its_angle():
     for i in range(2):
         pair = complex(x[0, 0, i], x[0, 0, i + 2]) * complex(math.cos(angles[0, i]), math.sin(angles[0, i]))
         assert complex(got[i], got[i + 2]) == pytest.approx(pair)
+
+
+@pytest.mark.parametrize("half", [1, 4, 11])
+def test_rotate_of_a_part_of_a_head_keeps_the_rest(half):
+    x, angles = torch.randn(5, 3, 24), torch.randn(5, half)
+    got = rotate(x, angles.cos(), angles.sin())
+    assert torch.equal(got[..., : 2 * half], rotate(x[..., : 2 * half], angles.cos(), angles.sin()))
+    assert torch.equal(got[..., 2 * half :], x[..., 2 * half :])
+
+
+def test_rms_norm_multiplies_in_the_dtype_of_the_weight():
+    x, weight = torch.randn(5, 16).bfloat16(), 1 + torch.randn(16) / 1000
+    expected = (x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight).bfloat16()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected, atol=0, rtol=0)
+
+
+def test_clamped_gate_by_hand():
+    gate, up = torch.tensor([0.5, 9.0, -9.0, 2.0]), torch.tensor([1.0, 8.0, -8.0, 0.25])
+    expected = []
+    for g, u in ((0.5, 1.0), (7.0, 7.0), (-9.0, -7.0), (2.0, 0.25)):
+        expected.append(g / (1 + math.exp(-1.702 * g)) * (u + 1))
+    torch.testing.assert_close(clamped_gate(torch.cat((gate, up)), 1.702, 7.0), torch.tensor(expected))
+
+
+def test_choose_experts_by_hand():
+    logits = torch.tensor([[0.0, math.log(5), math.log(3), math.log(1)]])
+    chosen, probabilities = choose_experts(logits, 2, normalise=False)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(probabilities, torch.tensor([[0.5, 0.3]]))
+    _, probabilities = choose_experts(logits, 2, normalise=True)
+    torch.testing.assert_close(probabilities, torch.tensor([[0.625, 0.375]]))
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")])
@@ -133,6 +166,25 @@ def test_paged_attention_is_the_naive_one(window, num_heads, num_kv_heads, head_
     torch.testing.assert_close(got.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_queries", [1, 6])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_scale_cap_and_sinks_by_hand(num_queries, sunk):
+    query, key, value = (
+        torch.randn(1, num_queries, 4, 8),
+        torch.randn(2, 1, 10, 8, dtype=torch.float64),
+        torch.randn(2, 1, 10, 8, dtype=torch.float64),
+    )
+    query, sinks = query.double() * 4, torch.randn(4, dtype=torch.float64) if sunk else None
+    mask = visible(torch.arange(10 - num_queries, 10).unsqueeze(1), torch.arange(10), 5).unsqueeze(0)
+    got = attention(query, key, value, mask, scale=0.7, cap=2.0, sinks=sinks)
+    for i in range(num_queries):
+        for head in range(4):
+            scores = 2.0 * torch.tanh(key[head // 2, 0] @ query[0, i, head] * 0.7 / 2.0)
+            weights = scores.exp() * mask[0, i]
+            total = weights.sum() + (0.0 if sinks is None else sinks[head].exp())
+            torch.testing.assert_close(got[0, i, head], weights @ value[head // 2, 0] / total)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_queries", [1, 6])
 def test_attention_in_every_dtype(dtype, num_queries):
@@ -152,9 +204,10 @@ def test_attention_in_every_dtype(dtype, num_queries):
 def test_attention_cut_into_pieces_is_the_same(max_scores, reach, monkeypatch):
     query, key, value = torch.randn(2, 40, 6, 8), torch.randn(3, 2, 64, 8), torch.randn(3, 2, 64, 8)
     mask = visible(torch.arange(14, 54).unsqueeze(1), torch.arange(64), 30).expand(2, 40, 64)
-    expected = attention(query, key, value, mask)
+    sinks = torch.randn(6)
+    expected = attention(query, key, value, mask, cap=3.0, sinks=sinks)
     if reach is not None:
         # What is promised not to be seen may hold anything.
         key[:, :, 54:] = value[:, :, 54:] = math.nan
     monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
-    torch.testing.assert_close(attention(query, key, value, mask, reach), expected)
+    torch.testing.assert_close(attention(query, key, value, mask, reach, cap=3.0, sinks=sinks), expected)

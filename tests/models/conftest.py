@@ -17,6 +17,8 @@ import transformers
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
+from penstock.models.cpu_backend import DTYPES
+from penstock.models.cpu_model import block_bytes
 from penstock.models.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -41,156 +43,21 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-
-# Name of a variant: config class, and what differs from SMALL.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "llama-tied-biases-head24": (
-        "LlamaConfig",
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "head_dim": 24,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "llama-rope-llama3-head80": (
-        "LlamaConfig",
-        {"rope_parameters": LLAMA3_ROPE, "head_dim": 80, "num_attention_heads": 8, "num_key_value_heads": 1},
-    ),
-    "llama-rope-linear": ("LlamaConfig", {"rope_parameters": LINEAR_ROPE}),
-    "llama-rope-yarn": ("LlamaConfig", {"rope_parameters": YARN_ROPE, "num_key_value_heads": 1}),
-    "llama-gelu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-window9": ("MistralConfig", {"sliding_window": 9}),
-    "mistral-no-window": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
-    "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 9}),
-    "qwen2-some-windows": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_key_value_heads": 4},
-    ),
-    "qwen3": ("Qwen3Config", {"head_dim": 24, "num_attention_heads": 8, "num_key_value_heads": 2}),
-    "qwen3-tied-bias-yarn-windows": (
-        "Qwen3Config",
-        {
-            "head_dim": 16,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "rope_parameters": {**YARN_ROPE, "attention_factor": 1.3, "truncate": False},
-            "use_sliding_window": True,
-            "sliding_window": 12,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    # Caps that bite: scores and logits of these models are well above them.
-    "gemma2": (
-        "Gemma2Config",
-        {
-            "head_dim": 24,
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
-    ),
-    "gemma2-no-caps-untied-bias": (
-        "Gemma2Config",
-        {
-            "head_dim": 16,
-            "sliding_window": 20,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-        },
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 24,
-            "sliding_window": 9,
-            "sliding_window_pattern": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3MoeConfig",
-        {
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-        },
-    ),
-    "qwen3-moe-sparse-windows": (
-        "Qwen3MoeConfig",
-        {
-            "head_dim": 16,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "decoder_sparse_step": 2,
-            "use_sliding_window": True,
-            "sliding_window": 12,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 9}),
-    "olmo2": ("Olmo2Config", {"num_key_value_heads": 2, "attention_bias": True}),
-    "phi3-partial-rotary": (
-        "Phi3Config",
-        {"head_dim": 32, "sliding_window": 9, "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.75}},
-    ),
-    "phi3-longrope": (
-        "Phi3Config",
-        {
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 1024,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0],
-                "long_factor": [2.0, 4.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0],
-            },
-        },
-    ),
-    "gpt-oss": (
-        "GptOssConfig",
-        {
-            "head_dim": 16,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "sliding_window": 9,
-            "swiglu_limit": 1.5,
-            "rope_parameters": {**YARN_ROPE, "truncate": False},
-        },
-    ),
+    name: (variant["config"], variant["changes"])
+    for name, variant in json.loads(Path(__file__).with_name("variants.json").read_text()).items()
 }
+"""Name of a variant: config class, and what differs from SMALL. Windows are shorter than prompts, and caps low enough
+to bite."""
+
+UNUSUAL_ONLY_IN_WEIGHTS = (
+    "gemma2-no-caps-untied-bias",
+    "qwen3-moe-sparse-windows",
+    "mixtral",
+    "olmo2",
+    "phi3-partial-rotary",
+    "phi3-longrope",
+)
 
 
 @dataclass(frozen=True)
@@ -242,6 +109,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def any_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
     """Every variant in turn."""
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="session", params=[name for name in VARIANTS if name not in UNUSUAL_ONLY_IN_WEIGHTS])
+def typical_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    """Every variant in turn that has something of its own in how steps touch KV, or in how tokens are summed."""
     return tiny_model(request.param)
 
 
@@ -389,11 +262,21 @@ def in_process() -> Callable[..., InProcessExecutor]:
 
 def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> WorkerConfig:
     """A small worker in fp32; ``num_blocks`` of KV exactly."""
-    values: dict[str, Any] = {"backend": "reference", "dtype": "float32", "num_threads": 1, "max_num_seqs": 64, **config}
+    values: dict[str, Any] = {
+        "backend": "reference",
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_num_seqs": 64,
+        **config,
+    }
     if num_blocks is not None:
         spec = check_checkpoint(path).spec
-        element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
-        values["kv_cache_bytes"] = (num_blocks + 1) * 16 * spec.kv_bytes_per_token(element)
+        if values["backend"] == "cpu":
+            each = block_bytes(spec, DTYPES[values["dtype"]], 16)
+        else:
+            element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
+            each = 16 * spec.kv_bytes_per_token(element)
+        values["kv_cache_bytes"] = (num_blocks + 1) * each
     else:
         values.setdefault("kv_cache_bytes", 64 << 20)
     return WorkerConfig(model=str(path), **values)

@@ -66,7 +66,12 @@ def test_published_details():
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.tied_embeddings) == (True, False, True)
     assert set(qwen2.windows) == {None}
     qwen3 = spec_from_config(QWEN3_06B)
-    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.query_size, qwen3.ropes[0]) == (QkNorm.HEAD, False, 2048, DefaultRope(1e6))
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.query_size, qwen3.ropes[0]) == (
+        QkNorm.HEAD,
+        False,
+        2048,
+        DefaultRope(1e6),
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def tight(in_process):
 
 
 async def test_reliability_figure_2_recycled_blocks_poisoned_with_nan_change_no_output(
-    any_model, in_process, tight, start_engine, prompts, monkeypatch
+    typical_model, in_process, tight, start_engine, prompts, monkeypatch
 ):
-    plain = await start_engine(in_process(any_model.path))
+    plain = await start_engine(in_process(typical_model.path))
     expected = await outputs(plain, prompts)
     poison(monkeypatch)
     for config in ({}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 32}):
-        executor = tight(any_model.path)
+        executor = tight(typical_model.path)
         engine = await start_engine(executor, **config)
         for _ in range(2):  # the second time from the cache, where there is one
             assert await outputs(engine, prompts) == expected
@@ -94,9 +94,9 @@ async def test_reliability_figure_2_a_planted_stale_read_gives_nan(tiny_model, i
 
 
 async def test_reliability_figure_9_same_greedy_tokens_alone_batched_preempted_chunked_and_from_cache(
-    any_model, in_process, tight, start_engine, prompts
+    typical_model, in_process, tight, start_engine, prompts
 ):
-    path, subject = any_model.path, prompts[-1]
+    path, subject = typical_model.path, prompts[-1]
     uncached = await start_engine(in_process(path), enable_prefix_caching=False)
     [alone] = await outputs(uncached, [subject])
     batched = await outputs(uncached, prompts + [subject] * 5)
@@ -113,10 +113,10 @@ async def test_reliability_figure_9_same_greedy_tokens_alone_batched_preempted_c
 
 
 async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempted(
-    any_model, in_process, tight, start_engine, prompts
+    typical_model, in_process, tight, start_engine, prompts
 ):
     """In fp64, where the order of a sum cannot move a draw. Every row of a batch has its own seed."""
-    path = any_model.path
+    path = typical_model.path
     uncached = await start_engine(in_process(path, dtype="float64"), enable_prefix_caching=False)
     alone = [(await outputs(uncached, [prompt], SAMPLED))[0] for prompt in prompts]
     assert await outputs(uncached, prompts, SAMPLED) == alone

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03), ("float64", 1e-4)])
 async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, prompts, dtype, tolerance):
-    for variant in ("llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "mistral-window9"):
+    for variant in ("llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "mistral-window9", "olmo2", "gpt-oss"):
         model = tiny_model(variant)
         engine = await start_engine(in_process(model.path, dtype=dtype))
         assert engine.engine.facts.dtype == dtype

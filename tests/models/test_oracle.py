@@ -4,6 +4,7 @@ Expected tokens are not generated: given equal tokens so far, the next must be t
 one forward pass over prompt and output proves them all, and gives the log-probabilities as well.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,15 @@ NUM_TOKENS = 24
 TOLERANCE = 1e-4
 
 
+BACKENDS = ["reference", "cpu"]
+
+
+@pytest.fixture(params=BACKENDS)
+def on_cpu(request, in_process):
+    """An executor in this process, over each backend in turn."""
+    return partial(in_process, backend=request.param)
+
+
 def check(model, prompt, answer, num_tokens=NUM_TOKENS):
     """The answer is the greedy continuation, with its log-probabilities."""
     assert len(answer.token_ids) == num_tokens
@@ -33,15 +43,15 @@ def check(model, prompt, answer, num_tokens=NUM_TOKENS):
     torch.testing.assert_close(torch.tensor([values for _, values in answer.tops]), top.values, atol=TOLERANCE, rtol=0)
 
 
-async def test_alone(any_model, in_process, start_engine, prompts):
-    engine = await start_engine(in_process(any_model.path), enable_prefix_caching=False)
+async def test_alone(any_model, on_cpu, start_engine, prompts):
+    engine = await start_engine(on_cpu(any_model.path), enable_prefix_caching=False)
     for prompt in prompts[::2]:
         [answer] = await engine.run([prompt], GREEDY, NUM_TOKENS)
         check(any_model, prompt, answer)
 
 
-async def test_batch_of_32(any_model, in_process, start_engine, prompts):
-    executor = in_process(any_model.path)
+async def test_batch_of_32(any_model, on_cpu, start_engine, prompts):
+    executor = on_cpu(any_model.path)
     engine = await start_engine(executor, enable_prefix_caching=False)
     many = prompts * 4
     answers = await engine.run(many, GREEDY, NUM_TOKENS)
@@ -52,8 +62,8 @@ async def test_batch_of_32(any_model, in_process, start_engine, prompts):
         assert answer.token_ids == answers[i % 8].token_ids
 
 
-async def test_chunks_of_32(any_model, in_process, start_engine, prompts):
-    executor = in_process(any_model.path)
+async def test_chunks_of_32(any_model, on_cpu, start_engine, prompts):
+    executor = on_cpu(any_model.path)
     engine = await start_engine(executor, enable_prefix_caching=False, max_num_batched_tokens=32)
     answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
     assert max(sum(c.end - c.start for c in plan.chunks) + len(plan.decodes) for plan in executor.plans) <= 32
@@ -62,8 +72,8 @@ async def test_chunks_of_32(any_model, in_process, start_engine, prompts):
         check(any_model, prompt, answer)
 
 
-async def test_prefix_hit(any_model, in_process, start_engine, prompts):
-    engine = await start_engine(in_process(any_model.path))
+async def test_prefix_hit(any_model, on_cpu, start_engine, prompts):
+    engine = await start_engine(on_cpu(any_model.path))
     [first] = await engine.run([prompts[-1]], GREEDY, NUM_TOKENS)
     longer = prompts[-1] + first.token_ids + prompts[1]
     [again, continued] = await engine.run([prompts[-1], longer], GREEDY, NUM_TOKENS)
@@ -74,21 +84,19 @@ async def test_prefix_hit(any_model, in_process, start_engine, prompts):
     check(any_model, longer, continued)
 
 
-async def test_forced_preemption(any_model, in_process, start_engine, prompts):
+async def test_forced_preemption(any_model, on_cpu, start_engine, prompts):
     # The five longest need 32 blocks at the end, and one request of the longest kind must fit.
-    engine = await start_engine(
-        in_process(any_model.path, num_blocks=16, max_model_len=200), enable_prefix_caching=False
-    )
+    engine = await start_engine(on_cpu(any_model.path, num_blocks=16, max_model_len=200), enable_prefix_caching=False)
     answers = await engine.run(prompts[3:], GREEDY, NUM_TOKENS)
     assert engine.stats.preemptions > 0
     for prompt, answer in zip(prompts[3:], answers, strict=True):
         check(any_model, prompt, answer)
 
 
-async def test_generate_of_transformers_itself(tiny_model, in_process, start_engine, prompts):
+async def test_generate_of_transformers_itself(tiny_model, on_cpu, start_engine, prompts):
     """The same by transformers' own loop with its cache, which says that checking by one pass is right."""
     model = tiny_model("mistral-window9")
-    engine = await start_engine(in_process(model.path))
+    engine = await start_engine(on_cpu(model.path))
     answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
     for prompt, answer in zip(prompts[4:], answers[4:], strict=True):
         expected = model.module.generate(
@@ -97,8 +105,8 @@ async def test_generate_of_transformers_itself(tiny_model, in_process, start_eng
         assert answer.token_ids == expected[0, len(prompt) :].tolist()
 
 
-async def test_prompt_logprobs(any_model, in_process, start_engine, prompts):
-    engine = await start_engine(in_process(any_model.path), max_num_batched_tokens=32)
+async def test_prompt_logprobs(any_model, on_cpu, start_engine, prompts):
+    engine = await start_engine(on_cpu(any_model.path), max_num_batched_tokens=32)
     [answer] = await engine.run([prompts[-1]], SamplingParams(temperature=0.0, prompt_logprobs=1), 2)
     expected = any_model.logits(prompts[-1]).log_softmax(-1)[:-1]
     chosen = expected.gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1)).squeeze(1)
@@ -110,10 +118,10 @@ async def test_prompt_logprobs(any_model, in_process, start_engine, prompts):
     assert [i for part in parts for i in part.logprobs.top_token_ids] == expected.argmax(-1).tolist()
 
 
-async def test_identical_prompts_sent_together_compute_the_prefix_once(tiny_model, in_process, start_engine):
+async def test_identical_prompts_sent_together_compute_the_prefix_once(tiny_model, on_cpu, start_engine):
     model = tiny_model("llama")
     prompt = torch.randint(0, 160, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
-    executor = in_process(model.path)
+    executor = on_cpu(model.path)
     engine = await start_engine(executor)
     answers = await engine.run([prompt] * 16, GREEDY, 4)
     computed = sum(chunk.end - chunk.start for plan in executor.plans for chunk in plan.chunks)
@@ -155,9 +163,10 @@ class TestDemoModel:
         texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in self.TEXTS]
         return SimpleNamespace(path=path, module=module.eval(), texts=texts, logits=lambda ids: logits_of(module, ids))
 
-    async def test_alone_batched_chunked_cached_and_preempted(self, demo, worker_config, start_engine):
+    @pytest.mark.parametrize("backend", BACKENDS)
+    async def test_alone_batched_chunked_cached_and_preempted(self, demo, worker_config, start_engine, backend):
         # 36 blocks hold two and a half of these requests.
-        config = worker_config(demo.path, num_blocks=36, max_model_len=512)
+        config = worker_config(demo.path, num_blocks=36, max_model_len=512, backend=backend)
         engine = await start_engine(WorkerProcess(config), max_num_batched_tokens=32)
         [alone] = await engine.run([demo.texts[0]], GREEDY, NUM_TOKENS)
         check(demo, demo.texts[0], alone)

@@ -52,7 +52,12 @@ def test_published_configs():
     assert awq.scheme_of("model.layers.0.mlp.gate") is None
     assert awq.scheme_of("model.layers.3.mlp.up_proj") is None
     assert awq.scheme_of("model.layers.30.mlp.up_proj") is not None
-    empty = {"kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "global_compression_ratio": 1.5}
+    empty: dict[str, Any] = {
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "global_compression_ratio": 1.5,
+    }
     w8a8 = parse({**W8A8, **empty, "quantization_status": "frozen"})
     assert (w8a8.scheme_of(Q_PROJ).bits, w8a8.scheme_of("lm_head")) == (8, None)
     assert parse(None) is None

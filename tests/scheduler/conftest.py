@@ -130,6 +130,8 @@ class Received:
     prompt_logprobs: list[float] = field(default_factory=list)
     limits: dict[int, int] = field(default_factory=dict)
     """What the choices' max_tokens came to be, where they were changed."""
+    most_tokens: int = 0
+    """The most that they ever were changed to: plans made while they were so are in flight after a later change."""
     accepted: Accepted | None = None
     finished: Finished | None = None
 
@@ -204,9 +206,8 @@ class World:
     """A scheduler, a fake worker and what lies between them: plans, and answers that come when the test says so."""
 
     def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
-        limits = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens)
-        names = ("fake", "fake", "cpu", "float32", "float32")
-        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *limits, *names, 0, 0)
+        rest = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens, "fake", "fake", "cpu", "float32", "float32")
+        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *rest, 0, 0)
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0
@@ -307,6 +308,7 @@ class World:
             # Those that have more already keep them.
             limits |= {choice.index: max(max_tokens, choice.delivery.num_tokens) for choice in choices}
             before, received.limits = received.limits, received.limits | limits
+            received.most_tokens = max(received.most_tokens, *limits.values(), 0)
         try:
             assert self.scheduler.update_request(name, Change(priority, deadline, max_tokens))
         except Refused:
@@ -398,11 +400,9 @@ class World:
             assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
             request = choice.live.request
             received = self.received[request.request_id]
-            max_tokens = max(received.request.max_tokens, *received.limits.values(), 0)
-            limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN)
-            assert (
-                choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit + 2 * len(received.limits)
-            )
+            max_tokens = max(received.request.max_tokens, received.most_tokens)
+            limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
+            assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
             assert use.num_waiting == sum(choice.live.tenant is use for choice in waiting)

@@ -27,7 +27,6 @@ from penstock.clients.doctor import choose
 from penstock.clients.errors import RequestFailed
 from penstock.clients.machine import Gpu, inspect_machine
 from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.models.errors import ModelError
 from penstock.service import serve
 from penstock.service.calls import Calls
 from penstock.service.config import ServeConfig
@@ -215,13 +214,6 @@ def test_it_computes_where_the_doctor_says(monkeypatch, changes, device):
     assert worker.device == choose(machine, CpuLibrary([], "", "")).device == device
     assert worker.memory_utilization == (0.9 if device == "cuda" else 0.5)
     assert worker_of(monkeypatch, machine, device="cuda:1").device == "cuda:1"
-
-
-def test_it_is_told_what_to_quantise(monkeypatch):
-    worker = worker_of(monkeypatch, inspect_machine(), quantization="int8", kv_cache_dtype="int8")
-    assert (worker.quantization, worker.kv_cache_dtype) == ("int8", "int8")
-    with pytest.raises(ModelError, match="--quantization awq: the checkpoint is not quantised: leave the flag out"):
-        worker_of(monkeypatch, inspect_machine(), quantization="awq")
 
 
 # What is wrong with a model -------------------------------------------------------------------------------------------

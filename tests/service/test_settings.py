@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.policy import Policy
@@ -60,6 +61,14 @@ class TestTheStart:
         assert (scheduler.policy, scheduler.target_itl_s, scheduler.explain_requests) == (Policy.DEADLINE, 0.02, 5)
         assert scheduler.default_tenant == TenantLimits(max_tokens=9)
         assert scheduler.tenants == {"acme": TenantLimits(weight=2)}
+
+    def test_flags_reach_the_worker(self):
+        worker = prepare(parse_config(["--port=0", "--quantization=int4", "--kv-cache-dtype=int8"])).worker
+        assert (worker.quantization, worker.kv_cache_dtype) == ("int4", "int8")
+
+    def test_a_quantisation_that_the_checkpoint_has_not_is_refused_before_anything_is_loaded(self):
+        with pytest.raises(ModelError, match="--quantization awq: the checkpoint is not quantised: leave the flag out"):
+            prepare(parse_config(["--port=0", "--quantization=awq"]))
 
     def test_defaults_are_the_schedulers_own(self):
         server = prepare(parse_config(["--port=0"])).server

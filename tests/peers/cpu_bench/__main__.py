@@ -20,7 +20,6 @@ from cpu_bench import ceilings, results, workloads
 from cpu_bench.driver import Driver, process_starter
 from cpu_bench.engines import OURS, PRECISIONS, Engine, engines
 from cpu_bench.floors import SHAPES, Machine, tokens_per_s
-from cpu_bench.make_models import NAMES
 from cpu_bench.results import Measured
 
 
@@ -28,27 +27,31 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="the folder that make bench-peers filled")
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=["M1", "M0"], metavar="NAME")
-    parser.add_argument("--workloads", nargs="+", choices=list(workloads.DESCRIPTIONS), default=list(workloads.DESCRIPTIONS))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["M1", "M0"], metavar="NAME")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=list(workloads.DESCRIPTIONS), default=list(workloads.DESCRIPTIONS)
+    )
     parser.add_argument("--engines", nargs="+", metavar="NAME[/VARIANT]", help="which besides ours (default: all)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
     arguments = parser.parse_args()
+    peers = arguments.peers.absolute()
     chosen = [engine for engine in engines() if _is_chosen(engine, arguments.engines)]
     threads = len(os.sched_getaffinity(0))
     print(f"{time.strftime('%Y-%m-%d %H:%M')}, {threads} threads, {_processor()}", flush=True)
     machine = ceilings.measure(threads)
     print(
-        f"this machine at best: reads {machine.bytes_per_s / 1e9:.1f} GB/s, computes {machine.bf16_operations_per_s / 1e9:,.0f} "
-        f"GFLOP/s in bf16, {machine.int8_operations_per_s / 1e9:,.0f} GOP/s in int8",
+        f"this machine at best: reads {machine.bytes_per_s / 1e9:.1f} GB/s, "
+        f"computes {machine.bf16_operations_per_s / 1e9:,.0f} GFLOP/s in bf16, "
+        f"{machine.int8_operations_per_s / 1e9:,.0f} GOP/s in int8",
         flush=True,
     )
-    _make_models(arguments.peers / "models", arguments.models)
+    _make_models(peers / "models", arguments.models)
 
     def tell(measured: Measured) -> None:
-        results.append(arguments.peers / "results.jsonl", measured)
+        results.append(peers / "results.jsonl", measured)
         print(_line(measured), flush=True)
 
-    driver = Driver(chosen, arguments.peers, process_starter(arguments.peers, threads), tell)
+    driver = Driver(chosen, peers, process_starter(peers, threads), tell)
     for model in arguments.models:
         for workload in arguments.workloads:
             driver.run(model, workload, arguments.repetitions)
@@ -81,9 +84,11 @@ def _make_models(folder: Path, names: Sequence[str]) -> None:
 
 def _line(measured: Measured) -> str:
     return (
-        f"{measured.model} {measured.workload} {measured.repetition + 1} {measured.engine}: {measured.tokens_per_s:,.1f} tokens/s, "
-        f"first token p50 {measured.ttft_p50:,.0f} ms, between tokens p50 {measured.itl_p50:.1f} p99 {measured.itl_p99:.1f} ms, "
-        f"RSS {measured.rss_bytes / 2**30:.2f} GiB, ready in {measured.ready_s:.1f} s, foreign CPU {measured.foreign_s:.1f} s"
+        f"{measured.model} {measured.workload} {measured.repetition + 1} {measured.engine}: "
+        f"{measured.tokens_per_s:,.1f} tokens/s, first token p50 {measured.ttft_p50:,.0f} ms, "
+        f"between tokens p50 {measured.itl_p50:.1f} p99 {measured.itl_p99:.1f} ms, "
+        f"RSS {measured.rss_bytes / 2**30:.2f} GiB, ready in {measured.ready_s:.1f} s, "
+        f"foreign CPU {measured.foreign_s:.1f} s"
     )
 
 

@@ -1,13 +1,14 @@
-"""What this machine does at best: bytes read a second, and operations of matrix products, with one core and with all.
+"""What this machine does at best: bytes read a second, and operations of matrix products.
 
-By torch: a sum over memory that no cache holds, and oneDNN's products. The best of many short runs counts, since what else
-the machine does can only slow them down.
+By torch: a sum over memory that no cache holds, and oneDNN's products. The best of many short runs counts, since what
+else the machine does can only slow them down.
 """
 
 import time
 from collections.abc import Callable
 
 import torch
+
 from cpu_bench.floors import Machine
 
 READ_BYTES = 1 << 30
@@ -41,9 +42,13 @@ def _int8() -> float:
     inputs = torch.randint(0, 255, (SIDE, SIDE), dtype=torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(weights, [SIDE, SIDE])
     scales, zeros = torch.full((SIDE,), 0.01), torch.zeros(SIDE, dtype=torch.int64)
-    return 2 * SIDE**3 / _best(
-        lambda: torch.ops.onednn.qlinear_pointwise(
-            inputs, 0.01, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+    return (
+        2
+        * SIDE**3
+        / _best(
+            lambda: torch.ops.onednn.qlinear_pointwise(
+                inputs, 0.01, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+            )
         )
     )
 

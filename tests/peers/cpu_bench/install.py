@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cpu_bench.engines import PACKAGE
-from cpu_bench.make_models import NAMES
+from cpu_bench.floors import SHAPES
 
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
 """Has all of llama.cpp's sources in it, server and converter included."""
@@ -65,10 +65,8 @@ class Installer:
         for model in self._models:
             source = self._model(model)
             for name, flags in OPENVINO_FORMATS.items():
-                target = self._peers / f"openvino-models/{model}-{name}"
-                if not target.exists():
-                    task = ["--model", str(source), "--task", "text-generation-with-past", *flags]
-                    _whole(target, lambda made, task=task: _run([str(tool), "export", "openvino", *task, str(made)]))  # type: ignore[misc]
+                task = ["--model", str(source), "--task", "text-generation-with-past", *flags]
+                _write(self._peers / f"openvino-models/{model}-{name}", [str(tool), "export", "openvino", *task])
 
     def llama(self) -> None:
         """Built here, for this machine's instructions; and the models as it reads them."""
@@ -87,13 +85,9 @@ class Installer:
         for model in self._models:
             source = self._model(model)
             whole = self._peers / f"gguf/{model}-bf16.gguf"
-            if not whole.exists():
-                converter = [str(python), "-P", str(PACKAGE / "to_gguf.py"), str(sources), str(source)]
-                _whole(whole, lambda made, converter=converter: _run([*converter, str(made)]))  # type: ignore[misc]
+            _write(whole, [str(python), "-P", str(PACKAGE / "to_gguf.py"), str(sources), str(source)])
             for name in LLAMA_QUANTISED:
-                target = self._peers / f"gguf/{model}-{name}.gguf"
-                if not target.exists():
-                    _whole(target, lambda made, name=name, whole=whole: _run([str(quantise), str(whole), str(made), name]))  # type: ignore[misc]
+                _write(self._peers / f"gguf/{model}-{name}.gguf", [str(quantise), str(whole)], name)
 
     def _environment(self, name: str) -> None:
         """Exactly what its requirements say. They are complete, so pip is not asked what depends on what: some engines
@@ -113,7 +107,8 @@ class Installer:
 
     def _model(self, name: str) -> Path:
         folder = self._peers / "models"
-        _run([sys.executable, "-P", "-m", "cpu_bench.make_models", str(folder), "--names", name])
+        if not (folder / name / "model.safetensors").exists():
+            _run([sys.executable, "-P", "-m", "cpu_bench.make_models", str(folder), "--names", name])
         return folder / name
 
     def _llama_sources(self) -> Path:
@@ -133,7 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="the folder to install into")
     parser.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=ENVIRONMENTS, help="default: all")
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=["M1", "M0"])
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["M1", "M0"])
     arguments = parser.parse_args()
     peers = arguments.peers.absolute()
     peers.mkdir(parents=True, exist_ok=True)
@@ -156,12 +151,15 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _whole(target: Path, make: Callable[[Path], None]) -> None:
-    """Makes a file or folder under another name, so that what exists is whole."""
+def _write(target: Path, command: Sequence[str], *last: str) -> None:
+    """Makes a file or folder, unless it is there, by a command that is told where: under another name until it is
+    whole."""
+    if target.exists():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.with_name(f"new-{target.name}")
     shutil.rmtree(made, ignore_errors=True)
-    make(made)
+    _run([*command, str(made), *last])
     made.rename(target)
 
 

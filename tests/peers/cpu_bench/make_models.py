@@ -11,12 +11,14 @@ import argparse
 import itertools
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
-NAMES = ("M0", "M1", "M2")
+from cpu_bench.floors import SHAPES
+
 SEED = 0
 MAX_TOKENIZER = 32_000
 
@@ -31,7 +33,7 @@ def main() -> None:
     """Makes the models that are not there yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--names", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     arguments = parser.parse_args()
     for name in arguments.names:
         if not (arguments.folder / name / "model.safetensors").exists():
@@ -58,8 +60,8 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     merges = [*pairs, *triples][: size - len(tokens)]
     tokens += [first + second for first, second in merges]
     bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=_SPECIALS[0], pad_token=_SPECIALS[0], eos_token=_SPECIALS[2],
         chat_template=_CHAT_TEMPLATE, model_max_length=32_768,
@@ -67,25 +69,17 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def _config(name: str) -> PreTrainedConfig:
-    common = {
-        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
+    shape = SHAPES[name]
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
+        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     if name == "M0":
-        return LlamaConfig(
-            hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-            intermediate_size=768, vocab_size=4096, tie_word_embeddings=False, **common,
-        )  # fmt: skip
-    if name == "M1":
-        return Qwen3Config(
-            hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-            intermediate_size=3072, vocab_size=151_936, tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **common,
-        )  # fmt: skip
-    return LlamaConfig(
-        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-        intermediate_size=8192, vocab_size=128_256, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5}, **common,
-    )  # fmt: skip
+        return LlamaConfig(tie_word_embeddings=False, **common)
+    make, theta = (Qwen3Config, 1e6) if name == "M1" else (LlamaConfig, 5e5)
+    return make(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": theta}, **common)
 
 
 if __name__ == "__main__":

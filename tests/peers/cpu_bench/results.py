@@ -1,5 +1,6 @@
 """What a run gave: figures of one repetition, medians over repetitions, and the table. Knows no process."""
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -49,7 +50,7 @@ def timing(requests: Sequence[Request], ran: Ran) -> dict[str, float]:
     last = max(events[-1][0] for events in ran.events)
     wall = max(ran.ended, last) - ran.began
     first = [events[0][0] - ran.began for events in ran.events]
-    gaps = [later - sooner for events in ran.events for (sooner, _), (later, _) in zip(events, events[1:], strict=False)]
+    gaps = [later - sooner for events in ran.events for (sooner, _), (later, _) in itertools.pairwise(events)]
     return {
         "wall_s": wall,
         "tokens_per_s": sum(num_output for _, num_output in requests) / wall,
@@ -91,7 +92,7 @@ class Row:
 
     def median(self, name: str) -> float:
         """Of a field of ``Measured``."""
-        return statistics.median(getattr(run, name) for run in self.runs)
+        return float(statistics.median(getattr(run, name) for run in self.runs))
 
     def extra(self, name: str) -> float | None:
         """Of one of its extra figures, if it has that."""
@@ -105,7 +106,10 @@ class Row:
 
 
 def tables(
-    runs: Iterable[Measured], engines: Sequence[Engine], missing: Mapping[str, str], floors: Mapping[tuple[str, str, str], float]
+    runs: Iterable[Measured],
+    engines: Sequence[Engine],
+    missing: Mapping[str, str],
+    floors: Mapping[tuple[str, str, str], float],
 ) -> str:
     """All that is printed at the end, in Markdown. ``missing`` says of each engine that gave nothing why; ``floors``
     has the tokens a second that the machine allows, by model, workload and precision."""
@@ -125,8 +129,8 @@ def tables(
     return "\n".join([*parts, *_footer(by_cell, engines, missing)])
 
 
-_COLUMNS = ("engine", "tokens/s", "ours is", "share of the floor", "first token p50", "p99", "between tokens p50", "p99",
-            "RSS GiB", "PSS GiB", "ready s", "foreign CPU s")  # fmt: skip
+_COLUMNS = ("engine", "tokens/s", "ours is", "share of the floor", "first token p50", "p99", "between tokens p50",
+            "p99", "RSS GiB", "PSS GiB", "ready s", "foreign CPU s")  # fmt: skip
 
 
 def _table(rows: Sequence[Row], floor: float | None) -> str:
@@ -161,8 +165,8 @@ def _verdict(rows: Sequence[Row], expected: Sequence[Engine]) -> str:
     steadiest = min(others, key=lambda row: row.median("itl_p99"))
     speed = ours.median("tokens_per_s") / fastest.median("tokens_per_s")
     gap = ours.median("itl_p99") / steadiest.median("itl_p99")
-    text = f"\nTokens a second: {speed:.2f}x the best other, {fastest.engine.label}. Between tokens at p99: {gap:.2f}x the "
-    text += f"best other, {steadiest.engine.label}."
+    text = f"\nTokens a second: {speed:.2f}x the best other, {fastest.engine.label}. "
+    text += f"Between tokens at p99: {gap:.2f}x the best other, {steadiest.engine.label}."
     lag = ours.extra("health_p99_ms")
     return f"{text}{'' if lag is None else f' The service answers its health check within {_short(lag)} ms at p99.'}\n"
 
@@ -172,12 +176,17 @@ def _ours(rows: Sequence[Row]) -> Row | None:
 
 
 def _footer(
-    by_cell: Mapping[tuple[str, str], Mapping[str, Sequence[Measured]]], engines: Sequence[Engine], missing: Mapping[str, str]
+    by_cell: Mapping[tuple[str, str], Mapping[str, Sequence[Measured]]],
+    engines: Sequence[Engine],
+    missing: Mapping[str, str],
 ) -> list[str]:
     versions = {run.engine: run.version for found in by_cell.values() for runs in found.values() for run in runs}
     counts = sorted({len(runs) for found in by_cell.values() for runs in found.values()})
-    lines = [f"Medians of {' to '.join(map(str, dict.fromkeys([counts[0], counts[-1]])))} repetitions; times in ms. (!): "
-             f"others took more than {FOREIGN_SHARE:.0%} of a core."] if counts else []  # fmt: skip
+    lines = []
+    if counts:
+        number = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+        disturbed = f"(!): others took more than {FOREIGN_SHARE:.0%} of a core"
+        lines.append(f"Medians of {number} repetitions; times in ms. {disturbed}.")
     lines += [f"- {engine.label} ({versions[engine.label]}): {engine.numbers}; {engine.settings}"
               for engine in engines if engine.label in versions]  # fmt: skip
     return [*lines, *(f"- missing: {label}: {why}" for label, why in missing.items())]

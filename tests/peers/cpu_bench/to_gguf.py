@@ -1,7 +1,7 @@
 """Runs llama.cpp's own converter on one of our models: to_gguf.py SOURCES MODEL OUT.
 
-The converter knows pre-tokenizers by a hash of what they do to a text, and ours is not in its list; it is told that ours
-is GPT-2's, which it is. Runs in the environment of transformers.
+The converter knows pre-tokenizers by a hash of what they do to a text, and ours is not in its list; it is told that
+ours is GPT-2's, which it is. Runs in the environment of transformers.
 """
 
 import runpy

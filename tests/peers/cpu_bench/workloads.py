@@ -1,7 +1,7 @@
 """The workloads: seeded ids, and the shapes that say where an engine is good or bad. The same ids for every engine.
 
-Ids lie in [300, 4000): below every model's vocabulary, above the special tokens. Each repetition draws new ones, so that
-no prefix cache sees a prompt twice; W3's prefix is shared within a repetition alone.
+Ids lie in [300, 4000): below every model's vocabulary, above the special tokens. Each repetition draws new ones, so
+that no prefix cache sees a prompt twice; W3's prefix is shared within a repetition alone.
 """
 
 import random

@@ -71,7 +71,7 @@ async def _run(port: int, requests: list[Request]) -> Ran:
     counts = await asyncio.gather(
         *(_stream(port, request, noted) for request, noted in zip(requests, events, strict=True))
     )
-    # Tokens that end inside a character are streamed late or not at all; the server's own count tells how many there were.
+    # Tokens that end inside a character are streamed late or not at all; the server's own count tells how many.
     for count, noted in zip(counts, events, strict=True):
         late = count - sum(tokens for _, tokens in noted)
         if late:
@@ -87,8 +87,8 @@ async def _stream(port: int, request: Request, events: list[tuple[float, int]]) 
         "samplers": ["top_k"], "top_k": 1, "cache_prompt": True, "return_tokens": True,
     }).encode()  # fmt: skip
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+    head = "POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await writer.drain()
     count = 0
     while line := await reader.readline():

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
+
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 
 CACHE_GIB = 4
@@ -22,7 +23,9 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
     if arguments.kv:
         properties["KV_CACHE_PRECISION"] = arguments.kv
     pipeline = genai.ContinuousBatchingPipeline(arguments.model, scheduler, "CPU", properties)
-    wire.ready(Ready(f"openvino-genai {genai.__version__.partition('-')[0]}, openvino {ov.__version__.partition('-')[0]}"))
+    wire.ready(
+        Ready(f"openvino-genai {genai.__version__.partition('-')[0]}, openvino {ov.__version__.partition('-')[0]}")
+    )
     numbers = itertools.count()
     for requests in wire.sets():
         wire.answer(_run(pipeline, numbers, requests))

@@ -13,11 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import grpc
+
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 PROBE_EVERY_S = 0.05
+MIN_PROBES = 100
 START_LIMIT_S = 300.0
 
 
@@ -66,17 +68,17 @@ async def _serve(wire: Wire, target: str) -> None:
                 began = time.perf_counter()
                 events = await asyncio.gather(*(_one(client, request) for request in requests))
                 ended = time.perf_counter()
-            wire.answer(Ran(began, ended, list(events), {"health_p99_ms": probe.p99_ms()}))
+            wire.answer(Ran(began, ended, list(events), probe.figures()))
 
 
 async def _one(client: AsyncClient, request: Request) -> list[tuple[float, int]]:
     prompt, num_output = request
-    events = []
     call = client.generate(prompt, max_tokens=num_output, temperature=0.0, ignore_eos=True, format="token_ids")
-    async for event in call:
-        if isinstance(event, Delta) and event.token_ids:
-            events.append((time.perf_counter(), len(event.token_ids)))
-    return events
+    return [
+        (time.perf_counter(), len(event.token_ids))
+        async for event in call
+        if isinstance(event, Delta) and event.token_ids
+    ]
 
 
 class Probe:
@@ -99,14 +101,14 @@ class Probe:
         self._ended.set()
         self._thread.join()
 
-    def p99_ms(self) -> float:
-        """Of all the answers."""
+    def figures(self) -> dict[str, float]:
+        """Of all the answers; none of so few that no 99th part could be told."""
         times = sorted(self._times)
-        return times[int(len(times) * 0.99)] * 1000 if times else 0.0
+        return {"health_p99_ms": times[int(len(times) * 0.99)] * 1000} if len(times) >= MIN_PROBES else {}
 
     def _run(self) -> None:
         with grpc.insecure_channel(self._target) as channel:
-            check = channel.unary_unary(HEALTH_CHECK)
+            check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
             check(b"", timeout=60)
             while not self._ended.wait(PROBE_EVERY_S):
                 began = time.perf_counter()

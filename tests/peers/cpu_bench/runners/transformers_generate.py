@@ -2,12 +2,14 @@
 
 import argparse
 import time
+from typing import Any
 
 import torch
 import transformers
-from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-from transformers.generation import StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 
 PAGE_SIZE = 32
 KV_TOKENS = 24_576
@@ -42,7 +44,7 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
         wire.answer((_sequential if arguments.mode == "sequential" else _static)(model, requests))
 
 
-def _sequential(model: transformers.PreTrainedModel, requests: list[Request]) -> Ran:
+def _sequential(model: Any, requests: list[Request]) -> Ran:
     began, events = time.perf_counter(), []
     for prompt, num_output in requests:
         ids = torch.tensor([prompt])
@@ -50,7 +52,7 @@ def _sequential(model: transformers.PreTrainedModel, requests: list[Request]) ->
     return Ran(began, time.perf_counter(), events)
 
 
-def _static(model: transformers.PreTrainedModel, requests: list[Request]) -> Ran:
+def _static(model: Any, requests: list[Request]) -> Ran:
     """Padded to the longest prompt; the batch goes on until its longest output is done."""
     began = time.perf_counter()
     longest = max(len(prompt) for prompt, _ in requests)
@@ -60,9 +62,7 @@ def _static(model: transformers.PreTrainedModel, requests: list[Request]) -> Ran
     return Ran(began, time.perf_counter(), [[(at, 1) for at in times[:num_output]] for _, num_output in requests])
 
 
-def _generate(
-    model: transformers.PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, num_output: int
-) -> list[float]:
+def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_output: int) -> list[float]:
     stamps = Stamps()
     with torch.inference_mode():
         model.generate(
@@ -72,7 +72,7 @@ def _generate(
     return stamps.times
 
 
-def _continuous(wire: Wire, model: transformers.PreTrainedModel, ready: Ready) -> None:
+def _continuous(wire: Wire, model: Any, ready: Ready) -> None:
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE, num_blocks=KV_TOKENS // PAGE_SIZE, max_batch_tokens=2048, max_requests_per_batch=64,
         default_compile_level=0,
@@ -88,7 +88,7 @@ def _continuous(wire: Wire, model: transformers.PreTrainedModel, ready: Ready) -
                 manager.add_request(prompt, max_new_tokens=num_output, record_timestamps=True)
                 for prompt, num_output in requests
             ]
-            done = {}
+            done: dict[str, list[tuple[float, int]]] = {}
             while len(done) < len(names):
                 output = manager.get_result(timeout=1)
                 if output is None and not manager.is_running():

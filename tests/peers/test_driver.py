@@ -1,0 +1,140 @@
+"""The driver: by turns, an engine that is missing or breaks is named and left out, and a real process is spoken to."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cpu_bench.driver import Driver, EngineFailed, RunnerProcess, Session, Turn, process_starter
+from cpu_bench.engines import Engine
+from cpu_bench.results import Measured
+from cpu_bench.wire import Ran, Ready, Request
+
+
+class Fake:
+    """Gives a token a millisecond; breaks in the set of that number."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.ready = Ready("1.0", ready_s=2.0)
+        self._left = breaks_at
+
+    def run(self, requests: list[Request]) -> Ran:
+        if self._left == 0:
+            raise EngineFailed("out of memory")
+        self._left = None if self._left is None else self._left - 1
+        return Ran(0.0, 1.0, [[(0.001 * i, 1) for i in range(num_output)] for _, num_output in requests])
+
+
+def engine(name: str, tmp_path: Path, *, installed: bool = True) -> Engine:
+    if installed:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin/python").touch()
+        (tmp_path / "models/M1").mkdir(parents=True, exist_ok=True)
+    return Engine(name, "bf16", "bf16", "", "", "none", "." if installed else "elsewhere")
+
+
+def drive(tmp_path: Path, fakes: dict[str, Fake | None], repetitions: int = 2) -> tuple[Driver, list[str]]:
+    order: list[str] = []
+
+    @contextmanager
+    def start(one: Engine, model: str) -> Iterator[Session]:
+        assert model == "M1"
+        order.append(one.name)
+        fake = fakes[one.name]
+        assert fake is not None, "it is not installed"
+        yield fake  # type: ignore[misc]
+        order.append(f"end of {one.name}")
+
+    told: list[Measured] = []
+    found = [engine(name, tmp_path, installed=fake is not None) for name, fake in fakes.items()]
+    driver = Driver(found, tmp_path, start, told.append)
+    driver.run("M1", "W4", repetitions)
+    assert told == driver.measured
+    return driver, order
+
+
+def test_engines_take_turns_and_never_run_together(tmp_path: Path) -> None:
+    driver, order = drive(tmp_path, {"a": Fake(), "b": Fake()})
+    assert order == ["a", "end of a", "b", "end of b"] * 2
+    assert [(run.engine, run.repetition) for run in driver.measured] == [
+        ("a/bf16", 0), ("b/bf16", 0), ("a/bf16", 1), ("b/bf16", 1),
+    ]  # fmt: skip
+    assert driver.missing == {}
+    one = driver.measured[0]
+    assert (one.model, one.workload, one.version, one.ready_s) == ("M1", "W4", "1.0", 2.0)
+    assert one.rss_bytes >= one.pss_bytes > 1 << 20
+
+
+def test_what_is_not_installed_is_named_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver, order = drive(tmp_path, {"a": None, "b": Fake()})
+    assert list(driver.missing) == ["a/bf16 on M1"]
+    assert "make bench-peers" in driver.missing["a/bf16 on M1"]
+    assert "elsewhere/bin/python is not there" in capsys.readouterr().err
+    assert order == ["b", "end of b"] * 2
+
+
+def test_what_broke_is_named_once_and_not_tried_again(tmp_path: Path) -> None:
+    # Warm, one that is not measured, one that is; then it breaks.
+    driver, order = drive(tmp_path, {"a": Fake(breaks_at=3), "b": Fake()})
+    assert driver.missing == {"a/bf16 on M1": "W4: out of memory"}
+    assert [run.engine for run in driver.measured] == ["a/bf16", "b/bf16", "b/bf16"]
+    assert order.count("a") == 2
+
+
+def test_a_model_that_was_not_written_is_missing(tmp_path: Path) -> None:
+    one = replace(engine("a", tmp_path), model="gguf/{model}.gguf")
+    assert "gguf/M1.gguf is not there" in (one.missing(tmp_path, "M1") or "")
+
+
+def test_short_runs_are_measured_more_often() -> None:
+    assert Turn.of("M0", "W1").measured > Turn.of("M1", "W1").measured
+
+
+RUNNER = """
+from cpu_bench.wire import Ran, Ready, run_engine
+
+def main(wire, arguments):
+    print("an engine that talks")
+    if arguments.mode == "broken":
+        raise MemoryError("it is\\nfull")
+    if arguments.mode == "gone":
+        import os
+        os.write(2, b"first\\nterminate called\\n")
+        os._exit(3)
+    wire.ready(Ready(f"{arguments.model} with {arguments.threads}"))
+    for requests in wire.sets():
+        wire.answer(Ran(1.0, 2.0, [[(1.5, num_output)] for _, num_output in requests], {"lag": 0.5}))
+
+run_engine(main, mode="")
+"""
+
+
+class Scripted(Engine):
+    """An engine whose runner is a script."""
+
+    def command(self, peers: Path, model: str, threads: int) -> list[str]:
+        return [sys.executable, "-P", "-c", RUNNER, model, "--threads", str(threads), *self.flags]
+
+
+def scripted(*flags: str) -> Engine:
+    return Scripted("a", "bf16", "bf16", "", "", "none", "", flags=flags)
+
+
+def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
+    with process_starter(tmp_path, 3)(scripted(), "M1") as session:
+        assert session.ready.version == "M1 with 3"
+        assert session.ready.ready_s > 0
+        assert session.run([([1, 2], 5)]) == Ran(1.0, 2.0, [[[1.5, 5]]], {"lag": 0.5})  # type: ignore[list-item]
+        assert isinstance(session, RunnerProcess)
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"), [("broken", "^MemoryError: it is full$"), ("gone", "^it ended; its last words: terminate called$")]
+)
+def test_a_runner_that_ends_says_why(tmp_path: Path, mode: str, why: str) -> None:
+    with pytest.raises(EngineFailed, match=why), process_starter(tmp_path, 1)(scripted("--mode", mode), "M1"):
+        pass
