@@ -7,8 +7,8 @@ namespace PENSTOCK_LEVEL {
 
 INLINE int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// What to fetch while a tile is computed: its share of the panels that come next, so that memory works all the time, not
-// only while the first of several tiles reads its weights. A tile calls `next` once for each line of a panel.
+// What to fetch while a tile is computed: its share of the panels that come next, so that memory works all the time,
+// not only while the first of several tiles reads its weights. A tile calls `next` once for each line of a panel.
 struct Ahead {
   const uint8_t* at;
   int step, second;

@@ -18,14 +18,14 @@
 
 namespace PENSTOCK_LEVEL {
 
-using namespace attention_tile;
+namespace paged {
 
 constexpr int RECORD_HEAD = LANES;  // floats before a record's values
 constexpr int RECORD_SUM = 1;
 
 INLINE int group_size(const Attention& attention) { return attention.num_heads / attention.kv.kv_heads; }
 
-static int64_t partial_floats(const Attention& attention) { return RECORD_HEAD + padded_head(attention.kv); }
+INLINE int64_t record_floats(const Attention& attention) { return RECORD_HEAD + padded_head(attention.kv); }
 
 // ---------------------------------------------------------------------------------------------------------- records
 
@@ -40,12 +40,14 @@ __attribute__((noinline)) static void merge_record(float* total, const float* re
   const float top = record[0] > total[0] ? record[0] : total[0];
   const Floats old = exp(splat(total[0] - top)), more = exp(splat(record[0] - top));
   total[0] = top;
-  for (int64_t i = RECORD_HEAD; i < floats; i += LANES) store(total + i, fma(load(record + i), more, load(total + i) * old));
+  for (int64_t i = RECORD_HEAD; i < floats; i += LANES)
+    store(total + i, fma(load(record + i), more, load(total + i) * old));
   total[RECORD_SUM] = record[RECORD_SUM] * more[0] + total[RECORD_SUM] * old[0];
 }
 
 // The output of one query head. A sink is one more weight, of nothing.
-__attribute__((noinline)) static void write_output(const Attention& attention, int head, const float* total, float* out) {
+__attribute__((noinline)) static void write_output(const Attention& attention, int head, const float* total,
+                                                   float* out) {
   float by = 1 / total[RECORD_SUM];
   if (attention.sinks) {
     const float sink = attention.sinks[head], top = sink > total[0] ? sink : total[0];
@@ -77,7 +79,7 @@ struct Scratch {
 
 INLINE Scratch scratch_of(const Attention& attention) {
   const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
-  const int64_t record = partial_floats(attention) * WORD;
+  const int64_t record = record_floats(attention) * WORD;
   Scratch at = {};
   at.query = at.queries + rows * padded * WORD;  // of INT8 and BF16 half of this
   at.totals = at.query + (rows * static_cast<int64_t>(sizeof(Query)) + VECTOR - 1) / VECTOR * VECTOR;
@@ -87,8 +89,6 @@ INLINE Scratch scratch_of(const Attention& attention) {
   at.bytes = at.values + BLOCK_ROWS * padded * WORD;
   return at;
 }
-
-static int64_t attention_scratch(const Attention& attention) { return scratch_of(attention).bytes; }
 
 // What an item works on. Its rows are queries by heads of the group.
 struct Work {
@@ -117,7 +117,7 @@ static void prepare_queries(const Work& work) {
     const int64_t token = work.row.token + work.item.query_begin - work.row.start + i / work.group;
     const int head = work.item.kv_head * work.group + i % work.group;
     const float* x = attention.queries + token * attention.query_stride + static_cast<int64_t>(head) * head_dim;
-    uint8_t* words = work.scratch + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
+    uint8_t* words = work.scratch + work.at.queries + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
     work.query()[i] = Kv::prepare_query(x, head_dim, padded, attention.scale, words);
   }
 }
@@ -133,7 +133,7 @@ static Block make_block(const Work& work, int split, int begin, int end) {
   block.padded = padded;
   block.section = section_bytes(layout);
   block.streams = begin == 0;
-  block.queries = work.scratch + static_cast<int64_t>(begin) * Kv::ROWS * padded / Kv::PER * WORD;
+  block.queries = work.scratch + work.at.queries + static_cast<int64_t>(begin) * Kv::ROWS * padded / Kv::PER * WORD;
   block.scores = work.scratch + work.at.scores;
   block.values = work.scratch + work.at.values;
   block.first_page = larger(work.first(begin), split * SPLIT) / LANES;
@@ -152,7 +152,8 @@ static Block make_block(const Work& work, int split, int begin, int end) {
   return block;
 }
 
-// Scales the scores of one row and masks all but positions [first, last), counted from the block's; returns the largest.
+// Scales the scores of one row and masks all but positions [first, last), counted from the block's first; returns the
+// largest.
 template <class Kv>
 static float mask_scores(const Block& block, uint8_t* scores, const Query& query, float soft_cap, int first, int last) {
   const float nothing = -__builtin_inff();
@@ -163,7 +164,8 @@ static float mask_scores(const Block& block, uint8_t* scores, const Query& query
     const int begin = page * LANES;
     if (begin < first || begin + LANES > last) {
       const Ints position = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + begin;
-      x = (position >= first) & (position < last) ? x : splat(nothing);
+      const Ints seen = (position >= first) & (position < last);
+      x = seen ? x : splat(nothing);
     }
     store_ints(scores + page * VECTOR, as_ints(x));
     best = max(best, x);
@@ -202,8 +204,7 @@ static void attend_block(const Work& work, int split, int begin, int end) {
     record[0] = tops[i - begin];
     record[RECORD_SUM] = weights[i - begin].sum;
     for (int dim = 0; dim < block.padded; dim += LANES)
-      store(record + RECORD_HEAD + dim,
-            Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin].factor));
+      store(record + RECORD_HEAD + dim, Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin].factor));
     if (!partial) merge_record(work.total(i), record, work.record);
   }
 }
@@ -231,12 +232,19 @@ static void attend_item(const Work& work) {
 static Work make_work(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
                       float* partials) {
   const int group = group_size(attention);
-  return {attention, row,     item, group, (item.query_end - item.query_begin) * group, partial_floats(attention),
+  return {attention, row,     item, group, (item.query_end - item.query_begin) * group, record_floats(attention),
           scratch_of(attention), scratch, partials};
 }
 
-static void attend(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
-                   float* partials) {
+}  // namespace paged
+
+static int64_t attention_scratch(const penstock::Attention& attention) { return paged::scratch_of(attention).bytes; }
+
+static int64_t partial_floats(const penstock::Attention& attention) { return paged::record_floats(attention); }
+
+static void attend(const penstock::Attention& attention, const penstock::AttentionRow& row,
+                   const penstock::AttentionItem& item, uint8_t* scratch, float* partials) {
+  using namespace paged;
   const Work work = make_work(attention, row, item, scratch, partials);
   if (attention.kv.format == FORMAT_F32)
     attend_item<F32Kv>(work);
@@ -246,8 +254,9 @@ static void attend(const Attention& attention, const AttentionRow& row, const At
     attend_item<Int8Kv>(work);
 }
 
-static void merge(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int splits,
-                  const float* partials) {
+static void merge(const penstock::Attention& attention, const penstock::AttentionRow& row,
+                  const penstock::AttentionItem& item, int splits, const float* partials) {
+  using namespace paged;
   const Work work = make_work(attention, row, item, nullptr, nullptr);
   for (int i = 0; i < work.rows; i++) {
     float total[RECORD_HEAD + MAX_HEAD_DIM];

@@ -1,5 +1,5 @@
-// What the formats of KV differ in: how a query becomes words to multiply keys with, a sum a score, and a row of weights
-// words to multiply values with.
+// What the formats of KV differ in: how a query becomes words to multiply keys with, a sum a score, and a row of
+// weights words to multiply values with.
 //
 // BF16 rounds queries and weights to bfloat16; the weights are added up as rounded, so that they still average.
 // INT8 keeps queries and weights in two bytes each, 15 and 16 bits, which cost two dot products of 4 where BF16 needs
@@ -13,7 +13,7 @@
 
 namespace PENSTOCK_LEVEL {
 
-namespace attention_tile {
+namespace paged {
 
 // One query head of one token.
 struct Query {
@@ -40,7 +40,8 @@ struct F32Kv {
   INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_floats(sum, values, weights); }
 
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
-    for (int dim = 0; dim < padded; dim += LANES) store_ints(words + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
+    for (int dim = 0; dim < padded; dim += LANES)
+      store_ints(words + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
     return {scale, 0, 0};
   }
 
@@ -164,6 +165,6 @@ struct Int8Kv {
   }
 };
 
-}  // namespace attention_tile
+}  // namespace paged
 
 }  // namespace PENSTOCK_LEVEL

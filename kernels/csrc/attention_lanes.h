@@ -1,4 +1,5 @@
-// What the tiles of attention add up in: vectors as wide as the machine's registers, since gcc keeps wider ones in memory.
+// What the tiles of attention add up in: vectors as wide as the machine's registers, since gcc keeps wider ones in
+// memory.
 #pragma once
 
 #include "vec.h"
@@ -9,7 +10,7 @@
 
 namespace PENSTOCK_LEVEL {
 
-namespace attention_tile {
+namespace paged {
 
 #if defined(__AVX512F__)
 constexpr int PART_BYTES = 64;
@@ -59,8 +60,8 @@ INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
 #endif
 }
 
-// As dot4: unsigned bytes by signed ones. Without its instruction they are widened to 16 bits, for products of bytes added
-// in 16 bits saturate.
+// As dot4: unsigned bytes by signed ones. Without its instruction they are widened to 16 bits, for products of bytes
+// added in 16 bits saturate.
 INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #if defined(__AVX512F__)
   return dot4(sum, a, b);
@@ -82,6 +83,6 @@ INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #endif
 }
 
-}  // namespace attention_tile
+}  // namespace paged
 
 }  // namespace PENSTOCK_LEVEL

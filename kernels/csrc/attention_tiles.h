@@ -1,6 +1,6 @@
-// The two products of attention over the pages of a split: queries by keys, and weights by values. Sums stay in registers
-// for a tile of rows by pages, or of rows by vectors of the head; every sum adds up the same words in the same order,
-// whatever its tile.
+// The two products of attention over the pages of a split: queries by keys, and weights by values. Sums stay in
+// registers for a tile of rows by pages, or of rows by vectors of the head; every sum adds up the same words in the
+// same order, whatever its tile.
 #pragma once
 
 #include "attention_format.h"
@@ -11,7 +11,7 @@
 
 namespace PENSTOCK_LEVEL {
 
-namespace attention_tile {
+namespace paged {
 
 // Rows of words that are computed together; their scores fill 32 KiB.
 constexpr int BLOCK_ROWS = 32;
@@ -35,11 +35,11 @@ constexpr int AHEAD = 4;
 struct Block {
   int rows;
   int first_page, num_pages;
-  int padded;        // the head size, filled up
-  int64_t section;   // bytes
+  int padded;       // the head size, filled up
+  int64_t section;  // bytes
   // In the order in which memory is read: keys of the pages, their values, and keys of what comes next.
   const uint8_t* sections[2 * SPLIT_PAGES + AHEAD];
-  bool streams;      // sections come from memory, so the next ones are asked for
+  bool streams;            // sections come from memory, so the next ones are asked for
   const uint8_t* queries;  // words [rows][padded / PER]
   uint8_t* scores;         // words [rows][SPLIT]: sums, then scores, then weights
   uint8_t* values;         // words [rows][padded]
@@ -154,6 +154,6 @@ static void value_rows(const Block& block, int row) {
 
 #undef UNROLL
 
-}  // namespace attention_tile
+}  // namespace paged
 
 }  // namespace PENSTOCK_LEVEL

@@ -1,4 +1,4 @@
-// DotSums of products of bytes in 16 lanes, held as the machine's registers are: gcc keeps a vector that is wider than a
+// Sums of products of bytes in 16 lanes, held as the machine's registers are: gcc keeps a vector that is wider than a
 // register in memory. All are exact, so every instruction set gives the same integers.
 #pragma once
 
@@ -49,7 +49,7 @@ struct DotSums {
   DotPart part[DOT_PARTS];
 };
 
-// Bytes as 16-bit numbers: those with even indices and those with odd ones. So widened, no sum of two products overflows.
+// Bytes as 16-bit numbers, those with even indices and those with odd ones: so no sum of two products overflows.
 struct DotBytes {
   DotPart even[DOT_PARTS], odd[DOT_PARTS];
 };

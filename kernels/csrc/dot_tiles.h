@@ -44,8 +44,9 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
       for (int p = 0; p < count; p += per_tile) {
         const Ahead ahead =
             share_of(next, matrix.panel_bytes, count, (i * count + p) / per_tile, tiles * count / per_tile);
-        const DotTile tile = {matrix, panels + p * matrix.panel_bytes, inputs.data + row * inputs.stride, inputs.stride,
-                           ahead,  sums + p * LANES,                count * LANES};
+        const uint8_t* data = inputs.data + row * inputs.stride;
+        const DotTile tile = {matrix, panels + p * matrix.panel_bytes, data, inputs.stride, ahead, sums + p * LANES,
+                              count * LANES};
         if (per_tile == 2) {
           compute_tile<Kind, DOT_ROWS, DOT_PANELS>(rows, tile);
         } else {

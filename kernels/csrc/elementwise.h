@@ -48,7 +48,8 @@ static void scale(float* x, float factor, int n) {
   for (int at = 0; at < n; at += 16) store_lanes(x, at, n, load_lanes(x, at, n) * factor);
 }
 
-// To a relative error of 3e-7; a NaN stays one, so that a broken model's logits still tell. Near 0 by x + x^3 p(x^2), with the polynomial of Cephes' tanhf; else 1 - 2 / (e^{2 |x|} + 1).
+// To a relative error of 3e-7; a NaN stays one, so that a broken model's logits still tell. Near 0 by x + x^3 p(x^2),
+// with the polynomial of Cephes' tanhf; else 1 - 2 / (e^{2 |x|} + 1).
 INLINE Floats tanh(Floats x) {
   const Floats square = x * x, size = max(x, -x);
   Floats p = splat(-5.70498872745e-3f);

@@ -1,10 +1,10 @@
 // A panel of int4 weights: its layout, and how it is made.
 //
-// Columns come in chunks: groups of up to 128 columns, or pieces of a longer group. A chunk is one line of 64 bytes, the
-// scales and the zero points of the 16 rows as float16, and then a line for every 8 columns, [16][4] bytes, whose low
-// halves hold the codes of the first 4 columns and the high halves those of the other 4. The last chunk is as long as
-// its columns, filled up to 8. A line of 16 float32 ends the panel, the units: powers of two that bring the scales of a
-// row into float16's range, whatever the size of its weights. W = (code - zero) * scale * unit.
+// Columns come in chunks: groups of up to 128 columns, or pieces of a longer group. A chunk is one line of 64 bytes,
+// the scales and the zero points of the 16 rows as float16, and then a line for every 8 columns, [16][4] bytes, whose
+// low halves hold the codes of the first 4 columns and the high halves those of the other 4. The last chunk is as long
+// as its columns, filled up to 8. A line of 16 float32 ends the panel, the units: powers of two that bring the scales
+// of a row into float16's range, whatever the size of its weights. W = (code - zero) * scale * unit.
 #pragma once
 
 #include "quantized_input.h"
@@ -71,7 +71,7 @@ INLINE Floats int4_unit(Floats bound) {
   return as_floats((exponent > lowest ? exponent : lowest) - (8 << 23));
 }
 
-// ---------------------------------------------------------------------------------------------------- 16 rows at a time
+// --------------------------------------------------------------------------------------------------- 16 rows at a time
 
 // The value of a scale and of a zero point in each of 16 rows.
 struct Grid {

@@ -10,6 +10,8 @@
 
 namespace PENSTOCK_LEVEL {
 
+namespace paged {
+
 using namespace penstock;
 
 constexpr int MAX_HEAD_DIM = 1024;
@@ -87,9 +89,13 @@ static void write_int8(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
   memcpy(at + VECTOR, &scales[1], WORD);
 }
 
+}  // namespace paged
+
 // Tokens of one page share words, so one thread writes all of them, slot 0 first. There the values become zero, and the
 // scales; keys of slots that are still empty may be anything, since masked scores are replaced.
-static void write_kv(const KvLayout& layout, uint8_t* page, int slot, const float* keys, const float* values) {
+static void write_kv(const penstock::KvLayout& layout, uint8_t* page, int slot, const float* keys,
+                     const float* values) {
+  using namespace paged;
   const int64_t section = section_bytes(layout);
   const int head_dim = layout.head_dim;
   for (int head = 0; head < layout.kv_heads; head++) {

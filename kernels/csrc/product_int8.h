@@ -1,9 +1,9 @@
 // Products with int8 weights: a scale a row of W, and a scale a segment of the inputs' columns.
 //
-// A panel is [ceil(K/4)][16][4] bytes, each a weight's code + 128, then 16 float32 scales and 16 float32 zero points (in
-// units of the codes; zero in what is quantised here): W = (code - zero) * scale. The bytes are unsigned because the dot
-// product takes one operand so, and because what that adds, 128 times the sum of a segment's inputs, is known when a row
-// is prepared. A prepared row is
+// A panel is [ceil(K/4)][16][4] bytes, each a weight's code + 128, then 16 float32 scales and 16 float32 zero points
+// (in units of the codes; zero in what is quantised here): W = (code - zero) * scale. The bytes are unsigned because
+// the dot product takes one operand so, and because what that adds, 128 times the sum of a segment's inputs, is known
+// when a row is prepared. A prepared row is
 //   bytes [K filled up to 64] | scales [segments] | -128 * their sum, int32 [segments] | sum of the row, float32
 //
 // The dot product over a segment is exact in int32; segments are added in float32, in their order.

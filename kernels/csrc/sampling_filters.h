@@ -192,7 +192,8 @@ static void keep_top_p(Entries& entries, double target, const SelectionRoom& roo
   int count = 0;
   for (int at = 0; at < entries.n; at += 16) {
     Floats x = load(entries.x + at);
-    for (uint32_t lanes = lanes_equal(to_floats(bins_of(x)), splat(static_cast<float>(crossing))); lanes; lanes &= lanes - 1) {
+    uint32_t lanes = lanes_equal(to_floats(bins_of(x)), splat(static_cast<float>(crossing)));
+    for (; lanes; lanes &= lanes - 1) {
       int i = __builtin_ctz(lanes);
       if (at + i < entries.n) room.keys[0][count++] = descending_key(x[i], 0);
     }

@@ -141,8 +141,8 @@ INLINE Floats load_entries(const float* p, int at, int n) {
 
 // ------------------------------------------------------------------------------------------------------ rows and lists
 
-// Entries that share a vector of maxima: lane i of it is the largest of the entries whose id is i modulo 16. Groups that
-// hold nothing of interest are skipped by their maxima.
+// Entries that share a vector of maxima: lane i of it is the largest of the entries whose id is i modulo 16. A group
+// that holds nothing of interest is skipped by its maxima.
 static constexpr int GROUP = 256;
 
 INLINE int num_groups(int n) { return (n + GROUP - 1) / GROUP; }

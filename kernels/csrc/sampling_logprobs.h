@@ -29,7 +29,8 @@ static LogTotal log_total(const float* logits, int n, const Survey& found) {
   return {found.best, __builtin_log(sum(total))};
 }
 
-// The k likeliest, 1 <= k <= n, from the likeliest on, of equal logits the lowest ids first; of a broken row the first k.
+// The k likeliest, 1 <= k <= n, from the likeliest on, of equal logits the lowest ids first; of a broken row the first
+// k ids.
 static void top_logprobs(const Scores& scores, const LogTotal& total, int k, Entries& entries,
                          const SelectionRoom& room, int32_t* ids, float* values) {
   int kept = 0;

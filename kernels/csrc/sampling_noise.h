@@ -1,8 +1,8 @@
 // A draw from the softmax of scores: the argmax of score and Gumbel noise, the noise being a pure function of (seed,
 // position, token id), so that a token is the same wherever it is drawn.
 //
-// Noise is exact, in float64, only for entries that may win. With u in (0, 1), -ln u >= 1 - u, so the noise -ln(-ln u) is
-// at most -ln(1 - u): an entry beats the best so far, b, only if 1 - u <= e^{x - b}. That takes the hash and one
+// Noise is exact, in float64, only for entries that may win. With u in (0, 1), -ln u >= 1 - u, so the noise -ln(-ln u)
+// is at most -ln(1 - u): an entry beats the best so far, b, only if 1 - u <= e^{x - b}. That takes the hash and one
 // exponential in float32; entries that pass are as many as the record is broken, some twenty of a vocabulary.
 #pragma once
 

@@ -1,10 +1,10 @@
 """What the CPU library's attention reaches of what one core of this machine can do, for each format of KV.
 
-Decode reads pages that no cache holds, scattered over memory: its ceiling is the rate of a plain reading loop. A
-chunk of a prompt multiplies: its ceiling is the rate of a loop in registers alone, and that of the packed product of 128
-rows stands beside it. INT8 keeps queries and weights in two bytes, so it does twice the operations that are counted here. Items are timed
-one by one and the shortest time of each is taken, since a machine that others use adds to some of them. Errors are
-those of the root mean square against float64, in thousandths.
+Decode reads pages that no cache holds, scattered over memory: its ceiling is the rate of a plain reading loop. A chunk
+of a prompt multiplies: its ceiling is the rate of a loop in registers alone; that of the packed product with 128 rows
+stands beside it. INT8 keeps queries and weights in two bytes, so it does twice the operations that are counted here.
+Items are timed one by one and the shortest time is taken, since a machine that others use adds to some of them. Errors
+are those of the root mean square against float64, in thousandths.
 
     python -P tests/bench/cpu_attention.py
     python -P tests/bench/cpu_attention.py --format bf16 --heads 32 --kv-heads 4
@@ -121,7 +121,8 @@ class Pages:
 def report(pages: Pages, shape: Shape, kv_format: Format, ceilings: Any, budget: float) -> None:
     """One format's lines."""
     write = min(_seconds(pages.write) for _ in range(200)) / LANES
-    print(f"\n{kv_format.name}: error {1e3 * pages.error():.4f} / 1000, KV of a token written in {1e6 * write:.2f} us")
+    error = f"error {1e3 * pages.error():.4f} / 1000"
+    print(f"\n{kv_format.name}: {error}, KV of a token written in {1e6 * write:.2f} us, ctypes included")
     for rows, context in DECODE:
         seconds = rows * pages.best(context - 1, context, budget)
         rate = rows * context * pages.bytes_of_token / seconds

@@ -101,7 +101,7 @@ def activated(x, gate):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU, Gate.GELU_TANH])
 def test_gated(table, gate):
     for n in SIZES:
         x, up = numbers(n, spread=2.0), numbers(n, 1)

@@ -13,6 +13,8 @@ GUARD = 64
 POISON = 0xFF
 """Of float32 and bfloat16 alike, a NaN."""
 FORMATS = (Format.F32, Format.BF16)
+ALPHA, LIMIT = 1.702, 3.0
+"""Of the clamped activation: well within what the sums of these tests reach."""
 ROWS = (1, 2, 3, 7, 8, 12, 13, 16, 17, 24, 25, 33, 64, 65)
 
 
@@ -71,26 +73,28 @@ class Packed:
         self.matrix = Matrix(matrix_format, rows, columns, 0, self.panel_bytes, self.memory.address, data, None)
 
     def prepare(self, x):
-        """Inputs in memory full of NaN before."""
+        """Inputs in memory full of NaN before, from rows with NaN behind them."""
         stride = self.table.input_bytes(self.format, self.columns, 0)
         assert stride % 64 == 0
         memory = Guarded(len(x) * stride)
+        source = Guarded(self.columns * 4)
         for m, row in enumerate(x):
-            self.table.prepare(self.format, self.columns, 0, row.ctypes.data, memory.address + m * stride)
+            source.bytes.view(np.float32)[:] = row
+            self.table.prepare(self.format, self.columns, 0, source.address, memory.address + m * stride)
         memory.check()
         return memory, stride
 
     def multiply(self, x, *, mode=OutputMode.STORE, gate=Gate.SILU, cuts=(), base=None):
         """The whole product of x, (M, columns) float32, in calls that end at the panels `cuts`. Nothing is written
         beyond its columns. With `base` it is added to that."""
-        memory, stride = self.prepare(np.ascontiguousarray(x))
+        memory, stride = self.prepare(x)
         width = self.rows // 2 if mode == OutputMode.GATED else self.rows
         out = Guarded(len(x) * (width + 5) * 4)
         values = out.bytes.view(np.float32).reshape(len(x), width + 5)
         if base is not None:
             values[:, :width] = base
         inputs = Inputs(memory.address, stride, len(x))
-        output = Output(out.address, width + 5, mode, gate)
+        output = Output(out.address, width + 5, mode, gate, ALPHA, LIMIT)
         for begin, end in itertools.pairwise([0, *cuts, self.num_panels]):
             self.table.product(self.matrix, inputs, begin, end, output)
         out.check()
@@ -157,12 +161,15 @@ def test_bias_and_addition(table, matrix_format):
                                   base[3:4] + (plain + bias)[3:4])  # fmt: skip
 
 
-def activated(x, gate):
+def gated(x, up, gate):
     if gate == Gate.SILU:
-        return x / (1 + np.exp(-x))
+        return x / (1 + np.exp(-x)) * up
+    if gate == Gate.GELU:
+        return x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2)) * up
     if gate == Gate.GELU_TANH:
-        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return x / 2 * np.vectorize(math.erfc)(-x / math.sqrt(2))
+        return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) * up
+    x = np.minimum(x, LIMIT)
+    return x / (1 + np.exp(-ALPHA * x)) * (np.clip(up, -LIMIT, LIMIT) + 1)
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
@@ -181,7 +188,7 @@ def test_gated_products(table, matrix_format, gate, width):
     packed.rows = packed.matrix.rows = 2 * width
     result = packed.multiply(x, mode=OutputMode.GATED, gate=gate)
     left, right = exact(x, gates, matrix_format) + bias[0], exact(x, ups, matrix_format) + bias[1]
-    np.testing.assert_allclose(result, activated(left, gate) * right, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(result, gated(left, right, gate), rtol=2e-5, atol=2e-5)
     for m, cuts in ((1, ()), (4, (2,) if width > LANES else ()), (13, ())):
         again = packed.multiply(x[:m], mode=OutputMode.GATED, gate=gate, cuts=cuts)
         np.testing.assert_array_equal(again, result[:m])

@@ -89,10 +89,11 @@ def quantized(table, kind, weights, bias=None):
     error = (ctypes.c_double * 2)()
 
     def pack(panel, address):
-        rows = pointers(weights[panel * LANES : (panel + 1) * LANES])
-        table.pack_panel(kind[0], weights.shape[1], kind[1], rows, address, error)
+        some = pointers(weights[panel * LANES : (panel + 1) * LANES])
+        table.pack_panel(kind[0], columns, kind[1], some, address, error)
 
-    packed = Packed(table, kind, *weights.shape, pack, bias)
+    rows, columns = weights.shape
+    packed = Packed(table, kind, rows, columns, pack, bias)
     return packed, list(error)
 
 
@@ -104,7 +105,8 @@ def from_codes(table, kind, codes, scales, zeros):
             kind[0], codes.shape[1], kind[1], some, pointers(scales[part]), pointers(zeros[part]), address
         )
 
-    return Packed(table, kind, *codes.shape, pack)
+    rows, columns = codes.shape
+    return Packed(table, kind, rows, columns, pack)
 
 
 def random(*shape, seed=0):

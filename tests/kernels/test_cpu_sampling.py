@@ -190,6 +190,17 @@ def test_sets_that_filters_leave(table):
         assert {sampler.sample(logits, row)[0] for row in rows} == set(order[:kept].tolist()), sampling
 
 
+def test_penalties_round_as_float32_does(table):
+    """A token that is penalised to the very logit of another loses no tie by an operation that was fused."""
+    sampler, factor, lowered = Sampler(table, 2), np.float32(1.3), np.float32(0.7)
+    for x in -np.random.default_rng(3).random(200, dtype=np.float32):
+        penalised = np.float32(x * factor) - lowered
+        row = make_row(
+            SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.7), history=(9, 0), num_prompt=1
+        )
+        assert sampler.sample(np.array([x, penalised], dtype=np.float32), row)[0] == 0
+
+
 @pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["all", "last", "first"])
 def test_a_model_that_computes_no_numbers_gets_the_lowest_allowed_token(table, logit, where):

@@ -27,7 +27,10 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
+from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
+from penstock.models.cpu_backend import objection
+from penstock.models.errors import ModelError
 from penstock.models.quantized_matrix import read_matrix
 from penstock.scheduler.plan import SamplingParams
 
@@ -345,6 +348,27 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
         with torch.inference_mode():
             logits = checkpoint.module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
         assert answer.token_ids == logits.argmax(-1).tolist()
+
+
+async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine, worker_config, prompts):
+    """It rounds activations to bytes; whatever else it did wrong would be off by the deviation of the logits, above
+    2."""
+    why_not = objection(worker_config(checkpoint.path, backend="cpu"), check_checkpoint(checkpoint.path))
+    if why_not is not None:
+        pytest.skip(why_not)
+    engine = await start_engine(in_process(checkpoint.path, backend="cpu"))
+    assert engine.engine.facts.quantization == checkpoint.method
+    [answer] = await engine.run([prompts[-1]], SamplingParams(temperature=0.0, prompt_logprobs=0), 1)
+    got = torch.tensor([value for part in answer.prompt_logprobs for value in part.logprobs.chosen])
+    with torch.inference_mode():
+        expected = checkpoint.module(torch.tensor([prompts[-1]])).logits[0, :-1].log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1)).squeeze(1)
+    assert (got - chosen).abs().mean() < 0.3
+
+
+def test_the_cpu_backend_refuses_experts_whose_inputs_it_cannot_share(checkpoints, worker_config):
+    with pytest.raises(ModelError, match="--backend cpu: its experts are quantised differently, or by act-order"):
+        load_backend(worker_config(checkpoints("gptq experts").path, backend="cpu"))
 
 
 def test_awq_is_what_the_librarys_converter_makes_of_it(checkpoints):
