@@ -22,6 +22,7 @@ LIBRARY = "libpenstock_cpu.so"
 
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
           "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
+          "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 finds some in its own AVX512 headers
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")

@@ -100,6 +100,11 @@ class Memory:
         self.address: int = library.penstock_map(num_bytes) or 0
         if not self.address:
             raise MemoryError(f"{num_bytes} bytes")
+        self._c = library
+
+    def populate(self, offset: int, num_bytes: int) -> None:
+        """Takes the pages of a piece now, while others may read and write there."""
+        self._c.penstock_populate(self.address + offset, num_bytes)
 
 
 class Library:
@@ -174,6 +179,7 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
     address, integer, long = c_void_p, c_int32, c_int64
     signatures: dict[str, tuple[object, list[object]]] = {
         "penstock_map": (address, [long]),
+        "penstock_populate": (None, [address, long]),
         "penstock_threads": (address, [integer, address]),
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),

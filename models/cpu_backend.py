@@ -1,8 +1,12 @@
 """The backend for CPUs: a step is one call into the library, which runs the model and chooses the tokens. Imports no
 tensor library."""
 
+import contextlib
 import ctypes
 import logging
+import math
+import os
+import threading
 
 import numpy as np
 
@@ -16,7 +20,13 @@ from penstock.models.errors import ModelError
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.sampling_rows import SamplingRows
 from penstock.models.spec import ModelSpec
-from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import (
+    MAX_BATCHED_TOKENS,
+    PromptLogprobsPart,
+    TokenLogprobs,
+    WorkerConfig,
+    WorkerFacts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +39,18 @@ NARROW = {"float16": "bfloat16", "float64": "float32"}
 SMALL_STEP = 1 << 26
 """Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
 the cores, loses."""
+
+
+STEP_S = 0.15
+OPERATIONS_PER_S = 300e9
+"""Of a thread, about: an order of magnitude is enough."""
+MIN_BATCHED_TOKENS = 128
+"""Products of fewer rows are not as fast, and each row that decodes needs one."""
+
+
+POPULATED_TOKENS = 1 << 14
+POPULATED_AT_ONCE = 2 << 20
+"""Bytes, a huge page."""
 
 
 class CpuBackend:
@@ -210,7 +232,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or _default_budget(spec, config.num_threads),
         architecture=spec.architecture,
         backend="cpu",
         device=config.device,
@@ -220,8 +242,34 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         kv_bytes=num_blocks * num_bytes,
         quantization=quantization,
     )
+    _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, config.num_threads)
+
+
+def _default_budget(spec: ModelSpec, num_threads: int) -> int:
+    """Tokens that a step computes in about ``STEP_S``: streams that decode beside a prompt wait so long for their next
+    token, and products are as fast as with more."""
+    per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
+    tokens = STEP_S * OPERATIONS_PER_S * num_threads / per_token
+    return min(MAX_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, 1 << round(math.log2(max(1.0, tokens)))))
+
+
+def _populate(pages: Memory, num_layers: int, page_bytes: int) -> None:
+    """Takes the memory of the first pages that will be written from the system, in the time that nothing else needs:
+    there, the first write costs more than what is computed meanwhile. The others are taken as they are written, so that
+    an idle service does not hold memory for nothing."""
+    layer_bytes = pages.num_bytes // num_layers
+    wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES))
+
+    def populate() -> None:
+        with contextlib.suppress(OSError):  # it is only slower then
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        for offset in range(0, wanted, POPULATED_AT_ONCE):
+            for layer in range(num_layers):
+                pages.populate(layer * layer_bytes + offset, min(POPULATED_AT_ONCE, wanted - offset))
+
+    threading.Thread(target=populate, name="populate", daemon=True).start()
 
 
 def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:

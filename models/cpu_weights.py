@@ -31,7 +31,7 @@ SOURCES = {
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 ALIGNMENT = 64
-GROUP = 32
+GROUP = 128
 """Columns that share a scale where int4 is made at load."""
 PADDING = 1 << 16
 """Bytes that one tensor may need besides its own, at most: rows of its last panel, columns of its last group."""

@@ -19,7 +19,7 @@ from penstock.models.rope import attention_factor, inverse_frequencies
 from penstock.models.spec import ModelSpec, Rope
 from penstock.models.torch_head import result_of
 from penstock.models.weights import LayerWeights, Weights
-from penstock.scheduler.plan import WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 DTYPES = {
     "float32": torch.float32,
@@ -153,7 +153,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
         architecture=spec.architecture,
         backend="reference",
         device=config.device,

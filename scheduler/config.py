@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerFacts
 from penstock.scheduler.policy import Policy
 
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
@@ -42,7 +42,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     """Rows that run at once; a request of n choices has n rows."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = MAX_BATCHED_TOKENS
     """The token budget of a step. Rows that run at once are never more than this, so that each gets a token a step."""
     max_queued_requests: int = 1024
     """Requests that have not begun; one more is refused."""

@@ -137,6 +137,10 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     """How long the step took."""
 
 
+MAX_BATCHED_TOKENS = 2048
+"""Tokens in a step at most, unless more are asked for."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True):
     """What a worker needs to start. The same config gives the same facts after every restart."""
 
@@ -150,7 +154,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     """None: the model's own context."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    """None: what the backend computes in a short time, at most ``MAX_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
     """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
     memory_utilization: float = 0.5

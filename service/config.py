@@ -167,7 +167,10 @@ class ServeConfig:
         "that fit", metavar="MS", low=0, high=60_000, shown="none, as --max-num-batched-tokens allows",
     )  # fmt: skip
     max_num_seqs: int = _flag(256, "sequences in a step at most", metavar="N", low=1, high=4096)
-    max_num_batched_tokens: int = _flag(2048, "tokens in a step at most", metavar="N", low=1, high=1 << 20)
+    max_num_batched_tokens: int | None = _flag(
+        None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
+        shown="what a CPU computes in about 0.15 s, at least 128; at most 2048",
+    )  # fmt: skip
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(
         4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32

@@ -23,7 +23,7 @@ from penstock.models.launch import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls
@@ -115,7 +115,7 @@ def prepare(config: ServeConfig) -> Prepared:
         )
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         policy=Policy[config.scheduling_policy.upper()],

@@ -32,6 +32,18 @@ void unmap_memory(void* memory, int64_t bytes) {
   if (memory) munmap(memory, static_cast<size_t>(rounded(bytes)));
 }
 
+void populate_memory(void* memory, int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+  uintptr_t begin = reinterpret_cast<uintptr_t>(memory) / 4096 * 4096;
+  // Where the system is too old for it, pages are taken when they are first written, as without.
+  madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(memory) - begin + static_cast<size_t>(bytes),
+          MADV_POPULATE_WRITE);
+#else
+  (void)memory;
+  (void)bytes;
+#endif
+}
+
 Arena::~Arena() {
   for (int i = 0; i < num_chunks_; i++) unmap_memory(chunks_[i].memory, chunks_[i].bytes);
 }
@@ -66,4 +78,5 @@ uint8_t* Arena::piece(int64_t bytes) {
 }  // namespace penstock
 
 PENSTOCK_API void* penstock_map(int64_t bytes) { return penstock::map_memory(bytes); }
+PENSTOCK_API void penstock_populate(void* memory, int64_t bytes) { penstock::populate_memory(memory, bytes); }
 PENSTOCK_API void penstock_unmap(void* memory, int64_t bytes) { penstock::unmap_memory(memory, bytes); }

@@ -9,6 +9,8 @@ namespace penstock {
 // Zeroed memory aligned to 2 MiB, taken page by page when first written; null where there is none.
 uint8_t* map_memory(int64_t bytes);
 void unmap_memory(void* memory, int64_t bytes);
+// Takes the pages of a piece now, whatever others read and write there meanwhile.
+void populate_memory(void* memory, int64_t bytes);
 
 // What a step works in. Pieces are taken one after another, and all given back at once; the memory stays for the next step.
 class Arena {

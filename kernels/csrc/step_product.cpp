@@ -7,8 +7,16 @@ namespace {
 
 // Rows that share a panel while it is in the cache; with more, pieces are cut across rows too, which evens out the work.
 constexpr int ROWS_AT_ONCE = 64;
-// Panels in a piece: a multiple of every tile's width, and even, as gated products need it.
-constexpr int PANELS_AT_ONCE = 6;
+// Pieces for each thread that are enough to keep all of them busy to the end.
+constexpr int PIECES_PER_THREAD = 4;
+// A longer piece reads memory no faster.
+constexpr int MOST_PANELS = 12;
+
+// Panels in a piece; even, as gated products need it.
+int panels_at_once(int panels, int threads) {
+  int some = panels / (PIECES_PER_THREAD * threads) / 2 * 2;
+  return some < 2 ? 2 : some > MOST_PANELS ? MOST_PANELS : some;
+}
 
 }  // namespace
 
@@ -52,12 +60,13 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
     const Matrix& part = linear.parts[i];
     const Inputs& rows = inputs.parts[i];
     int panels = (part.rows + LANES - 1) / LANES;
-    int pieces = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
+    int some_panels = panels_at_once(panels, threads_.num());
+    int pieces = (panels + some_panels - 1) / some_panels;
     int blocks = (rows.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     // Neighbouring items share panels, so that the second block of rows finds them in the cache.
     threads_.run(pieces * blocks, [&](int item, int) {
-      int begin = item / blocks * PANELS_AT_ONCE, first = item % blocks * ROWS_AT_ONCE;
-      int end = begin + PANELS_AT_ONCE < panels ? begin + PANELS_AT_ONCE : panels;
+      int begin = item / blocks * some_panels, first = item % blocks * ROWS_AT_ONCE;
+      int end = begin + some_panels < panels ? begin + some_panels : panels;
       int count = rows.rows - first < ROWS_AT_ONCE ? rows.rows - first : ROWS_AT_ONCE;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};
       Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
