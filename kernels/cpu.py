@@ -219,9 +219,9 @@ def main() -> None:
 
 
 __all__ = [
-    "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow", "Format", "Gate",
-    "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode", "SampledToken", "SamplingRow",
-    "find_kernels", "library_path", "load_library",
+    "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow",
+    "Format", "Gate", "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode",
+    "SampledToken", "SamplingRow", "find_kernels", "library_path", "load_library",
 ]  # fmt: skip
 
 if __name__ == "__main__":

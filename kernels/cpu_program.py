@@ -124,8 +124,8 @@ class Library:
     def pack(
         self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: Source, stride: int
     ) -> tuple[float, float]:
-        """Packs the rows at the addresses, 0 for a missing one, with ``stride`` bytes from column to column. Returns the
-        sums of the squared errors and of the squared weights, both 0 where nothing is quantised."""
+        """Packs the rows at the addresses, 0 for a missing one, with ``stride`` bytes from column to column. Returns
+        the sums of the squared errors and of the squared weights, both 0 where nothing is quantised."""
         errors = np.zeros((self.num_threads, 2))
         self._c.penstock_pack(
             self._threads, byref(kernels), byref(matrix), rows.ctypes.data, source, stride, errors.ctypes.data

@@ -62,7 +62,8 @@ def load_backend(config: WorkerConfig) -> Backend:
             return load(config, info)
         if config.backend != "auto":
             raise ModelError(f"--backend {name}: {why_not}")
-        logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for CPUs: %s", why_not)
+        if config.device == "cpu":
+            logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for CPUs: %s", why_not)
     raise AssertionError("the last backend has no objections")
 
 

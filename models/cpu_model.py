@@ -87,7 +87,7 @@ def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
 
 def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
     """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
-    return kv_layout(spec, format).page_bytes * (block_size // LANES) * spec.num_layers
+    return int(kv_layout(spec, format).page_bytes) * (block_size // LANES) * spec.num_layers
 
 
 def max_weight_bytes(spec: ModelSpec, formats: Formats) -> int:

@@ -30,9 +30,9 @@ def check_weights_fit(config: WorkerConfig, architecture: str, weight_bytes: int
         )
 
 
-def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int) -> int:
-    """How many KV blocks of ``block_bytes`` to make, weights already loaded. Raises ModelError if one request of full
-    length does not fit."""
+def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int, num_spare: int = 0) -> int:
+    """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded. Raises ModelError if
+    one request of full length does not fit."""
     free = free_bytes(config.device, config.max_memory_bytes)
     if config.kv_cache_bytes is None:
         budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
@@ -40,14 +40,13 @@ def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int) ->
         budget, flag = config.kv_cache_bytes, "--kv-cache-memory-bytes"
         if budget > free:
             raise ModelError(f"{flag} {budget}: {config.device} has {_gib(free)} free after the weights: give less")
-    # One page besides stands for positions that no row has.
-    blocks = budget // block_bytes - 1
+    blocks = budget // block_bytes - num_spare
     needed = -(-max_model_len // config.block_size)
     if blocks < needed:
         shorter = f", or lower --max-model-len to at most {blocks * config.block_size}" if blocks > 0 else ""
         raise ModelError(
             f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {max_model_len} tokens needs "
-            f"{_gib((needed + 1) * block_bytes)}: raise {flag}{shorter}"
+            f"{_gib((needed + num_spare) * block_bytes)}: raise {flag}{shorter}"
         )
     return blocks
 

@@ -139,7 +139,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
-    num_blocks = num_kv_blocks(config, spec.kv_bytes_per_token(dtype.itemsize) * config.block_size, max_model_len)
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    # One page besides stands for positions that no row has.
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1)
     try:
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
     except RuntimeError as error:  # of torch's, for want of memory

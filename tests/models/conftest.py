@@ -272,11 +272,10 @@ def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> W
     if num_blocks is not None:
         spec = check_checkpoint(path).spec
         if values["backend"] == "cpu":
-            each = block_bytes(spec, DTYPES[values["dtype"]], 16)
+            values["kv_cache_bytes"] = num_blocks * block_bytes(spec, DTYPES[values["dtype"]], 16)
         else:
             element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
-            each = 16 * spec.kv_bytes_per_token(element)
-        values["kv_cache_bytes"] = (num_blocks + 1) * each
+            values["kv_cache_bytes"] = (num_blocks + 1) * 16 * spec.kv_bytes_per_token(element)
     else:
         values.setdefault("kv_cache_bytes", 64 << 20)
     return WorkerConfig(model=str(path), **values)

@@ -17,7 +17,6 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepPlan, WorkerConfig
 
 WITHOUT_MODEL = """
-import sys, types
 from penstock.models import worker
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepResult
@@ -34,7 +33,7 @@ class Runner:
         return StepResult(plan.step, [], [], 0, 1)
 
 worker.load_backend = lambda config: FakeExecutor()
-sys.modules["penstock.models.runner"] = types.SimpleNamespace(Runner=Runner)
+worker.Runner = Runner
 worker.ALIVE_INTERVAL_S = {interval}
 worker.main()
 """

@@ -400,7 +400,7 @@ class World:
             assert choice.num_published * BLOCK_SIZE <= confirmed, "a block without its KV is published"
             request = choice.live.request
             received = self.received[request.request_id]
-            max_tokens = max(received.request.max_tokens, received.most_tokens)
+            max_tokens = max(received.request.max_tokens, received.most_tokens, *received.limits.values())
             limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
             assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
         for use in self.scheduler.tenants:
