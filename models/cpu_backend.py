@@ -21,7 +21,6 @@ from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.sampling_rows import SamplingRows
 from penstock.models.spec import ModelSpec
 from penstock.scheduler.plan import (
-    MAX_BATCHED_TOKENS,
     PromptLogprobsPart,
     TokenLogprobs,
     WorkerConfig,
@@ -46,6 +45,8 @@ OPERATIONS_PER_S = 300e9
 """Of a thread, about: an order of magnitude is enough."""
 MIN_BATCHED_TOKENS = 128
 """Products of fewer rows are not as fast, and each row that decodes needs one."""
+MOST_BATCHED_TOKENS = 256
+"""Products of more rows are no faster."""
 
 
 POPULATED_TOKENS = 1 << 14
@@ -252,7 +253,7 @@ def _default_budget(spec: ModelSpec, num_threads: int) -> int:
     token, and products are as fast as with more."""
     per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
     tokens = STEP_S * OPERATIONS_PER_S * num_threads / per_token
-    return min(MAX_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, 1 << round(math.log2(max(1.0, tokens)))))
+    return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, 1 << round(math.log2(max(1.0, tokens)))))
 
 
 def _populate(pages: Memory, num_layers: int, page_bytes: int) -> None:

@@ -155,7 +155,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """None: the model's own context."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    """None: what the backend computes in a short time, at most ``MAX_BATCHED_TOKENS``."""
+    """None: what the backend computes in a short time, or ``MAX_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
     """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
     memory_utilization: float = 0.5

@@ -169,7 +169,7 @@ class ServeConfig:
     max_num_seqs: int = _flag(256, "sequences in a step at most", metavar="N", low=1, high=4096)
     max_num_batched_tokens: int | None = _flag(
         None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
-        shown="what a CPU computes in about 0.15 s, at least 128; at most 2048",
+        shown="2048; on a CPU, what takes about 0.15 s, 128 to 512",
     )  # fmt: skip
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(
