@@ -45,12 +45,13 @@ def state_name(stats: pb.WatchStatsResponse) -> str:
 def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
     """One line, for a pipe or a log."""
     predicted = f"{stats.predicted_ttft_ms} ms" if stats.HasField("predicted_ttft_ms") else "unknown"
+    lag = f"{_ms(stats.loop_lag.p99_us)} at p99" if stats.HasField("loop_lag") else "unknown"
     return (
         f"{state_name(stats)}: requests {stats.live_requests}, rows {stats.running_rows}, "
         f"waiting {stats.waiting_choices}, stalled {stats.stalled_requests}, KV {100 * stats.kv_usage:.1f} %; "
         f"tokens/s: output {rates.output_tokens:.0f}, prompt {rates.prefill_tokens + rates.cached_tokens:.0f} "
-        f"(cached {100 * rates.cached_share:.0f} %); step {stats.step_us / 1000:.1f} ms; first token predicted: "
-        f"{predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
+        f"(cached {100 * rates.cached_share:.0f} %); step {stats.step_us / 1000:.1f} ms; loop lag: {lag}; "
+        f"first token predicted: {predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
         f"workers replaced {stats.worker_restarts}"
     )
 
@@ -76,6 +77,9 @@ def dashboard(
     else:
         predicted = "nothing is known yet"
     yield _row("1st token", predicted)
+    lag = stats.loop_lag
+    late = f"late by {_ms(lag.p50_us)} at the median, {_ms(lag.p99_us)} at p99, {_ms(lag.max_us)} at most"
+    yield _row("loop", late if stats.HasField("loop_lag") else "nothing is known yet")
     if rates is None:
         yield from ("", _row("speed", "known with the next answer"))
     else:
@@ -110,6 +114,10 @@ def _tenants(before: pb.WatchStatsResponse | None, stats: pb.WatchStatsResponse,
         if rates is not None and tenant.tenant in served_before:
             speed = f"{(tenant.served_tokens - served_before[tenant.tenant]) / rates.seconds:,.0f}"
         yield f"{tenant.tenant:{width}}  {tenant.live_requests:>6,}  {speed:>10}  {tenant.served_tokens:>14,}"
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:,.1f} ms"
 
 
 def _row(title: str, text: str) -> str:

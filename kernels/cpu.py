@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -26,6 +25,8 @@ SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
+VARIABLE = "PENSTOCK_CPU_LIBRARY"
+"""Of the environment: names another build of the library."""
 BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
 """What helps a library that is missing or stale."""
 
@@ -177,8 +178,8 @@ class Kernels(Structure):
 
 
 def library_path() -> Path:
-    """Where the library is: beside this file, or another build of it, which PENSTOCK_CPU_LIBRARY names."""
-    return Path(os.environ.get("PENSTOCK_CPU_LIBRARY") or LIBRARY)
+    """Where the library is: beside this file, or another build of it, which the environment names."""
+    return Path(os.environ.get(VARIABLE) or LIBRARY)
 
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
@@ -189,6 +190,8 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     if not path.exists():
+        if path != LIBRARY:
+            raise LibraryMissing(f"{path}, which {VARIABLE} names, is not there", f"leave {VARIABLE} out")
         raise LibraryMissing(
             f"{path} is not there, because no C++ compiler worked when penstock was installed",
             f"install one (Debian, Ubuntu: apt-get install g++), then {BUILD_IT}",
@@ -208,21 +211,8 @@ def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels 
     return found.contents if found else None
 
 
-def main() -> None:
-    """Prints the instruction sets that this machine runs the library with, the best first; or why not, and the remedy.
-    ``penstock doctor`` asks so, in a process of its own."""
-    try:
-        found = [level for level in LEVELS if find_kernels(level)]
-    except LibraryMissing as error:
-        sys.exit(f"{error.what}\n{error.remedy}")
-    sys.stdout.write("\n".join([*found, ""]))
-
-
 __all__ = [
     "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow",
     "Format", "Gate", "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode",
     "SampledToken", "SamplingRow", "find_kernels", "library_path", "load_library",
 ]  # fmt: skip
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
 """Mirrors what ``csrc/program.h`` declares, a model as data and one step of it, and calls the library with it."""
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -93,7 +94,8 @@ class Step(Structure):
 
 
 class Memory:
-    """Zeroed memory of the library's, in huge pages where there are some; pages are taken when first written."""
+    """Zeroed memory of the library's, in huge pages where there are some; pages are taken when first written. It is
+    given back with this object, which must outlive every use of the address."""
 
     def __init__(self, library: ctypes.CDLL, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -101,10 +103,12 @@ class Memory:
         if not self.address:
             raise MemoryError(f"{num_bytes} bytes")
         self._c = library
+        _with(self, library.penstock_unmap, self.address, num_bytes)
 
-    def populate(self, offset: int, num_bytes: int) -> None:
-        """Takes the pages of a piece now, while others may read and write there."""
-        self._c.penstock_populate(self.address + offset, num_bytes)
+    def populate(self, num_parts: int, part_bytes: int, num_bytes: int) -> None:
+        """Takes the first bytes of each part from the system now, a huge page of every part in turn, while others may
+        read and write there. One call, which holds no lock of the interpreter's while it waits for a core."""
+        self._c.penstock_populate(self.address, num_parts, part_bytes, num_bytes)
 
 
 class Library:
@@ -116,6 +120,7 @@ class Library:
         self._cores = (c_int32 * len(cores))(*cores) if cores else None
         self.num_threads = num_threads
         self._threads: int = self._c.penstock_threads(num_threads, self._cores)
+        self._end = _with(self, self._c.penstock_threads_end, self._threads)
 
     def memory(self, num_bytes: int) -> Memory:
         """Raises MemoryError."""
@@ -147,7 +152,7 @@ class Library:
 
     def loaded(self) -> None:
         """No more is packed: ends the threads of loading."""
-        self._c.penstock_threads_end(self._threads)
+        self._end()
 
     def program(self, model: Model) -> "Program":
         """What runs the model's steps."""
@@ -155,11 +160,12 @@ class Library:
 
 
 class Program:
-    """Runs steps of one model, one at a time."""
+    """Runs steps of one model, one at a time. Its threads end with this object."""
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
         self._c = library
         self._handle = handle
+        _with(self, library.penstock_program_end, handle)
 
     def run(self, step: Step, num_threads: int) -> None:
         """The step, on so many of the threads."""
@@ -173,18 +179,27 @@ class Program:
         return dict(zip(STAGES, seconds.tolist(), strict=True))
 
 
+def _with(owner: object, end: Callable[..., None], *arguments: int) -> Callable[[], None]:
+    """Has ``end`` called once: when the owner is gone, or by what is returned. A process that ends calls nothing."""
+    finalizer = weakref.finalize(owner, end, *arguments)
+    finalizer.atexit = False
+    return finalizer
+
+
 def typed_library(path: Path | None = None) -> ctypes.CDLL:
     """The library with the types of these functions. Raises LibraryMissing."""
     library = load_library(path)
     address, integer, long = c_void_p, c_int32, c_int64
     signatures: dict[str, tuple[object, list[object]]] = {
         "penstock_map": (address, [long]),
-        "penstock_populate": (None, [address, long]),
+        "penstock_unmap": (None, [address, long]),
+        "penstock_populate": (None, [address, integer, long, long]),
         "penstock_threads": (address, [integer, address]),
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),
         "penstock_pack_codes": (None, [address, POINTER(Kernels), POINTER(Matrix), address, address, address]),
         "penstock_program": (address, [POINTER(Model), integer, address]),
+        "penstock_program_end": (None, [address]),
         "penstock_step": (None, [address, POINTER(Step), integer]),
         "penstock_stages": (integer, [address, address]),
     }

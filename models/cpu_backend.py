@@ -50,8 +50,7 @@ MOST_BATCHED_TOKENS = 256
 
 
 POPULATED_TOKENS = 1 << 14
-POPULATED_AT_ONCE = 2 << 20
-"""Bytes, a huge page."""
+"""Of KV, whose memory is taken before they are there."""
 
 
 class CpuBackend:
@@ -64,11 +63,13 @@ class CpuBackend:
         program: Program,
         facts: WorkerFacts,
         num_parameters: int,
+        num_logits: int,
         num_threads: int,
     ) -> None:
         self.facts = facts
         self._kept = (model, pages)
         self._program = program
+        self._num_logits = num_logits
         self._num_threads = num_threads
         self._small_step = SMALL_STEP // num_parameters
         self._sampling = SamplingRows()
@@ -87,7 +88,7 @@ class CpuBackend:
         room = sampling.num_top
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
         tops = np.empty((len(sampled), room), dtype=np.float32)
-        scores = _Scores(batch)
+        scores = _Scores(batch, self._num_logits)
         tables = np.ascontiguousarray(batch.tables)
         step = Step(
             num_tokens=len(batch.token_ids),
@@ -143,11 +144,14 @@ def _sampled(
 class _Scores:
     """The log-probabilities of prompt tokens that come out of a batch: what is asked, and room for the answers."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, num_logits: int) -> None:
         self._spans = list(batch.prompt_spans())
         parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
         told = [row.history[position : position + count] for row, _, count, position in self._spans]
-        tops = [row.sampling.prompt_logprobs or 0 for row, _, _, _ in self._spans]
+        for part in told:
+            assert max(part) < num_logits, "prompts' ids are checked against the tokenizer's vocabulary"
+        tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in self._spans]
+        self._tops = tops
         self.tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         self.targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
         self.num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
@@ -160,8 +164,8 @@ class _Scores:
         """The answers, a part for each row."""
         parts = []
         begin = 0
-        for row, _, count, position in self._spans:
-            end, top = begin + count, row.sampling.prompt_logprobs or 0
+        for (row, _, count, position), top in zip(self._spans, self._tops, strict=True):
+            end = begin + count
             logprobs = TokenLogprobs(
                 top,
                 self.chosen[begin:end].tolist(),
@@ -176,9 +180,9 @@ class _Scores:
 def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
     if config.device != "cpu":
-        return f"--device is {config.device}, and it is for CPUs"
+        return f"--device is {config.device}, and it is for CPUs: give --device cpu, or leave --backend out"
     if config.dtype not in ("auto", *DTYPES):
-        return f"--dtype is {config.dtype}, and it has float32 and bfloat16"
+        return f"--dtype is {config.dtype}, and it has bfloat16 and float32: give one of them, or leave --dtype out"
     if config.block_size % LANES:
         return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
     if _experts_differ(info):
@@ -202,6 +206,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     """The factory of the backend registry; there must be no ``objection``. Raises ModelError."""
     spec = info.spec
     dtype = NARROW.get(info.dtype, info.dtype) if config.dtype == "auto" else config.dtype
+    if dtype != info.dtype and config.dtype == "auto":
+        logger.info("the checkpoint is in %s, which this backend computes in %s", info.dtype, dtype)
     quantization = info.choose_quantization(config.quantization)
     formats = _formats(config, dtype, quantization)
     max_model_len = config.max_model_len or spec.max_positions
@@ -212,10 +218,17 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
     library = Library(config.num_threads, None)
-    check_weights_fit(config, spec.architecture, _weight_bytes(spec, formats), dtype)
+    max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
+    check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     tensors = open_tensors(info, config.load_format)
-    model = load_model(spec, formats, tensors, library, kernels, num_logits, config.block_size)
+    try:
+        model = load_model(spec, formats, tensors, library, kernels, max_bytes, num_logits, config.block_size)
+    except MemoryError as error:
+        raise ModelError(
+            f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
+            "--dtype, --quantization int8 or int4 or a smaller model, or raise the process's limit (ulimit -v)"
+        ) from error
     if model.error.squared_weights:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
@@ -242,10 +255,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         weight_bytes=model.weight_bytes,
         kv_bytes=num_blocks * num_bytes,
         quantization=quantization,
+        instruction_set=kernels.name.decode(),
+        num_threads=config.num_threads,
     )
     _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
-    return CpuBackend(model, pages, program, facts, spec.num_parameters, config.num_threads)
+    return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
 
 
 def _default_budget(spec: ModelSpec, num_threads: int) -> int:
@@ -266,9 +281,7 @@ def _populate(pages: Memory, num_layers: int, page_bytes: int) -> None:
     def populate() -> None:
         with contextlib.suppress(OSError):  # it is only slower then
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        for offset in range(0, wanted, POPULATED_AT_ONCE):
-            for layer in range(num_layers):
-                pages.populate(layer * layer_bytes + offset, min(POPULATED_AT_ONCE, wanted - offset))
+        pages.populate(num_layers, layer_bytes, wanted)
 
     threading.Thread(target=populate, name="populate", daemon=True).start()
 
@@ -281,8 +294,3 @@ def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:
     # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.
     head = Format.INT8 if quantization in ("int8", "int4") else plain
     return Formats(weights, head, plain, Format.INT8 if config.kv_cache_dtype == "int8" else plain)
-
-
-def _weight_bytes(spec: ModelSpec, formats: Formats) -> int:
-    """About what the packed weights need."""
-    return min(max_weight_bytes(spec, formats), spec.num_parameters * (4 if formats.weights is Format.F32 else 2))

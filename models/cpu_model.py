@@ -1,6 +1,8 @@
 """Makes a ``ModelSpec`` and a checkpoint into the CPU library's model: data, and addresses of packed weights."""
 
 import ctypes
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +21,17 @@ from penstock.kernels.cpu_program import (
     Source,
 )
 from penstock.models import spec as decoder
-from penstock.models.cpu_weights import PADDING, Packer, QuantizationError, Tensors, narrowed, widened
+from penstock.models.cpu_weights import (
+    ALIGNMENT,
+    Packer,
+    QuantizationError,
+    Tensors,
+    group_made,
+    narrowed,
+    stored_format,
+    widened,
+)
+from penstock.models.quantized_tensors import QuantizedLinear
 from penstock.models.rope import attention_factor, inverse_frequencies
 from penstock.models.spec import ModelSpec
 
@@ -33,6 +45,10 @@ QK_NORMS = {
     decoder.QkNorm.HEAD: QkNorm.HEAD,
     decoder.QkNorm.ALL: QkNorm.ALL,
 }
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ROUTER = "mlp.gate"
 
 ELEMENT_BYTES = {Format.F32: 4, Format.BF16: 2, Format.INT8: 1, Format.INT4: 1}
 """Of a weight, at most."""
@@ -55,26 +71,20 @@ class CpuModel:
     """A model in the library's memory; everything that its addresses point to lives as long as this."""
 
     model: Model
-    packer: Packer
+    library: Library
     weights: Memory
+    weight_bytes: int
+    """Of the packed weights."""
+    error: QuantizationError
+    """What quantising at load cost."""
     parts: tuple[object, ...]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the packed weights."""
-        return self.packer.address - self.weights.address
-
-    @property
-    def error(self) -> QuantizationError:
-        """What quantising at load cost."""
-        return self.packer.error
 
     def program(self, pages: Memory, layer_bytes: int) -> Program:
         """What runs the model's steps over KV pages, of which each layer has so many bytes."""
         self.model.pages = pages.address
         self.model.layer_bytes = layer_bytes
-        self.packer.library.loaded()
-        return self.packer.library.program(self.model)
+        self.library.loaded()
+        return self.library.program(self.model)
 
 
 def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
@@ -90,12 +100,26 @@ def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
     return int(kv_layout(spec, format).page_bytes) * (block_size // LANES) * spec.num_layers
 
 
-def max_weight_bytes(spec: ModelSpec, formats: Formats) -> int:
-    """What the packed weights can need at most."""
-    count = sum(1 for _ in spec.tensors())
-    widest = max(ELEMENT_BYTES[formats.weights], ELEMENT_BYTES[formats.head], ELEMENT_BYTES[formats.table])
-    largest_row = max(spec.hidden_size, spec.intermediate_size, spec.query_size)
-    return spec.num_parameters * widest * 5 // 4 + count * (PADDING + 2 * LANES * largest_row * widest)
+def max_weight_bytes(
+    spec: ModelSpec, formats: Formats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
+) -> int:
+    """What the packed weights need at most. They need hardly less: linears that become one save a panel at most."""
+    total = 0
+    for name, shape in spec.tensors():
+        if len(shape) == 1:
+            total += 4 * shape[0]
+        elif name == EMBEDDING and not spec.tied_embeddings:
+            total += math.prod(shape) * ELEMENT_BYTES[formats.table]
+        else:
+            rows, columns = shape
+            kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
+            kind, group = (Format.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
+            linear = quantized.get(name.removesuffix(".weight"))
+            if linear is not None:
+                kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
+            total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
+        total += ALIGNMENT
+    return total
 
 
 def load_model(
@@ -104,14 +128,13 @@ def load_model(
     tensors: Tensors,
     library: Library,
     kernels: Kernels,
+    max_bytes: int,
     num_logits: int,
     block_size: int,
 ) -> CpuModel:
-    """Packs the weights. Raises ModelError and MemoryError."""
-    memory = library.memory(max_weight_bytes(spec, formats))
-    packer = Packer(
-        library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes
-    )  # fmt: skip
+    """Packs the weights into ``max_bytes``, what ``max_weight_bytes`` says. Raises ModelError and MemoryError."""
+    memory = library.memory(max_bytes)
+    packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
     ropes = list(dict.fromkeys(spec.ropes))
     rope_array = (Rope * len(ropes))(
         *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
@@ -121,10 +144,10 @@ def load_model(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
     )
     hidden, vocab = spec.hidden_size, spec.vocab_size
-    name = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
-    head = packer.linear([name], [vocab], hidden, False, format=formats.head)
+    name = EMBEDDING if spec.tied_embeddings else HEAD
+    head = packer.linear([name.removesuffix(".weight")], [vocab], hidden, False, format=formats.head)
     wide = formats.table is Format.F32
-    table = None if spec.tied_embeddings else packer.table("model.embed_tokens.weight", (vocab, hidden), wide)
+    table = None if spec.tied_embeddings else packer.table(EMBEDDING, (vocab, hidden), wide)
     clamped = spec.experts.gate if spec.experts else None
     model = Model(
         kernels=ctypes.pointer(kernels),
@@ -162,7 +185,8 @@ def load_model(
         kv=kv_layout(spec, formats.kv),
     )
     tensors.done()
-    return CpuModel(model, packer, memory, (layers, rope_array, experts))
+    used = packer.address - memory.address
+    return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
 
 
 def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]) -> Layer:
@@ -197,7 +221,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
         return layer
     kinds = spec.experts
     # In float32: the router's choice turns on small differences, and it costs next to nothing.
-    layer.router = packer.linear([f"{prefix}mlp.gate"], [kinds.num_experts], hidden, kinds.biased, format=Format.F32)
+    layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=Format.F32)
     array = (Expert * kinds.num_experts)(
         *(
             Expert(*_mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased))

@@ -1,10 +1,9 @@
 """Packs a checkpoint's weights for the CPU library as they are read: each goes from the file's pages to its place, with
 no copy between. Knows numpy and the library, no torch."""
 
-import mmap
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,26 +14,19 @@ from penstock.kernels.cpu_program import Library, Linear, Source
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.models.quantized_matrix import QuantizedMatrix, read_matrix
-from penstock.models.safetensors_header import TensorEntry
+from penstock.models.tensor_files import TensorFiles
 
 Floats = NDArray[np.float32]
 Addresses = NDArray[np.uint64]
 
-SOURCES = {
-    "F32": (Source.F32, "<f4"),
-    "BF16": (Source.BF16, "<u2"),
-    "F16": (Source.F16, "<f2"),
-    "F64": (Source.F64, "<f8"),
-}
-"""Dtypes on disk: what the library calls them, and what numpy reads them as (bfloat16 as its bits)."""
+SOURCES = {"F32": Source.F32, "BF16": Source.BF16, "F16": Source.F16, "F64": Source.F64}
+"""What the library calls the dtypes on disk."""
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 ALIGNMENT = 64
 GROUP = 128
 """Columns that share a scale where int4 is made at load."""
-PADDING = 1 << 16
-"""Bytes that one tensor may need besides its own, at most: rows of its last panel, columns of its last group."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +64,9 @@ class FileTensors:
     """The tensors of a checked checkpoint, in the pages of its files."""
 
     def __init__(self, info: CheckpointInfo) -> None:
+        """Raises ModelError."""
         self._info = info
-        self._files: dict[Path, mmap.mmap] = {}
+        self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
         """Reads the whole matrix."""
@@ -83,28 +76,17 @@ class FileTensors:
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
         """Nothing is read before somebody looks at it."""
         entry = self._info.tensors[name]
-        source, dtype = SOURCES[entry.dtype]
-        strides = None if entry.strides is None else tuple(n * np.dtype(dtype).itemsize for n in entry.strides)
-        array: NDArray[np.generic] = np.ndarray(entry.shape, dtype, self._file(entry), entry.offset, strides)
-        return Rows(array if array.ndim == 2 else array[None], source)
+        array = self._files.array(entry)
+        return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
 
     def done(self) -> None:
-        """Gives the pages back, which would count as this process's memory."""
-        for file in self._files.values():
-            file.madvise(mmap.MADV_DONTNEED)
-
-    def _file(self, entry: TensorEntry) -> mmap.mmap:
-        if entry.file not in self._files:
-            try:
-                with entry.file.open("rb") as stream:
-                    self._files[entry.file] = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
-            except OSError as error:
-                raise ModelError(f"{entry.file}: cannot be read ({error}): check the path and its rights") from error
-        return self._files[entry.file]
+        """Gives the pages back."""
+        self._files.forget()
 
 
 class DummyTensors:
-    """Random weights for benchmarks: normal with a small deviation, norms one, biases zero; the same every time."""
+    """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
+    every time."""
 
     def __init__(self) -> None:
         self._generator = np.random.Generator(np.random.SFC64(DUMMY_SEED))
@@ -114,12 +96,12 @@ class DummyTensors:
         return None
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Random numbers for a matrix, ones for a norm, zeros for a bias."""
+        """Random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
         if len(shape) == 2:
             drawn = self._generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(DUMMY_STD)
             return Rows(drawn, Source.F32)
-        return Rows(np.full((1, *shape), 0.0 if name.endswith(".bias") else 1.0, dtype=np.float32), Source.F32)
+        return Rows(np.full((1, *shape), 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), Source.F32)
 
     def done(self) -> None:
         """Nothing is kept."""
@@ -205,14 +187,14 @@ class Packer:
         if all(part is None for part in quantized):
             sources = [self.tensors.rows(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
             return _joined([self._float_matrix(sources, columns, biases, gated, kind)])
-        merged = self._merged([part for part in quantized if part is not None], biases, gated)
-        if merged is not None and len(merged.codes) == sum(rows):
-            return _joined([merged.pack(self)])
+        codes = [part for part in quantized if part is not None]
+        if len(codes) == len(names) and all(_are_alike(codes[0], part) for part in codes):
+            return _joined([_Codes.of(codes, biases, gated).pack(self)])
         parts = []
         for name, part, n, bias in zip(names, quantized, rows, biases, strict=True):
             if part is None:
                 source = self.tensors.rows(f"{name}.weight", (n, columns))
-                parts.append(self._float_matrix([source], columns, [bias], False, self.format))
+                parts.append(self._float_matrix([source], columns, [bias], False, kind))
             else:
                 parts.append(_Codes.of([part], [bias], False).pack(self))
         return _joined(parts)
@@ -221,13 +203,10 @@ class Packer:
         self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: Format
     ) -> Matrix:
         order = _order([len(part.array) for part in parts], gated)
-        group = GROUP if kind is Format.INT4 else 0
-        matrix = self.matrix(kind, len(order), columns, group, _rearranged(biases, order))
-        addresses = np.concatenate([part.addresses for part in parts])
-        sources = {(part.source, part.array.strides[1]) for part in parts}
-        if len(sources) > 1:  # parts of a checkpoint in several dtypes
+        matrix = self.matrix(kind, len(order), columns, group_made(kind), _rearranged(biases, order))
+        if len({(part.source, part.array.strides[1]) for part in parts}) > 1:  # a checkpoint in several dtypes
             parts = [Rows(np.ascontiguousarray(widened(part.array, part.source)), Source.F32) for part in parts]
-            addresses = np.concatenate([part.addresses for part in parts])
+        addresses = np.concatenate([part.addresses for part in parts])
         errors = self.library.pack(
             self.kernels, matrix, _placed(addresses, order), parts[0].source, parts[0].array.strides[1]
         )
@@ -235,13 +214,6 @@ class Packer:
         self.error.squared_weights += errors[1]
         self.tensors.done()
         return matrix
-
-    def _merged(self, parts: list[QuantizedMatrix], biases: Sequence[Floats | None], gated: bool) -> "_Codes | None":
-        """All parts as one matrix, if they are alike."""
-        kinds = {(part.bits, part.group) for part in parts}
-        if len(kinds) > 1 or len(parts) != len(biases) or any(part.order is not None for part in parts):
-            return None
-        return _Codes.of(parts, biases, gated)
 
     def matrix(self, format: Format, rows: int, columns: int, group: int, bias: Floats | None) -> Matrix:
         """An empty matrix in the library's memory."""
@@ -298,8 +270,7 @@ class _Codes:
 
     def pack(self, packer: Packer) -> Matrix:
         columns = self.codes.shape[1]
-        kind = Format.INT8 if self.bits == 8 else Format.INT4
-        group = 0 if kind is Format.INT8 else (self.group or -(-columns // 32) * 32)
+        kind, group = stored_format(self.bits, self.group, columns)
         matrix = packer.matrix(kind, len(self.rows), columns, group, self.bias)
         if self.order is not None:
             matrix.order = packer.keep(self.order)
@@ -310,6 +281,27 @@ class _Codes:
         )
         packer.tensors.done()
         return matrix
+
+
+def group_made(format: Format) -> int:
+    """Columns that share a scale where a matrix is quantised at load."""
+    return GROUP if format is Format.INT4 else 0
+
+
+def stored_format(bits: int, group: int, columns: int) -> tuple[Format, int]:
+    """What a matrix that a checkpoint holds quantised is packed as, and the group of its panels."""
+    if bits == 8:
+        return Format.INT8, 0
+    return Format.INT4, group or -(-columns // 32) * 32
+
+
+def _are_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    """Whether the two can be one matrix."""
+    if (one.bits, one.group) != (other.bits, other.group):
+        return False
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
 
 
 def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:
@@ -361,6 +353,4 @@ def narrowed(array: Floats) -> NDArray[np.uint16]:
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:
-    import ctypes
-
     return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))

@@ -3,6 +3,7 @@
 The files were checked before (``checkpoint``). Knows nothing of KV pages and steps.
 """
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +62,9 @@ class FileSource:
             out.copy_(torch.from_numpy(read_matrix(linear).dequantized()))
             return
         entry = self._entries[name]
-        values = torch.from_numpy(self._files.array(entry))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+            values = torch.from_numpy(self._files.array(entry))
         out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
 
 

@@ -24,9 +24,10 @@ def check_weights_fit(config: WorkerConfig, architecture: str, weight_bytes: int
     """Raises ModelError unless weights of so many bytes fit in what is free now; ``dtype`` is what to call them."""
     free = free_bytes(config.device, config.max_memory_bytes)
     if weight_bytes > free:
+        smaller = "--quantization int8 or int4, " if config.device == "cpu" else ""
         raise ModelError(
             f"{architecture}: its weights need {_gib(weight_bytes)} as {dtype}, and {config.device} has {_gib(free)} "
-            "free: choose a smaller --dtype or a smaller model"
+            f"free: choose {smaller}a smaller --dtype or a smaller model"
         )
 
 

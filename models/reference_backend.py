@@ -164,6 +164,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         weight_bytes=weights.num_bytes,
         kv_bytes=pages.num_bytes,
         quantization=quantization,
+        num_threads=config.num_threads if device.type == "cpu" else 0,
     )
     return ReferenceBackend(spec, weights, pages, facts, config.num_threads)
 

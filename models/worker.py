@@ -48,7 +48,7 @@ def main() -> None:
     _offer_to_the_oom_killer()
     faulthandler.enable()
     # On the service's own stderr, in its form.
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
 
@@ -60,6 +60,7 @@ def serve(channel: Channel) -> int:
     if kind is None:
         return 0
     assert isinstance(config, WorkerConfig), "the first frame is the config"
+    logging.getLogger().setLevel(config.log_level.upper())
     try:
         with _alive(channel):
             backend = load_backend(config)

@@ -172,6 +172,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     the checkpoint must be so."""
     kv_cache_dtype: str = "auto"
     """auto or int8; auto is the type of the activations."""
+    log_level: str = "info"
+    """What the worker logs: debug, info, warning or error."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -194,6 +196,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_bytes: int
     quantization: str = "none"
     """Of the weights: none, int8, int4, gptq, awq or compressed-tensors."""
+    instruction_set: str = ""
+    """Of the CPU that the kernels are for; empty where that is not the backend's to choose."""
+    num_threads: int = 0
+    """That compute, on a CPU; 0 on a GPU."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

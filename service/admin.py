@@ -17,6 +17,7 @@ from penstock.service.errors import Reason, ServiceError
 from penstock.service.explain import Explainer
 from penstock.service.identity import current_caller
 from penstock.service.kv_events import KvEvents
+from penstock.service.loop_lag import LoopLag
 from penstock.service.settings import LiveSettings
 from penstock.service.stats import StatsFeed
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
@@ -32,14 +33,16 @@ _MAX_LOGGED = 1000
 class AdminService(pb_grpc.AdminServiceServicer):
     """The servicer. The engine has started."""
 
-    def __init__(self, engine: Engine, validator: Validator, is_going_down: Callable[[], bool]) -> None:
+    def __init__(
+        self, engine: Engine, validator: Validator, loop_lag: LoopLag, is_going_down: Callable[[], bool]
+    ) -> None:
         """``is_going_down``: whether the process ends, so that nothing new can be taken ever again."""
         self._engine = engine
         self._validator = validator
         self._is_going_down = is_going_down
         self._settings = LiveSettings(engine)
         self._explainer = Explainer(engine)
-        self._stats = StatsFeed(engine)
+        self._stats = StatsFeed(engine, loop_lag)
         self._kv_events = KvEvents(engine.kv_events)
 
     def close(self) -> None:

@@ -120,7 +120,8 @@ class ServeConfig:
     )
     dtype: str = _flag(
         "auto",
-        "the type of weights and activations; auto is the checkpoint's",
+        "the type of weights and activations; auto is the checkpoint's, but on the backend cpu, which has bfloat16 and "
+        "float32 alone, bfloat16 for float16 and float32 for float64",
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
     )
     quantization: str = _flag(
@@ -166,10 +167,12 @@ class ServeConfig:
         0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
         "that fit", metavar="MS", low=0, high=60_000, shown="none, as --max-num-batched-tokens allows",
     )  # fmt: skip
-    max_num_seqs: int = _flag(256, "sequences in a step at most", metavar="N", low=1, high=4096)
+    max_num_seqs: int = _flag(
+        256, "sequences in a step at most, as far as it has tokens for them", metavar="N", low=1, high=4096
+    )
     max_num_batched_tokens: int | None = _flag(
         None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
-        shown="2048; on a CPU, what takes about 0.15 s, 128 to 512",
+        shown="2048; on the backend cpu what takes about 0.15 s, 128 to 256",
     )  # fmt: skip
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(

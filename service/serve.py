@@ -23,7 +23,7 @@ from penstock.models.launch import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls
@@ -38,6 +38,7 @@ USAGE_ERROR = 2
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
+_MIB = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +141,16 @@ def prepare(config: ServeConfig) -> Prepared:
 
 
 def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, machine: Machine) -> WorkerConfig:
-    device = machine.default_device()[0] if config.device == "auto" else config.device
+    device = config.device
+    if device == "auto":
+        device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
+    if config.threads is not None and config.threads > machine.num_usable_cores:
+        _log.warning(
+            "--threads %d: this process may use %g cores, and threads that share one wait for each other: "
+            "give fewer, or leave the flag out",
+            config.threads,
+            machine.num_usable_cores,
+        )
     share = config.gpu_memory_utilization
     if share is None:
         share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
@@ -161,6 +171,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        log_level=config.log_level,
     )
 
 
@@ -203,14 +214,11 @@ class _Life:
         calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key))
         if self._server.admin_target is not None:
             calls += f"\n\n{Administration(Address.parse(self._server.admin_target), wants_key)}"
-        weights = "" if facts.quantization == "none" else f", weights in {facts.quantization}"
         version = importlib.metadata.version("penstock")
         with contextlib.suppress(OSError):  # nobody reads it: no reason to end
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
-                f"{facts.architecture}, {facts.dtype}{weights}, backend {facts.backend} on {facts.device}, context "
-                f"{facts.max_model_len:,}, weights of {facts.weight_bytes / (1 << 20):,.0f} MiB, "
-                f"KV cache of {facts.num_blocks * facts.block_size:,} tokens\n\n"
+                f"{describe(facts, config.scheduler)}\n\n"
                 f"{calls}\n\nCtrl-C ends it.\n"
             )
             sys.stdout.flush()
@@ -233,6 +241,23 @@ class _Life:
             self._has_failed = True
             _log.error("nothing can be computed any more; the service ends, so that its supervisor starts it again")
             self._server.request_stop()
+
+
+def describe(facts: WorkerFacts, config: SchedulerConfig) -> str:
+    """What runs, with what, and within which limits, for the operator who finds it in the log."""
+    weights = "" if facts.quantization == "none" else f" in {facts.quantization}"
+    parts = [facts.instruction_set] if facts.instruction_set else []
+    if facts.num_threads:
+        parts.append(f"{facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}")
+    on = f"{facts.device} ({', '.join(parts)})" if parts else facts.device
+    return (
+        f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB, "
+        f"context {facts.max_model_len:,}\n"
+        f"backend {facts.backend} on {on}, steps of at most {config.max_rows(facts):,} sequences and "
+        f"{config.token_budget(facts):,} tokens\n"
+        f"KV cache of {facts.num_blocks * facts.block_size:,} tokens in {facts.kv_cache_dtype}, "
+        f"{facts.kv_bytes / _MIB:,.0f} MiB"
+    )
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

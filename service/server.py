@@ -33,6 +33,7 @@ from penstock.service.health import Health
 from penstock.service.identity import Authenticator, Everyone, IdentityInterceptor
 from penstock.service.listen import ADMIN_FLAG, Address
 from penstock.service.live import Surroundings
+from penstock.service.loop_lag import LoopLag
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
 from penstock.service.stats_log import INTERVAL_S, StatsLog
@@ -109,6 +110,7 @@ class Server:
             assert self._admin_address.is_local, "anyone could administer the service"
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
+        self._loop_lag = LoopLag()
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: _Running | None = None
@@ -127,7 +129,7 @@ class Server:
         facts = await self._engine.start()
         running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
         if self._admin_address is not None:
-            running.add_admin(self._admin_address, self._is_going_down)
+            running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
         try:
             bound, self.admin_target = await running.listen(self._address)
         except BaseException:
@@ -138,6 +140,8 @@ class Server:
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         self._stats_log.start()
+        if self._admin_address is not None:
+            self._loop_lag.start(asyncio.get_running_loop())
         return bound
 
     async def serve_until_stopped(self) -> None:
@@ -185,6 +189,7 @@ class Server:
         running.generation.shut_down()
         self._health.close()
         self._stats_log.stop()
+        self._loop_lag.stop()
         await running.stop_listening()
         await self._engine.stop()
         running.close()
@@ -253,9 +258,9 @@ class _Running:
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self._server)
 
-    def add_admin(self, address: Address, is_going_down: Callable[[], bool]) -> None:
+    def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Has ``listen`` open the administration there as well."""
-        service = AdminService(self._engine, self._validator, is_going_down)
+        service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
         self.admin = AdminListener(address, service, self._health, self._interceptors)
 
     async def listen(self, address: Address) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""WatchStats: where the engine stands, again and again. The numbers are the engine's; nothing is counted here."""
+"""WatchStats: where the engine and the event loop stand, again and again. Nothing is counted here."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ import grpc
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.state import EngineState
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.loop_lag import PERIOD_S, Lag, LoopLag
 from penstock.v1 import admin_pb2 as pb
 
 DEFAULT_INTERVAL_MS = 1000
@@ -20,8 +21,9 @@ _STATES = {state: pb.EngineState.Value(f"ENGINE_STATE_{state.name}") for state i
 class StatsFeed:
     """One for all who watch; the service's uptime is the feed's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, loop_lag: LoopLag) -> None:
         self._engine = engine
+        self._loop_lag = loop_lag
         self._began = time.monotonic()
         self._closed = asyncio.Event()
 
@@ -29,8 +31,12 @@ class StatsFeed:
         """Now, then after every interval, until the caller leaves or the service ends. The request is within its
         bounds."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+        num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
         while True:
-            await context.write(self._read())
+            num_samples = self._loop_lag.num_samples
+            lag = self._loop_lag.over(num_samples - num_told)
+            num_told = num_samples
+            await context.write(self._read(lag))
             try:
                 async with asyncio.timeout(interval_ms / 1000):
                     await self._closed.wait()
@@ -42,7 +48,7 @@ class StatsFeed:
         """Ends what watches: the service goes down."""
         self._closed.set()
 
-    def _read(self) -> pb.WatchStatsResponse:
+    def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:
         stats = self._engine.stats()
         answer = pb.WatchStatsResponse(
             state=_STATES[stats.state],
@@ -70,4 +76,7 @@ class StatsFeed:
         )
         if stats.predicted_ttft_s is not None:
             answer.predicted_ttft_ms = round(stats.predicted_ttft_s * 1000)
+        if lag is not None:
+            p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
+            answer.loop_lag.CopyFrom(pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us))
         return answer

@@ -206,7 +206,7 @@ def test_an_installed_library_runs_here(cpu_library: Path, tree: Path, tmp_path:
     compiler = shlex.join(build_cpu.find_compiler())
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path)]
     run_with(compiler, tree, "-m", "pip", "install", *flags, ".")
-    code = "from penstock.kernels import cpu; print(cpu.library_path()); cpu.main()"
+    code = "from penstock.kernels import cpu, cpu_levels; print(cpu.library_path()); cpu_levels.main()"
     printed = run_with(compiler, tree, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}").splitlines()
     assert printed[0] == str(tmp_path / "penstock/kernels" / LIBRARY)
     assert printed[1:] == [level for level in cpu.LEVELS if cpu.find_kernels(level)]

@@ -8,6 +8,8 @@ namespace {
 
 // Items for each thread that are enough to keep all of them busy to the end.
 constexpr int ITEMS_PER_THREAD = 8;
+// Memory for partial results, at most. What does not fit is not cut: with that much to compute, threads have work anyway.
+constexpr int64_t MOST_PARTIAL_FLOATS = 1 << 25;
 
 // Query positions [begin, end) of a row, with the splits that they see.
 struct Tile {
@@ -54,11 +56,11 @@ AttentionPlan StepRun::plan_attention(const Layer& layer) {
       const Tile& tile = tiles[i];
       AttentionItem item = {tile.row, head, tile.begin, tile.end, tile.first_split, tile.last_split, -1};
       int splits = tile.last_split - tile.first_split;
-      if (splits <= piece) {
+      int64_t floats = split_floats * (tile.end - tile.begin);
+      if (splits <= piece || plan.num_partial_floats + splits * floats > MOST_PARTIAL_FLOATS) {
         items[plan.num_items++] = item;
         continue;
       }
-      int64_t floats = split_floats * (tile.end - tile.begin);
       for (int split = tile.first_split; split < tile.last_split; split += static_cast<int>(piece)) {
         item.split_begin = split;
         item.split_end = split + piece < tile.last_split ? split + static_cast<int>(piece) : tile.last_split;

@@ -12,7 +12,8 @@ void unmap_memory(void* memory, int64_t bytes);
 // Takes the pages of a piece now, whatever others read and write there meanwhile.
 void populate_memory(void* memory, int64_t bytes);
 
-// What a step works in. Pieces are taken one after another, and all given back at once; the memory stays for the next step.
+// What a step works in. Pieces are taken one after another, and given back all at once, or those since a mark; the memory
+// stays for the next step.
 class Arena {
  public:
   Arena() = default;
@@ -20,8 +21,20 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  struct Mark {
+    int num_chunks;
+    int64_t used;
+  };
+
   // Gives back all pieces.
   void reset();
+
+  // Gives back what was taken after the mark was made. Marks end with the step.
+  Mark mark() const { return {num_chunks_, used_}; }
+  void give_back(Mark mark) {
+    // A chunk that came after the mark holds nothing older.
+    used_ = mark.num_chunks == num_chunks_ ? mark.used : 0;
+  }
 
   // Aligned to 64 bytes; holds whatever was there.
   template <typename T>

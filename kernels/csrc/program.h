@@ -70,6 +70,7 @@ struct Step {
   const int64_t* token_starts;  // (R + 1,)
   const int64_t* tables;        // (R, table_stride) block ids
   int64_t table_stride;
+  // No token of the batch is named twice in `sampled` and `scored`: there is room for T of them.
   // Rows whose next token is chosen, and their parameters and results; each has room for `room` likeliest tokens.
   const int64_t* sampled;  // (num_sampled,) index of the row's last token in the batch
   const SamplingRow* sampling;

@@ -11,6 +11,9 @@ namespace {
 // Rows of logits held at a time: the head's weights are read once for so many.
 constexpr int HEAD_ROWS = 64;
 
+// Ids were checked at admission; an id out of range must still never be an address.
+int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
+
 int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_far) {
   for (int i = 0; i < linear.num_parts; i++) {
     const Matrix& part = linear.parts[i];
@@ -103,7 +106,7 @@ void StepRun::find_pages() {
       begin = next;
     }
   }
-  attention_room_ = arena_.take<uint8_t*>(threads_.num());
+  kernel_room_ = arena_.take<uint8_t*>(threads_.num());
   plans_ = arena_.take<AttentionPlan>(model_.num_layers);
   int64_t partials = 0, room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
@@ -114,7 +117,7 @@ void StepRun::find_pages() {
   }
   Attention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
   room = kernels_.attention_scratch(attention);
-  for (int i = 0; i < threads_.num(); i++) attention_room_[i] = arena_.take<uint8_t>(room);
+  for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   partials_ = arena_.take<float>(partials);
 }
 
@@ -143,9 +146,7 @@ void StepRun::find_angles() {
 void StepRun::embed() {
   const Model& m = model_;
   each(step_.num_tokens, [&](int token, int) {
-    // Ids were checked at admission; an id out of range must still never be an address.
-    int64_t id = step_.token_ids[token];
-    id = id < 0 ? 0 : id < m.vocab_size ? id : m.vocab_size - 1;
+    int64_t id = within(step_.token_ids[token], m.vocab_size);
     float* to = x_ + static_cast<int64_t>(token) * m.hidden_size;
     if (!m.embedding) {
       kernels_.unpack_row(m.head.parts[0], static_cast<int>(id), to);
@@ -172,7 +173,7 @@ void StepRun::head() {
   int wanted = step_.num_sampled + step_.num_scored;
   float* logits = arena_.take<float>((wanted < HEAD_ROWS ? wanted : HEAD_ROWS) * stride);
   int64_t room = kernels_.sampling_scratch(m.num_logits);
-  for (int i = 0; i < threads_.num(); i++) attention_room_[i] = arena_.take<uint8_t>(room);
+  for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   for (int begin = 0; begin < wanted; begin += HEAD_ROWS) {
     int end = begin + HEAD_ROWS < wanted ? begin + HEAD_ROWS : wanted;
     Prepared inputs = prepare(head, x_ + static_cast<int64_t>(begin) * m.hidden_size, m.hidden_size, end - begin, m.norm);
@@ -185,18 +186,18 @@ void StepRun::head() {
 }
 
 // Chooses the tokens, or tells the log-probabilities, of wanted rows [begin, end).
-void StepRun::score(const float* all, int64_t stride, int begin, int end) {
+void StepRun::score(float* all, int64_t stride, int begin, int end) {
   threads_.run(end - begin, [&](int i, int thread) {
-    float* logits = const_cast<float*>(all) + i * stride;
+    float* logits = all + i * stride;
     int row = begin + i;
-    uint8_t* room = attention_room_[thread];
+    uint8_t* room = kernel_room_[thread];
     if (model_.logit_soft_cap != 0.0f) kernels_.soft_cap(logits, model_.logit_soft_cap, model_.num_logits);
     if (row < step_.num_sampled) {
       kernels_.sample(logits, model_.num_logits, step_.sampling[row], room, step_.tokens + row,
                       step_.top_ids + row * step_.room, step_.tops + row * step_.room);
     } else {
       row -= step_.num_sampled;
-      kernels_.logprobs(logits, model_.num_logits, static_cast<int>(step_.targets[row]),
+      kernels_.logprobs(logits, model_.num_logits, within(step_.targets[row], model_.num_logits),
                         static_cast<int>(step_.num_tops[row]), room, step_.chosen + row,
                         step_.scored_top_ids + row * step_.scored_room, step_.scored_tops + row * step_.scored_room);
     }

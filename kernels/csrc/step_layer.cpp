@@ -65,7 +65,7 @@ void StepRun::attend(const Layer& layer, uint8_t* pages) {
                          model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_, query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
-    kernels_.attend(attention, rows_[item.row], item, attention_room_[thread], partials_);
+    kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);
   });
   threads_.run(plan.num_merges, [&](int i, int) {
     const AttentionItem& item = plan.merges[i];
@@ -73,18 +73,17 @@ void StepRun::attend(const Layer& layer, uint8_t* pages) {
   });
 }
 
+// Moves the rows whose logits are wanted to the front, in the order in which the head takes them.
 void StepRun::keep_wanted_rows() {
   int wanted = step_.num_sampled + step_.num_scored;
-  if (wanted == num_rows_ && step_.num_scored == 0 && step_.num_rows == step_.num_tokens) {
-    // Every row has one token and wants its logits, in some order.
-    bool same = true;
-    for (int i = 0; i < wanted && same; i++) same = step_.sampled[i] == i;
-    if (same) return;
-  }
+  auto token = [&](int i) { return i < step_.num_sampled ? step_.sampled[i] : step_.scored[i - step_.num_sampled]; };
+  bool same = wanted == num_rows_;  // as they are in a batch of decoding rows
+  for (int i = 0; same && i < wanted; i++) same = token(i) == i;
+  if (same) return;
   float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
   float* mixed = arena_.take<float>(static_cast<int64_t>(wanted) * query_size_);
   for (int i = 0; i < wanted; i++) {
-    int64_t from = i < step_.num_sampled ? step_.sampled[i] : step_.scored[i - step_.num_sampled];
+    int64_t from = token(i);
     memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
            static_cast<size_t>(model_.hidden_size) * sizeof(float));
     memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,

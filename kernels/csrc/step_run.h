@@ -12,9 +12,17 @@ struct Prepared {
   Inputs parts[3];
 };
 
-// A KV head's part of one page that a row writes: positions [begin, end) of one page.
+// What a row writes of one page: positions [begin, end).
 struct PageItem {
   int32_t row, begin, end;
+};
+
+// Which experts the tokens go through: a pair is a token and one of its choices, those of a token being neighbours.
+struct Routing {
+  int num_pairs;
+  const int32_t* starts;  // (experts + 1,): the rows of expert e are [starts[e], starts[e + 1])
+  const int32_t* places;  // of each pair: its row among those of all experts
+  const float* weights;   // of each pair
 };
 
 // How attention under one window is cut.
@@ -41,7 +49,7 @@ class StepRun {
   void find_angles();
   void embed();
   void head();
-  void score(const float* logits, int64_t stride, int begin, int end);
+  void score(float* logits, int64_t stride, int begin, int end);
 
   // step_layer.cpp
   void layer(const Layer& layer, int index);
@@ -53,7 +61,12 @@ class StepRun {
 
   // experts.cpp
   void experts(const Layer& layer);
+  Routing route(const Layer& layer);
   void choose_experts(const float* logits, int32_t* chosen, float* weights);
+  uint8_t* gather(const Routing& routing, const Inputs& inputs);
+  void multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear, const uint8_t* inputs,
+                        float* out, int64_t stride, OutputMode mode);
+  void combine(const Routing& routing, float* outputs);
 
   // step_product.cpp
   // Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
@@ -96,7 +109,7 @@ class StepRun {
   int num_page_items_;
   float* angles_;  // (ropes, T, rotary_dim): cosines, then sines
   AttentionPlan* plans_;  // of each layer's window
-  uint8_t** attention_room_;
+  uint8_t** kernel_room_;  // of each thread: what attention works in, then what sampling does
   float* partials_;
 };
 

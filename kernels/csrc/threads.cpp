@@ -70,7 +70,7 @@ void Threads::run_job(int items, Function function, void* context) {
   job.context.store(context, std::memory_order_relaxed);
   job.items.store(items, std::memory_order_relaxed);
   job.done.store(0, std::memory_order_relaxed);
-  job.claims.store(static_cast<uint64_t>(number) << 32, std::memory_order_release);
+  job.claims.store(static_cast<uint64_t>(number) << 32 | static_cast<uint32_t>(items), std::memory_order_release);
   newest_.store(number, std::memory_order_seq_cst);
   if (parked_.load(std::memory_order_seq_cst) > 0) wake_all(newest_);
   work(job, number, 0);
@@ -86,11 +86,11 @@ void Threads::work(Job& job, uint32_t number, int thread) {
   Function function = job.function.load(std::memory_order_relaxed);
   void* context = job.context.load(std::memory_order_relaxed);
   int32_t items = job.items.load(std::memory_order_relaxed);
-  // What was read belongs to job `number` if a claim of it succeeds: a job's slot is filled anew only when all its items
-  // are done, and then with another number.
-  while (static_cast<uint32_t>(claims >> 32) == number && static_cast<int32_t>(claims & 0xffffffffu) < items) {
-    if (!job.claims.compare_exchange_weak(claims, claims + 1, std::memory_order_acq_rel)) continue;
-    function(context, static_cast<int>(claims & 0xffffffffu), thread);
+  // What was read belongs to job `number` if a claim of it succeeds: the slot is filled anew only when nothing of that job
+  // is left to claim, so that the word in it can then match no claim, whatever was read meanwhile.
+  while (static_cast<uint32_t>(claims >> 32) == number && static_cast<uint32_t>(claims) > 0) {
+    if (!job.claims.compare_exchange_weak(claims, claims - 1, std::memory_order_acq_rel)) continue;
+    function(context, items - static_cast<int32_t>(claims), thread);
     job.done.fetch_add(1, std::memory_order_release);
     claims = job.claims.load(std::memory_order_acquire);
   }

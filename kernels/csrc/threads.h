@@ -45,7 +45,7 @@ class Threads {
     std::atomic<Function> function{nullptr};
     std::atomic<void*> context{nullptr};
     std::atomic<int32_t> items{0};
-    alignas(64) std::atomic<uint64_t> claims{0};  // number of the job << 32 | items claimed
+    alignas(64) std::atomic<uint64_t> claims{0};  // number of the job << 32 | items that nobody has claimed
     alignas(64) std::atomic<int32_t> done{0};
   };
   static constexpr uint32_t NUM_JOBS = 4;

@@ -182,7 +182,7 @@ class TestSettings:
         changes = [
             *(("--policy", policy) for policy in ("fair", "deadline", "priority", "fcfs")),
             *(("--max-num-seqs", rows) for rows in ("1", "16", "3")),
-            *(("--max-num-batched-tokens", tokens) for tokens in ("16", "2048")),
+            *(("--max-num-batched-tokens", tokens) for tokens in ("16", "256")),
             *(("--target-itl", target) for target in ("0.5", "0")),
             ("--max-queued-requests", "100"),
             ("--max-queued-tokens", "100000"),

@@ -75,6 +75,13 @@ def test_the_best_level_is_the_default(cpu_library: Path) -> None:
     assert best.name.decode() == next(level for level in LEVELS if find_kernels(level, cpu_library))
 
 
+def test_a_library_that_was_not_built_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "library.so")
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    with pytest.raises(cpu.LibraryMissing, match=r"no C\+\+ compiler worked .* apt-get install g\+\+"):
+        cpu.load_library()
+
+
 def test_there_is_no_other_level(cpu_library: Path) -> None:
     assert find_kernels("avx1024", cpu_library) is None
 

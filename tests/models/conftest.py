@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from penstock.kernels.cpu import Format
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
@@ -272,7 +273,8 @@ def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> W
     if num_blocks is not None:
         spec = check_checkpoint(path).spec
         if values["backend"] == "cpu":
-            values["kv_cache_bytes"] = num_blocks * block_bytes(spec, DTYPES[values["dtype"]], 16)
+            kv = Format.INT8 if values.get("kv_cache_dtype") == "int8" else DTYPES[values["dtype"]]
+            values["kv_cache_bytes"] = num_blocks * block_bytes(spec, kv, 16)
         else:
             element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]
             values["kv_cache_bytes"] = (num_blocks + 1) * 16 * spec.kv_bytes_per_token(element)
@@ -287,7 +289,7 @@ def worker_config_fixture() -> Callable[..., WorkerConfig]:
     return worker_config
 
 
-@pytest.fixture(name="build_model")
+@pytest.fixture(scope="session", name="build_model")
 def build_model_fixture() -> Callable[..., TinyModel]:
     """``build_model`` for test modules."""
     return build_model

@@ -1,5 +1,6 @@
 """Loading: dtypes, shards, dummy weights, the vocabulary's upper rows, and memory that does not suffice."""
 
+import copy
 from types import SimpleNamespace
 
 import psutil
@@ -43,6 +44,18 @@ async def test_dtype_auto_is_the_checkpoints(tiny_model, in_process):
     assert facts.dtype == "float32"
 
 
+@pytest.mark.parametrize(("stored", "computed"), [("float16", "bfloat16"), ("float64", "float32")])
+def test_a_dtype_that_the_cpu_backend_lacks_is_replaced_and_that_is_said(
+    tiny_model, worker_config, tmp_path, cpu_library, caplog, stored, computed
+):
+    copy.deepcopy(tiny_model("llama").module).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        assert load_backend(worker_config(tmp_path, backend="cpu", dtype="auto")).facts.dtype == computed
+    assert f"the checkpoint is in {stored}, which this backend computes in {computed}" in caplog.text
+    with pytest.raises(ModelError, match=f"--dtype is {stored}, .*: give one of them, or leave --dtype out"):
+        load_backend(worker_config(tmp_path, backend="cpu", dtype=stored))
+
+
 async def test_sharded_weights_are_the_same(tiny_model, tmp_path, in_process, start_engine, prompts):
     model = tiny_model("llama")
     model.module.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -83,7 +96,7 @@ async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model,
         ({"kv_cache_bytes": 1024, "max_model_len": 512}, 1 << 30, "raise --kv-cache-memory-bytes$"),
         ({"kv_cache_bytes": 1 << 31}, 1 << 30, "--kv-cache-memory-bytes"),
         ({"kv_cache_bytes": None}, 1 << 20, r"--gpu-memory-utilization .* --max-model-len to at most \d+"),
-        ({}, 1 << 10, r"weights need .* --dtype"),
+        ({}, 1 << 10, r"weights need .* --quantization int8 or int4, .* --dtype"),
         ({"max_model_len": 4096}, 1 << 30, "--max-model-len 4096.* 2048"),
         ({"dtype": "int8"}, 1 << 30, "--dtype int8"),
         ({"backend": "warp"}, 1 << 30, "backend warp.* reference"),

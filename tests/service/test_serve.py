@@ -1,7 +1,6 @@
 """``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
 
 import asyncio
-import dataclasses
 import json
 import re
 import shlex
@@ -22,14 +21,11 @@ import pytest
 from google.protobuf import json_format
 
 from penstock.clients import Client
-from penstock.clients.cpu_library import CpuLibrary
-from penstock.clients.doctor import choose
 from penstock.clients.errors import RequestFailed
-from penstock.clients.machine import Gpu, inspect_machine
+from penstock.kernels.cpu import LEVELS, find_kernels
 from penstock.models.checkpoint import DEMO, resolve_model
 from penstock.service import serve
 from penstock.service.calls import Calls
-from penstock.service.config import ServeConfig
 from penstock.service.listen import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -89,9 +85,15 @@ def paste(line):
     return done.stdout
 
 
-def test_it_says_how_much_the_weights_take():
-    with serving("--port", "0", "--kv-cache-memory-bytes=64M") as (_, greeting):
-        assert re.search(r"weights of 1[01] MiB, KV cache of [\d,]+ tokens$", greeting, re.MULTILINE)
+def test_it_says_what_runs(cpu_library):
+    flags = ("--threads=1", "--quantization=int8", "--kv-cache-dtype=int8", "--kv-cache-memory-bytes=64M")
+    best = next(level for level in LEVELS if find_kernels(level))
+    with serving("--port", "0", *flags, "--backend=cpu") as (_, greeting):
+        assert re.search(
+            r"^Qwen3ForCausalLM, bfloat16, weights in int8 of [56] MiB, context 16,384$", greeting, re.MULTILINE
+        )
+        assert f"\nbackend cpu on cpu ({best}, 1 thread), steps of at most 256 sequences and 256 tokens\n" in greeting
+        assert re.search(r"^KV cache of [\d,]+ tokens in int8, 6[34] MiB$", greeting, re.MULTILINE)
 
 
 def test_the_printed_python_call_works(greeting):
@@ -169,51 +171,6 @@ def test_the_printed_administration_answers(greeting):
     assert "PENSTOCK_API_KEY" not in greeting
     (top,) = (line.strip() for line in greeting.splitlines() if "penstock top" in line)
     assert json.loads(paste(f"{top} --once --json"))["state"] == "serving"
-
-
-# What the worker is given ---------------------------------------------------------------------------------------------
-
-GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
-
-
-def worker_of(monkeypatch, machine, **flags):
-    monkeypatch.setattr(serve, "inspect_machine", lambda: machine)
-    return serve.prepare(ServeConfig(port=0, **flags)).worker
-
-
-def test_the_worker_keeps_to_the_limits_of_the_control_groups_around_it(tmp_path, monkeypatch):
-    files = {
-        "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
-        "proc/self/cgroup": "0::/outer/inner\n",
-        "sys/fs/cgroup/outer/memory.max": str(8 << 30),
-        "sys/fs/cgroup/outer/memory.current": str(6 << 30),
-        "sys/fs/cgroup/outer/inner/cpu.max": "100000 100000\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    worker = worker_of(monkeypatch, inspect_machine(tmp_path))
-    assert (worker.max_memory_bytes, worker.num_threads) == (2 << 30, 1)
-    assert worker_of(monkeypatch, inspect_machine(tmp_path), threads=3).num_threads == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "device"),
-    [
-        ({}, "cuda"),
-        ({"visible_gpus": ""}, "cpu"),
-        ({"visible_gpus": "-1"}, "cpu"),
-        ({"torch_has_cuda": False}, "cpu"),
-        ({"gpus": [], "gpu_problem": "Driver/library version mismatch"}, "cpu"),
-    ],
-)
-def test_it_computes_where_the_doctor_says(monkeypatch, changes, device):
-    fitted: dict[str, Any] = {"gpus": [GPU], "gpu_problem": "", "torch_has_cuda": True, "visible_gpus": None}
-    machine = dataclasses.replace(inspect_machine(), **{**fitted, **changes})
-    worker = worker_of(monkeypatch, machine)
-    assert worker.device == choose(machine, CpuLibrary([], "", "")).device == device
-    assert worker.memory_utilization == (0.9 if device == "cuda" else 0.5)
-    assert worker_of(monkeypatch, machine, device="cuda:1").device == "cuda:1"
 
 
 # What is wrong with a model -------------------------------------------------------------------------------------------

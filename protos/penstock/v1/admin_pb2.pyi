@@ -197,6 +197,7 @@ class WatchStatsResponse(_message.Message):
     STEP_US_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """What it does."""
     uptime_ms: _builtins.int
@@ -239,6 +240,10 @@ class WatchStatsResponse(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
         """Of tenants with live requests, the busiest 64 at most."""
 
+    @_builtins.property
+    def loop_lag(self) -> Global___LoopLag:
+        """How late the service itself is. Absent before the first sample of it."""
+
     def __init__(
         self,
         *,
@@ -262,16 +267,50 @@ class WatchStatsResponse(_message.Message):
         step_us: _builtins.int = ...,
         predicted_ttft_ms: _builtins.int | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        loop_lag: Global___LoopLag | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
 
 Global___WatchStatsResponse: _TypeAlias = WatchStatsResponse  # noqa: Y015
+
+@_typing.final
+class LoopLag(_message.Message):
+    """How late the service's event loop runs what is due: streams, health checks and the worker's outputs take turns on it.
+    From 50 samples a second, over the time since the answer before, or over an interval before the first answer; of the
+    last 20 s at most. Up to a millisecond of it is the timer's own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_US_FIELD_NUMBER: _builtins.int
+    P99_US_FIELD_NUMBER: _builtins.int
+    MAX_US_FIELD_NUMBER: _builtins.int
+    p50_us: _builtins.int
+    """At the median, in microseconds."""
+    p99_us: _builtins.int
+    """At the 99th percentile, in microseconds; of an interval below 2 s that is the longest."""
+    max_us: _builtins.int
+    """The longest, in microseconds."""
+    def __init__(
+        self,
+        *,
+        p50_us: _builtins.int = ...,
+        p99_us: _builtins.int = ...,
+        max_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_us", b"max_us", "p50_us", b"p50_us", "p99_us", b"p99_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopLag: _TypeAlias = LoopLag  # noqa: Y015
 
 @_typing.final
 class TenantStats(_message.Message):

@@ -167,8 +167,9 @@ def _verdict(rows: Sequence[Row], expected: Sequence[Engine]) -> str:
     gap = ours.median("itl_p99") / steadiest.median("itl_p99")
     text = f"\nTokens a second: {speed:.2f}x the best other, {fastest.engine.label}. "
     text += f"Between tokens at p99: {gap:.2f}x the best other, {steadiest.engine.label}."
-    lag = ours.extra("health_p99_ms")
-    return f"{text}{'' if lag is None else f' The service answers its health check within {_short(lag)} ms at p99.'}\n"
+    lag = ours.extra("loop_lag_p99_ms")
+    late = "" if lag is None else f" The service's event loop is {_short(lag)} ms late at p99 of its worst 2 s."
+    return f"{text}{late}\n"
 
 
 def _ours(rows: Sequence[Row]) -> Row | None:

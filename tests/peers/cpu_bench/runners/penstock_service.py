@@ -5,38 +5,40 @@ import asyncio
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-
-import grpc
+from tempfile import TemporaryDirectory
 
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
+from penstock.clients.admin_client import AdminClient
+from penstock.clients.connection import Connection
+from penstock.v1 import admin_pb2
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-PROBE_EVERY_S = 0.05
-MIN_PROBES = 100
+LAG = "loop_lag_p99_ms"
+WATCH_INTERVAL_MS = 2000
+"""Long enough for a hundred samples, so that one may be longer than that at p99."""
 START_LIMIT_S = 300.0
 
 
 def main(wire: Wire, arguments: argparse.Namespace) -> None:
     """Starts the service, runs the sets, ends it."""
     flags = ["--quantization", arguments.quantization] if arguments.quantization else []
-    with _service(arguments.model, flags) as (process, target, ready_s):
+    with TemporaryDirectory() as folder, _service(arguments.model, folder, flags) as (process, target, admin, ready_s):
         wire.ready(Ready(f"penstock {version('penstock')}", process.pid, ready_s))
-        asyncio.run(_serve(wire, target))
+        asyncio.run(_serve(wire, target, admin))
 
 
 @contextmanager
-def _service(model: str, flags: list[str]) -> "Iterator[tuple[subprocess.Popen[str], str, float]]":
-    """The service, its target, and the seconds from its start to SERVING."""
+def _service(model: str, folder: str, flags: list[str]) -> "Iterator[tuple[subprocess.Popen[str], str, str, float]]":
+    """The service, where it is for callers and for operators, and the seconds from its start to SERVING."""
+    admin = f"unix:{folder}/admin"
     began = time.perf_counter()
     process = subprocess.Popen(
-        [Path(sys.executable).with_name("penstock"), "serve", model, "--port", "0", *flags],
+        [Path(sys.executable).with_name("penstock"), "serve", model, "--port", "0", "--admin-listen", admin, *flags],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -45,7 +47,7 @@ def _service(model: str, flags: list[str]) -> "Iterator[tuple[subprocess.Popen[s
         if found is None:
             raise RuntimeError(f"penstock serve ended with status {process.wait()}")
         asyncio.run(_wait_ready(found[0]))
-        yield process, found[0], time.perf_counter() - began
+        yield process, found[0], admin, time.perf_counter() - began
     finally:
         process.terminate()
         try:
@@ -60,15 +62,15 @@ async def _wait_ready(target: str) -> None:
         await client.wait_ready(START_LIMIT_S)
 
 
-async def _serve(wire: Wire, target: str) -> None:
+async def _serve(wire: Wire, target: str, admin: str) -> None:
     sets = wire.sets()
     async with AsyncClient(target) as client:
         while (requests := await asyncio.to_thread(next, sets, None)) is not None:
-            with Probe(target) as probe:
+            async with loop_lag(admin) as figures:
                 began = time.perf_counter()
                 events = await asyncio.gather(*(_one(client, request) for request in requests))
                 ended = time.perf_counter()
-            wire.answer(Ran(began, ended, list(events), probe.figures()))
+            wire.answer(Ran(began, ended, list(events), figures))
 
 
 async def _one(client: AsyncClient, request: Request) -> list[tuple[float, int]]:
@@ -81,39 +83,29 @@ async def _one(client: AsyncClient, request: Request) -> list[tuple[float, int]]
     ]
 
 
-class Probe:
-    """Asks the service for its health all the time, on a connection and a thread of its own.
+@asynccontextmanager
+async def loop_lag(admin: str) -> AsyncIterator[dict[str, float]]:
+    """What becomes the service's figure: its event loop's lag at p99, in milliseconds, in the worst of the intervals
+    that end meanwhile. Stays empty where none does."""
+    figures: dict[str, float] = {}
+    request = admin_pb2.WatchStatsRequest(interval_ms=WATCH_INTERVAL_MS)
+    async with (
+        AdminClient.opened(Connection(admin)) as client,
+        aclosing(client.watch("WatchStats", request)) as answers,
+    ):
+        await anext(answers)  # of the time before
+        watching = asyncio.create_task(_keep_worst(answers, figures))
+        try:
+            yield figures
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
 
-    The service's event loop answers, so no answer comes sooner than the loop's lag: an upper bound of it.
-    """
 
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._ended = threading.Event()
-        self._times: list[float] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Probe":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def figures(self) -> dict[str, float]:
-        """Of all the answers; none of so few that no 99th part could be told."""
-        times = sorted(self._times)
-        return {"health_p99_ms": times[int(len(times) * 0.99)] * 1000} if len(times) >= MIN_PROBES else {}
-
-    def _run(self) -> None:
-        with grpc.insecure_channel(self._target) as channel:
-            check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_CHECK)
-            check(b"", timeout=60)
-            while not self._ended.wait(PROBE_EVERY_S):
-                began = time.perf_counter()
-                check(b"", timeout=60)
-                self._times.append(time.perf_counter() - began)
+async def _keep_worst(answers: AsyncIterator[admin_pb2.WatchStatsResponse], figures: dict[str, float]) -> None:
+    async for stats in answers:
+        figures[LAG] = max(stats.loop_lag.p99_us / 1000, figures.get(LAG, 0.0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""The CPU library's thread pool, on its own and with orders of events that are rare."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels import build_cpu
+from penstock.kernels.build_cpu import CannotBuild, find_compiler
+
+STRESS = Path(__file__).parent / "threads_stress.cpp"
+NUM_THREADS = 4
+ROUNDS = 30_000
+
+
+@pytest.fixture(scope="module")
+def compiler() -> list[str]:
+    """The command of the C++ compiler, with ThreadSanitizer where its programs run."""
+    try:
+        command = find_compiler()
+    except CannotBuild:
+        pytest.skip("needs a C++ compiler")
+    return command
+
+
+def build(compiler: list[str], folder: Path, *flags: str) -> Path:
+    made = folder / "stress"
+    command = [*compiler, "-std=c++17", "-O1", "-g", "-pthread", *flags, f"-I{build_cpu.SOURCES}", str(STRESS)]
+    done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+    return made
+
+
+def has_thread_sanitizer(compiler: list[str], folder: Path) -> bool:
+    """Whether programs that are built with it run: its library may be missing, and some systems place memory where it
+    does not expect any."""
+    source, made = folder / "probe.cpp", folder / "probe"
+    source.write_text("int main() {}\n")
+    command = [*compiler, "-fsanitize=thread", str(source), "-o", str(made)]
+    return all(subprocess.run(words, capture_output=True, check=False).returncode == 0 for words in (command, [made]))
+
+
+def test_each_item_is_called_once_and_no_thread_is_late(compiler: list[str], tmp_path: Path) -> None:
+    flags = ["-fsanitize=thread"] if has_thread_sanitizer(compiler, tmp_path) else []
+    stress = build(compiler, tmp_path, *flags)
+    done = subprocess.run(
+        [str(stress), str(NUM_THREADS), str(ROUNDS)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "fine\n"

@@ -1,0 +1,259 @@
+"""The backend for CPUs: its bits depend on the request alone, its process is lean and comes back as it was, and what it
+cannot do it refuses with a remedy."""
+
+import logging
+import os
+import signal
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.kernels.cpu import LibraryMissing, load_library
+from penstock.models import cpu_backend, launch
+from penstock.models.backend import load_backend
+from penstock.models.errors import ModelError
+from penstock.models.launch import WorkerProcess
+from penstock.models.runner import Runner
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
+
+pytestmark = pytest.mark.usefixtures("cpu_library")
+
+FORMATS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "kv int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+ODD = {
+    "vocab_size": 1003,
+    "hidden_size": 144,
+    "intermediate_size": 250,
+    "num_attention_heads": 6,
+    "head_dim": 40,
+}
+"""Sizes that fill neither panels nor groups."""
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory, build_model):
+    return build_model(tmp_path_factory.mktemp("odd"), "Qwen3Config", ODD)
+
+
+@pytest.fixture
+def on_cpu(in_process, monkeypatch):
+    """An executor in this process, that uses all its threads in the smallest of steps."""
+    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)
+    return partial(in_process, backend="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------- bits
+
+LENGTHS = (1, 5, 16, 33, 75, 130, 300, 600)
+"""Of prompts: within a page, and over several of the pieces in which long contexts are read."""
+NUM_TOKENS = 8
+MAX_MODEL_LEN = 640
+
+
+def requests(vocab_size):
+    """32 prompts, each with its own way to choose: greedy, as it comes, filtered, penalised."""
+    rng = np.random.default_rng(5)
+    ways = (
+        SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1),
+        SamplingParams(logprobs=2),
+        SamplingParams(logprobs=2, top_p=0.9, top_k=40),
+        SamplingParams(logprobs=2, repetition_penalty=1.2, frequency_penalty=0.1),
+    )
+    prompts = [rng.integers(0, vocab_size, length).tolist() for length in LENGTHS]
+    return [(prompts[i % 8], msgspec.structs.replace(ways[i // 8], seed=i)) for i in range(32)]
+
+
+def bits(answer):
+    """All that a request was told, to the last bit."""
+    assert answer.finished is not None
+    assert len(answer.token_ids) == NUM_TOKENS
+    told = [part.logprobs for part in answer.prompt_logprobs]
+    of_prompt = [(value, *entry) for part in told for value, entry in zip(part.chosen, tops(part), strict=True)]
+    return answer.token_ids, answer.logprobs, answer.tops, of_prompt
+
+
+def tops(part):
+    k = part.num_top
+    return [(part.top_token_ids[i : i + k], part.top[i : i + k]) for i in range(0, k * len(part.chosen), k)]
+
+
+async def all_at_once(engine, wanted):
+    answers = [engine.submit(prompt, sampling, NUM_TOKENS) for prompt, sampling in wanted]
+    await engine.engine.wait_idle()
+    return [bits(answer) for answer in answers]
+
+
+async def check_bits(model, config, on_cpu, start_engine, chunks):
+    """However the requests are batched, cut, cached, preempted and spread over threads, they get what each gets alone.
+    ``chunks`` is pairs of tokens in a step and threads."""
+    wanted = requests(model.module.config.vocab_size)
+    make = partial(on_cpu, model.path, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=8192, **config)
+    engine = await start_engine(make(), enable_prefix_caching=False)
+    alone = [(await all_at_once(engine, [one]))[0] for one in wanted]
+    assert len({tuple(told[0]) for told in alone}) > 24, "the requests differ too little"
+
+    executor = make(num_threads=2)
+    engine = await start_engine(executor, enable_prefix_caching=False)
+    assert await all_at_once(engine, wanted) == alone
+    assert max(len(plan.decodes) for plan in executor.plans) == 32
+
+    for num_tokens, num_threads in chunks:
+        executor = make(num_threads=num_threads)
+        engine = await start_engine(executor, enable_prefix_caching=False, max_num_batched_tokens=num_tokens)
+        assert await all_at_once(engine, wanted) == alone
+        sizes = [sum(c.end - c.start for c in plan.chunks) + len(plan.decodes) for plan in executor.plans]
+        assert max(sizes) <= num_tokens
+
+    engine = await start_engine(make(num_threads=3))
+    for _ in range(2):  # the second time each finds its own prompt in the cache
+        again = [engine.submit(prompt, sampling, NUM_TOKENS) for prompt, sampling in wanted]
+        await engine.engine.wait_idle()
+        assert [bits(answer) for answer in again] == alone
+    assert sum(answer.finished.usage.cached_tokens for answer in again) > 3 * (592 + 288 + 128)
+
+    engine = await start_engine(make(num_blocks=44, num_threads=2), enable_prefix_caching=False)
+    assert await all_at_once(engine, wanted) == alone
+    assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+async def test_bits_are_those_of_the_request_alone(odd, on_cpu, start_engine, format):
+    await check_bits(odd, FORMATS[format], on_cpu, start_engine, [(77, 1), (256, 3)])
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gpt-oss"])
+async def test_bits_of_windows_caps_sinks_and_experts(tiny_model, on_cpu, start_engine, variant):
+    await check_bits(tiny_model(variant), FORMATS["bfloat16"], on_cpu, start_engine, [(48, 3)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("format", list(FORMATS))
+async def test_bits_of_every_model(typical_model, on_cpu, start_engine, format):
+    chunks = [(33, 3), (48, 2), (100, 3), (161, 1), (256, 2), (1000, 3)]
+    await check_bits(typical_model, FORMATS[format], on_cpu, start_engine, chunks)
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("variant", ["qwen2-tied", "gpt-oss"])
+async def test_dummy_weights_of_every_format(tiny_model, tmp_path, on_cpu, start_engine, prompts, variant, format):
+    (tmp_path / "config.json").write_text((tiny_model(variant).path / "config.json").read_text())
+    config = {**FORMATS[format], "load_format": "dummy"}
+    executor = on_cpu(tmp_path, **config)
+    facts = (await start_engine(executor)).engine.facts
+    assert (facts.backend, facts.quantization) == ("cpu", config.get("quantization", "none"))
+    assert facts.kv_cache_dtype == config.get("kv_cache_dtype", config["dtype"])
+    told = []
+    for _ in range(2):
+        answers = await (await start_engine(on_cpu(tmp_path, **config))).run(prompts, GREEDY, NUM_TOKENS)
+        told.append([(answer.token_ids, answer.logprobs) for answer in answers])
+    assert told[0] == told[1]
+
+
+async def test_a_restart_gives_the_same_facts(odd, worker_config):
+    config = worker_config(
+        odd.path, backend="cpu", kv_cache_bytes=None, memory_utilization=0.01, quantization="int8", dtype="bfloat16"
+    )
+    worker = WorkerProcess(config)
+    facts = await worker.start()
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(ExecutorError):
+            await anext(worker.results())
+        await worker.stop()
+        assert await worker.start() == facts
+        assert (facts.backend, facts.quantization) == ("cpu", "int8")
+    finally:
+        await worker.stop()
+
+
+# -------------------------------------------------------------------------------------------------------------- process
+
+WORKER = """
+import pathlib, sys
+from penstock.models import worker
+try:
+    worker.main()
+finally:
+    pathlib.Path({file!r}).write_text(" ".join(sys.modules))
+"""
+
+
+async def test_a_worker_imports_no_tensor_library(odd, worker_config, tmp_path, monkeypatch):
+    file = tmp_path / "modules"
+    monkeypatch.setattr(launch, "WORKER", WORKER.format(file=str(file)))
+    worker = WorkerProcess(worker_config(odd.path, backend="auto", dtype="bfloat16"))
+    facts = await worker.start()
+    assert facts.backend == "cpu"
+    added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(logprobs=1, prompt_logprobs=1, bad_words=((1, 2),)))
+    worker.submit(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))
+    assert (await anext(worker.results())).rows[0].token_ids
+    await worker.stop()
+    modules = {name.partition(".")[0] for name in file.read_text().split()}
+    assert "numpy" in modules
+    assert modules.isdisjoint({"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "grpc"})
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device": "cuda"}, "--backend cpu: --device is cuda.*--device cpu"),
+        ({"dtype": "float16"}, "--backend cpu: --dtype is float16.*bfloat16"),
+        ({"block_size": 8}, "--backend cpu: --block-size is 8.*16.*multiple"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: must be auto or int8"),
+        ({"quantization": "int2"}, "--quantization int2: must be one of"),
+        ({"quantization": "gptq"}, "--quantization gptq: .*not quantised: leave the flag out"),
+        ({"load_format": "pickle"}, "--load-format pickle: must be auto or dummy"),
+        ({"max_model_len": 4096}, "--max-model-len 4096.*2048; give at most that"),
+        ({"kv_cache_bytes": 4096}, "one request of 2048 tokens needs .*raise --kv-cache-memory-bytes"),
+    ],
+)
+def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, changes, says):
+    with pytest.raises(ModelError, match=says) as caught:
+        load_backend(worker_config(tiny_model("llama").path, **{"backend": "cpu", "dtype": "bfloat16", **changes}))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_library_the_other_backend_runs_and_says_so_once(tiny_model, worker_config, monkeypatch, caplog):
+    monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", "/nowhere/libpenstock_cpu.so")
+    with pytest.raises(LibraryMissing):
+        load_library()
+    with pytest.raises(ModelError, match=r"--backend cpu: /nowhere/libpenstock_cpu\.so.*PENSTOCK_CPU_LIBRARY"):
+        load_backend(worker_config(tiny_model("llama").path, backend="cpu"))
+    with caplog.at_level(logging.WARNING):
+        assert load_backend(worker_config(tiny_model("llama").path, backend="auto")).facts.backend == "reference"
+    [record] = caplog.records
+    assert "SLOW" in record.message
+    assert "PENSTOCK_CPU_LIBRARY" in record.message
+
+
+def run_prompt(runner, prompt, sampling):
+    added = AddedRow(0, 0, prompt, len(prompt), 0, [0], sampling)
+    result = runner.run(StepPlan(0, [], [added], [], [Chunk(0, 0, len(prompt))], []))
+    return [part.logprobs for part in result.prompt_logprobs]
+
+
+def test_more_likeliest_tokens_than_there_are(odd, worker_config):
+    runner = Runner(load_backend(worker_config(odd.path, backend="cpu", tokenizer_vocab_size=3)))
+    [part] = run_prompt(runner, [0, 1, 2, 0], SamplingParams(logprobs=5, prompt_logprobs=5))
+    assert part.num_top == 3
+    for begin in range(0, 9, 3):
+        assert sorted(part.top_token_ids[begin : begin + 3]) == [0, 1, 2]
+        assert np.exp(part.top[begin : begin + 3]).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_prompts_id_without_a_logit_is_never_told_as_another_tokens(odd, worker_config):
+    runner = Runner(load_backend(worker_config(odd.path, backend="cpu", tokenizer_vocab_size=40)))
+    with pytest.raises(AssertionError, match="tokenizer's vocabulary"):
+        run_prompt(runner, [1, 40], SamplingParams(prompt_logprobs=0))

@@ -1,0 +1,73 @@
+"""What ``penstock serve`` decides of the worker: device, threads, memory; and how it tells what runs."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from penstock.clients.cpu_library import CpuLibrary
+from penstock.clients.doctor import choose
+from penstock.clients.machine import Gpu, inspect_machine
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import WorkerFacts
+from penstock.service import serve
+from penstock.service.config import ServeConfig
+
+GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
+
+
+def worker_of(monkeypatch, machine, **flags):
+    monkeypatch.setattr(serve, "inspect_machine", lambda: machine)
+    return serve.prepare(ServeConfig(port=0, **flags)).worker
+
+
+def test_the_worker_keeps_to_the_limits_of_the_control_groups_around_it(tmp_path, monkeypatch):
+    files = {
+        "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/memory.max": str(8 << 30),
+        "sys/fs/cgroup/outer/memory.current": str(6 << 30),
+        "sys/fs/cgroup/outer/inner/cpu.max": "100000 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    worker = worker_of(monkeypatch, inspect_machine(tmp_path))
+    assert (worker.max_memory_bytes, worker.num_threads) == (2 << 30, 1)
+    assert worker_of(monkeypatch, inspect_machine(tmp_path), threads=3).num_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "device"),
+    [
+        ({}, "cuda"),
+        ({"visible_gpus": ""}, "cpu"),
+        ({"visible_gpus": "-1"}, "cpu"),
+        ({"torch_has_cuda": False}, "cpu"),
+        ({"gpus": [], "gpu_problem": "Driver/library version mismatch"}, "cpu"),
+    ],
+)
+def test_it_computes_where_the_doctor_says(monkeypatch, changes, device):
+    fitted: dict[str, Any] = {"gpus": [GPU], "gpu_problem": "", "torch_has_cuda": True, "visible_gpus": None}
+    machine = dataclasses.replace(inspect_machine(), **{**fitted, **changes})
+    worker = worker_of(monkeypatch, machine)
+    assert worker.device == choose(machine, CpuLibrary([], "", "")).device == device
+    assert worker.memory_utilization == (0.9 if device == "cuda" else 0.5)
+    assert worker_of(monkeypatch, machine, device="cuda:1").device == "cuda:1"
+    assert worker_of(monkeypatch, machine, backend="cpu").device == "cpu"
+
+
+@pytest.mark.parametrize(("threads", "is_too_many"), [(None, False), (2, False), (3, True)])
+def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, threads, is_too_many):
+    machine = dataclasses.replace(inspect_machine(), num_usable_cores=2.5)
+    assert worker_of(monkeypatch, machine, threads=threads).num_threads == (threads or 2)
+    assert ("--threads 3: this process may use 2.5 cores" in caplog.text) == is_too_many
+
+
+def test_limits_are_told_as_they_are():
+    facts = WorkerFacts(8, 16, 64, 128, 500, 200, "Arch", "reference", "cuda:1", "float16", "float16", 3 << 20, 1 << 20)
+    assert serve.describe(facts, SchedulerConfig(max_num_seqs=400)).splitlines() == [
+        "Arch, float16, weights of 3 MiB, context 128",
+        "backend reference on cuda:1, steps of at most 200 sequences and 200 tokens",
+        "KV cache of 128 tokens in float16, 1 MiB",
+    ]
