@@ -1,5 +1,5 @@
-// Cuts a step's attention into items, so that every thread has work: long contexts of few rows are spread over threads by
-// their splits.
+// Cuts a step's attention into items, so that every thread has work: long contexts of few rows are spread over threads
+// by their splits.
 #include "step_run.h"
 
 namespace penstock {
@@ -8,7 +8,7 @@ namespace {
 
 // Items for each thread that are enough to keep all of them busy to the end.
 constexpr int ITEMS_PER_THREAD = 8;
-// Memory for partial results, at most. What does not fit is not cut: with that much to compute, threads have work anyway.
+// Room for partial results, at most. What does not fit is not cut: with so much to do, all threads are busy anyway.
 constexpr int64_t MOST_PARTIAL_FLOATS = 1 << 25;
 
 // Query positions [begin, end) of a row, with the splits that they see.

@@ -18,8 +18,8 @@ struct ExpertItem {
 
 }  // namespace
 
-// Of each token the experts with the largest logits, equal ones by lowest number, and their weights: the softmax over all,
-// or over the chosen ones where they are normalised.
+// Of each token the experts with the largest logits, equal ones by lowest number, and their weights: the softmax over
+// all, or over the chosen ones where they are normalised.
 void StepRun::choose_experts(const float* logits, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   each(num_rows_, [&](int token, int) {

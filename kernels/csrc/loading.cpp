@@ -56,8 +56,8 @@ void read_row(const uint8_t* from, int64_t stride, Source source, int columns, f
 
 }  // namespace
 
-// Packs `rows`, addresses on disk's pages, one for each row of whole panels, null where a row is missing; `stride` bytes lie
-// between the columns of a row. error: of each thread two sums, as pack_panel adds to them.
+// Packs `rows`, addresses on disk's pages, one for each row of whole panels, null where a row is missing; `stride`
+// bytes lie between the columns of a row. error: of each thread two sums, as pack_panel adds to them.
 void pack(Threads& threads, const Kernels& kernels, const Matrix& matrix, const uint8_t* const* rows, Source source,
           int64_t stride, double* error) {
   int panels = (matrix.rows + LANES - 1) / LANES;

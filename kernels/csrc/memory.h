@@ -12,8 +12,8 @@ void unmap_memory(void* memory, int64_t bytes);
 // Takes the pages of a piece now, whatever others read and write there meanwhile.
 void populate_memory(void* memory, int64_t bytes);
 
-// What a step works in. Pieces are taken one after another, and given back all at once, or those since a mark; the memory
-// stays for the next step.
+// What a step works in. Pieces are taken one after another, and given back all at once, or those since a mark; the
+// memory stays for the next step.
 class Arena {
  public:
   Arena() = default;

@@ -1,5 +1,5 @@
-// A model as data, and one step of it. Filled by Python (kernels/cpu_program.py mirrors it); addresses stay valid while a
-// model is used.
+// A model as data, and one step of it. Filled by Python (kernels/cpu_program.py mirrors it); addresses stay valid while
+// a model is used.
 #pragma once
 
 #include "kernels.h"

@@ -126,11 +126,12 @@ void StepRun::find_pages() {
 void StepRun::find_angles() {
   int half = model_.rotary_dim / 2;
   angles_ = arena_.take<float>(static_cast<int64_t>(model_.num_ropes) * step_.num_tokens * model_.rotary_dim);
-  each(step_.num_rows, [&](int r, int) {
-    const AttentionRow& row = rows_[r];
+  each(num_page_items_, [&](int item, int) {
+    const PageItem& page = page_items_[item];
+    const AttentionRow& row = rows_[page.row];
     for (int i = 0; i < model_.num_ropes; i++) {
       const Rope& rope = model_.ropes[i];
-      for (int position = row.start; position < row.end; position++) {
+      for (int position = page.begin; position < page.end; position++) {
         int64_t token = static_cast<int64_t>(i) * step_.num_tokens + row.token + position - row.start;
         float* to = angles_ + token * model_.rotary_dim;
         for (int j = 0; j < half; j++) {
@@ -176,7 +177,8 @@ void StepRun::head() {
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
   for (int begin = 0; begin < wanted; begin += HEAD_ROWS) {
     int end = begin + HEAD_ROWS < wanted ? begin + HEAD_ROWS : wanted;
-    Prepared inputs = prepare(head, x_ + static_cast<int64_t>(begin) * m.hidden_size, m.hidden_size, end - begin, m.norm);
+    const float* x = x_ + static_cast<int64_t>(begin) * m.hidden_size;
+    Prepared inputs = prepare(head, x, m.hidden_size, end - begin, m.norm);
     spent_on(STAGE_NORM);
     product(head, inputs, logits, stride, OUTPUT_STORE);
     spent_on(STAGE_HEAD);

@@ -5,7 +5,7 @@ namespace penstock {
 
 namespace {
 
-// Rows that share a panel while it is in the cache; with more, pieces are cut across rows too, which evens out the work.
+// Rows that share a panel while it is in the cache; with more, pieces are cut across rows too: this evens out the work.
 constexpr int ROWS_AT_ONCE = 64;
 // Pieces for each thread that are enough to keep all of them busy to the end.
 constexpr int PIECES_PER_THREAD = 4;

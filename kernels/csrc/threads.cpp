@@ -86,8 +86,8 @@ void Threads::work(Job& job, uint32_t number, int thread) {
   Function function = job.function.load(std::memory_order_relaxed);
   void* context = job.context.load(std::memory_order_relaxed);
   int32_t items = job.items.load(std::memory_order_relaxed);
-  // What was read belongs to job `number` if a claim of it succeeds: the slot is filled anew only when nothing of that job
-  // is left to claim, so that the word in it can then match no claim, whatever was read meanwhile.
+  // What was read belongs to job `number` if a claim succeeds: while an item is left to claim, the job is not done,
+  // and its slot is not filled anew. What is left is part of the word, since `items` may be the next job's by now.
   while (static_cast<uint32_t>(claims >> 32) == number && static_cast<uint32_t>(claims) > 0) {
     if (!job.claims.compare_exchange_weak(claims, claims - 1, std::memory_order_acq_rel)) continue;
     function(context, items - static_cast<int32_t>(claims), thread);

@@ -24,7 +24,8 @@ class Threads {
   // From now on jobs are for so many threads, the caller's included.
   void use(int num) { used_.store(num < num_ ? num : num_, std::memory_order_relaxed); }
 
-  // Calls body(item, thread) for every item in [0, items), each once; returns when all are done. Of one caller at a time.
+  // Calls body(item, thread) for every item in [0, items), each once; returns when all are done. For one caller at a
+  // time.
   template <typename Body>
   void run(int items, Body&& body) {
     using Type = std::remove_reference_t<Body>;

@@ -1,5 +1,5 @@
-"""A step of the CPU library's program, at sizes that fill neither panels nor vectors: against numpy, and to the same bits
-however rows are cut, batched, ordered and spread over threads."""
+"""A step of the CPU library's program, at sizes that fill neither panels nor vectors: against numpy, and to the same
+bits however rows are cut, batched, ordered and spread over threads."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -148,16 +148,17 @@ class Toy:
         """By numpy, (T, LOGITS)."""
         x = self.table[list(token_ids)] * EMBEDDING_SCALE
         for index, w in enumerate(self.weights):
-            x = x + attention(normed(x, w["n0"]), w, self.frequencies[index % 2], 1 + index % 2, self.kind.windows[index])
+            rope, window = index % 2, self.kind.windows[index]
+            x = x + attention(normed(x, w["n0"]), w, self.frequencies[rope], 1.0 + rope, window)
             y = normed(x, w["n2"])
             x = x + normed(experts(y, w) if self.kind.experts else mlp(y, w, 0), w["n3"])
-        logits = normed(x, self.norm) @ self.table[:LOGITS].T
+        logits: Array = normed(x, self.norm) @ self.table[:LOGITS].T
         logits = LOGIT_CAP * np.tanh(logits / LOGIT_CAP)
-        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
 
 
 def normed(x: Array, weight: Array) -> Array:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight)
 
 
 def rotated(x: Array, frequencies: NDArray[np.float32], scale: float) -> Array:
@@ -180,12 +181,12 @@ def attention(x: Array, w: dict[str, Array], frequencies: NDArray[np.float32], s
     behind = np.arange(length)[:, None] - np.arange(length)
     shares = np.where((behind >= 0) & (behind < (window or length)), np.exp(scores), 0.0)
     shares /= shares.sum(-1, keepdims=True) + np.exp(w["sinks"])[:, None, None]
-    return np.einsum("hqk,khd->qhd", shares, value).reshape(length, -1) @ w["o"].T
+    return np.asarray(np.einsum("hqk,khd->qhd", shares, value).reshape(length, -1) @ w["o"].T)
 
 
 def mlp(x: Array, w: dict[str, Array], expert: int) -> Array:
     gate = x @ w[f"gate{expert}"].T
-    return gate / (1 + np.exp(-gate)) * (x @ w[f"up{expert}"].T) @ w[f"down{expert}"].T
+    return np.asarray(gate / (1 + np.exp(-gate)) * (x @ w[f"up{expert}"].T) @ w[f"down{expert}"].T)
 
 
 def experts(x: Array, w: dict[str, Array]) -> Array:

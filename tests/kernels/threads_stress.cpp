@@ -13,8 +13,8 @@
 
 namespace std {
 
-// An atomic whose operations come late now and then, as if the system had taken the core away: it brings about orders of
-// events that are seen once in a week otherwise.
+// An atomic whose operations come late now and then, as if the system had taken the core away: it brings about orders
+// of events that are else seen once in a week.
 template <typename T>
 struct slow_atomic : atomic<T> {
   using atomic<T>::atomic;

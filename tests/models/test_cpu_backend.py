@@ -99,7 +99,7 @@ async def check_bits(model, config, on_cpu, start_engine, chunks):
     make = partial(on_cpu, model.path, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=8192, **config)
     engine = await start_engine(make(), enable_prefix_caching=False)
     alone = [(await all_at_once(engine, [one]))[0] for one in wanted]
-    assert len({tuple(told[0]) for told in alone}) > 24, "the requests differ too little"
+    assert len({tuple(told[0]) for told in alone}) > 12, "the requests differ too little"
 
     executor = make(num_threads=2)
     engine = await start_engine(executor, enable_prefix_caching=False)
@@ -158,7 +158,7 @@ async def test_dummy_weights_of_every_format(tiny_model, tmp_path, on_cpu, start
     assert told[0] == told[1]
 
 
-async def test_a_restart_gives_the_same_facts(odd, worker_config):
+async def test_a_restart_gives_the_same_facts(odd, worker_config, capfd):
     config = worker_config(
         odd.path, backend="cpu", kv_cache_bytes=None, memory_utilization=0.01, quantization="int8", dtype="bfloat16"
     )
@@ -171,6 +171,7 @@ async def test_a_restart_gives_the_same_facts(odd, worker_config):
         await worker.stop()
         assert await worker.start() == facts
         assert (facts.backend, facts.quantization) == ("cpu", "int8")
+        assert capfd.readouterr().err.count("int8: the weights' relative error is ") == 2  # each says it once
     finally:
         await worker.stop()
 
@@ -187,10 +188,13 @@ finally:
 """
 
 
-async def test_a_worker_imports_no_tensor_library(odd, worker_config, tmp_path, monkeypatch):
+async def test_a_worker_imports_no_tensor_library_and_is_silent_if_told(
+    odd, worker_config, tmp_path, monkeypatch, capfd
+):
     file = tmp_path / "modules"
     monkeypatch.setattr(launch, "WORKER", WORKER.format(file=str(file)))
-    worker = WorkerProcess(worker_config(odd.path, backend="auto", dtype="bfloat16"))
+    config = worker_config(odd.path, backend="auto", dtype="bfloat16", quantization="int8", log_level="warning")
+    worker = WorkerProcess(config)
     facts = await worker.start()
     assert facts.backend == "cpu"
     added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(logprobs=1, prompt_logprobs=1, bad_words=((1, 2),)))
@@ -198,6 +202,7 @@ async def test_a_worker_imports_no_tensor_library(odd, worker_config, tmp_path, 
     assert (await anext(worker.results())).rows[0].token_ids
     await worker.stop()
     modules = {name.partition(".")[0] for name in file.read_text().split()}
+    assert capfd.readouterr().err == ""
     assert "numpy" in modules
     assert modules.isdisjoint({"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "grpc"})
 

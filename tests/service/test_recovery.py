@@ -117,8 +117,7 @@ async def serving(*arguments: str, **env: str) -> AsyncIterator[Life]:
     process = await asyncio.create_subprocess_exec(
         PENSTOCK,
         *("serve", "--port=0", *SMALL, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,  # and no pipe for its log, which would be full after some thousand requests
         env={**os.environ, **env},
     )
     assert process.stdout is not None
