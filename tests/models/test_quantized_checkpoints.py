@@ -350,12 +350,14 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
         assert answer.token_ids == logits.argmax(-1).tolist()
 
 
+@pytest.mark.usefixtures("cpu_library")
 async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine, worker_config, prompts):
     """It rounds activations to bytes; whatever else it did wrong would be off by the deviation of the logits, above
     2."""
     why_not = objection(worker_config(checkpoint.path, backend="cpu"), check_checkpoint(checkpoint.path))
-    if why_not is not None:
-        pytest.skip(why_not)
+    if why_not is not None:  # the one kind that the next test is about
+        assert why_not.startswith("its experts")
+        return
     engine = await start_engine(in_process(checkpoint.path, backend="cpu"))
     assert engine.engine.facts.quantization == checkpoint.method
     [answer] = await engine.run([prompts[-1]], SamplingParams(temperature=0.0, prompt_logprobs=0), 1)
