@@ -20,12 +20,7 @@ from penstock.models.errors import ModelError
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.sampling_rows import SamplingRows
 from penstock.models.spec import ModelSpec
-from penstock.scheduler.plan import (
-    PromptLogprobsPart,
-    TokenLogprobs,
-    WorkerConfig,
-    WorkerFacts,
-)
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +32,7 @@ NARROW = {"float16": "bfloat16", "float64": "float32"}
 
 SMALL_STEP = 1 << 26
 """Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
-the cores, loses."""
-
+the cores, loses: a guess, not measured."""
 
 STEP_S = 0.15
 OPERATIONS_PER_S = 300e9
@@ -47,7 +41,6 @@ MIN_BATCHED_TOKENS = 128
 """Products of fewer rows are not as fast, and each row that decodes needs one."""
 MOST_BATCHED_TOKENS = 256
 """Products of more rows are no faster."""
-
 
 POPULATED_TOKENS = 1 << 14
 """Of KV, whose memory is taken before they are there."""
