@@ -44,6 +44,10 @@ class Client:
 
         await asyncio.gather(*[work() for _ in range(NUM_AT_ONCE)])
 
+    async def last(self) -> None:
+        """One with nobody beside it: what the worker still has of the rows before it goes with the next plan."""
+        await self._stub.Complete(pb.CompleteRequest(start=pb.Start(text="last", sampling=pb.Sampling(max_tokens=2))))
+
     async def _one(self) -> None:
         rng = self._rng
         text = f"{rng.randrange(10**6)} " * rng.choice((1, 4, 20))
@@ -89,25 +93,32 @@ async def test_reliability_figure_17_600_requests_leave_nothing_behind(start_ser
     service = await start_service(executor, scheduler, conversation_tokens=1000)
     client = Client(service.channel, seed=0)
 
-    async def settled() -> dict[str, Any]:
+    async def state() -> tuple[dict[str, int], Counter[str]]:
+        """Once nothing ends any more."""
+        await client.last()
         async with asyncio.timeout(20):
             while service.server._running.generation.num_live:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)
         assert service.blocks_in_use == 0
         await asyncio.sleep(0.1)
-        return {"tasks": len(asyncio.all_tasks()), "descriptors": psutil.Process().num_fds()}
+        names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+        # This client's own: grpc keeps the task of a call that was cancelled before it began.
+        num_tasks = sum(not name.startswith("_AioCall.") for name in names)
+        return {"tasks": num_tasks, "descriptors": psutil.Process().num_fds()}, objects()
 
     await client.send(300)
-    before, objects_before = await settled(), objects()
+    before, objects_before = await state()
     await client.send(300)
-    after, objects_after = await settled(), objects()
     assert client.num_left > 30
-    assert after == before
-    more = objects_after - objects_before
     # What is kept of ended requests differs in its details, and the prefix cache is not full yet.
     kept = ("penstock.scheduler.timeline", "penstock.service.conversations", "penstock.kv")
-    for name in [name for name in more if name.startswith(kept)]:
-        del more[name]
+    # Connections close, and cancelled timers are swept, when the loop comes to it: what goes by itself is no leak.
+    for _ in range(50):
+        after, objects_after = await state()
+        more = {name: n for name, n in (objects_after - objects_before).items() if not name.startswith(kept)}
+        if after == before and sum(more.values()) < 20:
+            break
+    assert after == before
     assert sum(more.values()) < 20, more
 
 
