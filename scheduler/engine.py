@@ -52,6 +52,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._pump_is_due = False
+        self._pump_timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         self._num_finished = 0
@@ -210,11 +211,21 @@ class Engine:
             self._pump()
 
     def _pump(self) -> None:
-        """Submits plans until the executor has as many as it may."""
+        """Submits plans until the executor has as many as it may; the last one as late as it can be."""
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+            self._pump_timer = None
         if self._scheduler is None or self.state not in (EngineState.SERVING, EngineState.DRAINING):
             return
         with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
-            while (plan := self._scheduler.schedule()) is not None:
+            while True:
+                spare_s = self._scheduler.outlook.spare_s
+                if spare_s > 0:
+                    self._pump_timer = asyncio.get_running_loop().call_later(spare_s, self._pump_due)
+                    return
+                plan = self._scheduler.schedule()
+                if plan is None:
+                    return
                 self._executor.submit(plan)
                 self._watchdog.submitted()
 
@@ -341,6 +352,8 @@ class Engine:
         if self._scheduler is not None:
             self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")
         self._watchdog.stop()
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
         if self._task is not None:  # before the executor, which it may be about to start
             self._task.cancel()
             await asyncio.wait([self._task])

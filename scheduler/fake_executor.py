@@ -114,6 +114,8 @@ class FakeExecutor:
                 self._death = ExecutorError(str(killed), blames_step=True)
                 raise self._death from killed
             self.plans.popleft()
+            if self._seconds_per_step:
+                result.computed_us = round(self._seconds_per_step * 1e6)
             yield result
 
     async def _wait_for_plan(self) -> None:

@@ -14,6 +14,8 @@ from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
+MIN_MARGIN_S, MARGIN = 0.003, 0.25
+"""The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step."""
 SHORT_PROMPT = 32
 UNTESTED_S = 30.0
 """What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
@@ -72,6 +74,15 @@ class Outlook:
     def oldest_step_s(self) -> float | None:
         """What the step that is being computed is predicted to take; None without one, or while nothing is known."""
         return self._model.predict(self._in_flight[0]) if self._in_flight else None
+
+    @property
+    def spare_s(self) -> float:
+        """How long the next plan can wait and still be there when the worker wants it. Whoever comes until then is in
+        it, and does not wait for a whole step more. 0 while too little is known."""
+        if len(self._in_flight) != 1:
+            return 0.0
+        step_s = self.oldest_step_s or 0.0
+        return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
 
     # Requests -------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ BLOCKED_S = 0.1
 HELD_UP_PART_BYTES = 8 << 10
 """Then messages are smaller: until one is full its parts take ten times the memory, and a slow reader is not taken for
 one that is gone."""
-TURN_S = 0.005
+TURN_S = 0.01
 """Streams that wait leave together, this far apart: gRPC sends what is written in one turn of the loop in fewer system
 calls, and they cost more than all else about a message."""
 

@@ -123,3 +123,23 @@ def test_bad_times_are_forgotten(world_type, new_request):
     world.now += UNTESTED_S
     assert world.add(new_request("taken", prompt(8), deadline=world.now + 9, **fields)) is not None
     world.drain()
+
+
+def test_the_next_plan_waits_for_most_of_a_step_once_steps_are_known(world_type, new_request):
+    world = world_type(100, config())
+    outlook = world.scheduler.outlook
+    world.add(new_request("first", prompt(8), max_tokens=40))
+    world.schedule()
+    assert outlook.spare_s == 0.0, "nothing is known yet"
+    world.drain()
+    world.add(new_request("second", prompt(8, first=3), max_tokens=2))
+    assert outlook.spare_s == 0.0, "the worker has nothing to do"
+    world.schedule()
+    step_s = outlook.oldest_step_s
+    assert 0.7 * step_s < outlook.spare_s < 0.8 * step_s
+    world.now += 0.7 * step_s
+    assert 0 < outlook.spare_s < 0.1 * step_s
+    world.now += 0.1 * step_s
+    assert outlook.spare_s <= 0
+    world.schedule()
+    assert outlook.spare_s == 0.0, "both plans are on their way"
