@@ -50,7 +50,7 @@ def drive(tmp_path: Path, fakes: dict[str, Fake | None], repetitions: int = 2) -
     told: list[Measured] = []
     found = [engine(name, tmp_path, installed=fake is not None) for name, fake in fakes.items()]
     driver = Driver(found, tmp_path, start, told.append)
-    driver.run("M1", "W4", repetitions)
+    driver.run("M1", ["W4"], range(repetitions))
     assert told == driver.measured
     return driver, order
 
@@ -67,6 +67,20 @@ def test_engines_take_turns_and_never_run_together(tmp_path: Path) -> None:
     assert one.rss_bytes >= one.pss_bytes > 1 << 20
 
 
+def test_a_turn_goes_through_all_workloads(tmp_path: Path) -> None:
+    started = []
+
+    @contextmanager
+    def start(one: Engine, model: str) -> Iterator[Session]:
+        started.append(one.name)
+        yield Fake()  # type: ignore[misc]
+
+    driver = Driver([engine("a", tmp_path)], tmp_path, start, lambda measured: None)
+    driver.run("M1", ["W1", "W4"], range(3, 5))
+    assert started == ["a", "a"]
+    assert [(run.workload, run.repetition) for run in driver.measured] == [("W1", 3), ("W4", 3), ("W1", 4), ("W4", 4)]
+
+
 def test_what_is_not_installed_is_named_and_the_rest_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,8 +92,8 @@ def test_what_is_not_installed_is_named_and_the_rest_goes_on(
 
 
 def test_what_broke_is_named_once_and_not_tried_again(tmp_path: Path) -> None:
-    # Warm, one that is not measured, one that is; then it breaks.
-    driver, order = drive(tmp_path, {"a": Fake(breaks_at=3), "b": Fake()}, repetitions=3)
+    # Warm, one that is not measured, one that is, warm; then it breaks.
+    driver, order = drive(tmp_path, {"a": Fake(breaks_at=4), "b": Fake()}, repetitions=3)
     assert driver.missing == {"a/bf16 on M1": "W4: out of memory"}
     assert [run.engine for run in driver.measured] == ["a/bf16", "b/bf16", "b/bf16", "b/bf16"]
     assert order.count("a") == 2

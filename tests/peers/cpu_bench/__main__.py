@@ -3,9 +3,12 @@
     make bench-cpu                                                M1 and M0, W1 to W4, 3 repetitions: some hours
     make bench-cpu ARGS='--workloads W1 --engines vllm-cpu llama.cpp/bf16'
     make bench-cpu ARGS='--models M0 --repetitions 5'
+    make bench-cpu ARGS='--repetitions 1 --add-to today.jsonl'    one more of a run that goes on piece by piece
+    make bench-cpu ARGS='--repetitions 0 --add-to today.jsonl'    the tables of what it has
 
-Every repetition is a line of JSON in PEERS/results.jsonl at once. A figure is only as good as the quiet around it: run
-nothing else meanwhile; rows that were disturbed say so. Fails if ours gave no figures, never because of a figure.
+Every repetition is a line of JSON in PEERS/results.jsonl, or in --add-to, at once. A figure is only as good as
+the quiet around it: run nothing else meanwhile; rows that were disturbed say so. Fails if ours gave no figures, never
+because of a figure.
 """
 
 import argparse
@@ -33,6 +36,7 @@ def main() -> int:
     )
     parser.add_argument("--engines", nargs="+", metavar="NAME[/VARIANT]", help="which besides ours (default: all)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
+    parser.add_argument("--add-to", type=Path, metavar="FILE", help="figures of earlier runs, which count as well")
     arguments = parser.parse_args()
     peers = arguments.peers.absolute()
     chosen = [engine for engine in engines() if _is_chosen(engine, arguments.engines)]
@@ -48,13 +52,15 @@ def main() -> int:
     _make_models(peers / "models", arguments.models)
 
     def tell(measured: Measured) -> None:
-        results.append(peers / "results.jsonl", measured)
+        results.append(arguments.add_to or peers / "results.jsonl", measured)
         print(_line(measured), flush=True)
 
     driver = Driver(chosen, peers, process_starter(peers, threads), tell)
+    if arguments.add_to is not None and arguments.add_to.exists():
+        driver.measured += results.read(arguments.add_to)
+    first = 1 + max((run.repetition for run in driver.measured), default=-1)
     for model in arguments.models:
-        for workload in arguments.workloads:
-            driver.run(model, workload, arguments.repetitions)
+        driver.run(model, arguments.workloads, range(first, first + arguments.repetitions))
     print()
     print(results.tables(driver.measured, engines(), driver.missing, floors(machine, arguments.models)))
     return 0 if any(run.engine.startswith(f"{OURS}/") for run in driver.measured) else 1

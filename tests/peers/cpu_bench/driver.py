@@ -1,4 +1,4 @@
-"""Runs the engines by turns: for each workload, repetition after repetition, each engine once.
+"""Runs the engines by turns: repetition after repetition, each engine once, through all workloads.
 
 An engine starts anew for each turn and ends with it. So no idle engine's threads spin beside another's, nor do they
 share memory that would not hold them all, and what changes about the machine in the course of hours falls on all alike.
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +73,9 @@ class Driver:
         self.missing: dict[str, str] = {}
         self.measured: list[Measured] = []
 
-    def run(self, model: str, workload: str, repetitions: int) -> None:
-        """All engines, by turns."""
-        for repetition in range(repetitions):
+    def run(self, model: str, names: Sequence[str], repetitions: Iterable[int]) -> None:
+        """All engines, by turns, through the workloads of these names."""
+        for repetition in repetitions:
             for engine in self._engines:
                 key = f"{engine.label} on {model}"
                 if key in self.missing:
@@ -83,38 +83,42 @@ class Driver:
                 why = engine.missing(self._peers, model)
                 if why is None:
                     try:
-                        self._turn(engine, model, workload, repetition)
+                        self._turn(engine, model, names, repetition)
                     except EngineFailed as failure:
-                        why = f"{workload}: {failure}"
+                        why = str(failure)
                 if why is not None:
                     self.missing[key] = why
                     print(f"{key}: {why}", file=sys.stderr, flush=True)
 
-    def _turn(self, engine: Engine, model: str, workload: str, repetition: int) -> None:
-        turn = Turn.of(model, workload)
+    def _turn(self, engine: Engine, model: str, names: Sequence[str], repetition: int) -> None:
         with self._start(engine, model) as session:
             session.run(workloads.build("warm", repetition))
-            for number in range(turn.unmeasured + turn.measured):
-                # No two sets that an engine sees in one turn have an id in common but by chance.
-                requests = workloads.build(workload, repetition * 100 + number)
-                if number < turn.unmeasured:
-                    session.run(requests)
-                    continue
-                foreign = ForeignLoad()
-                with MemoryMeter(session.ready.pid) as memory:
-                    ran = session.run(requests)
-                others_s = foreign.seconds()
+            for name in names:
                 try:
-                    figures = results.timing(requests, ran)
-                except ValueError as error:
-                    raise EngineFailed(str(error)) from None
-                measured = Measured(
-                    engine.label, model, workload, repetition, session.ready.version,
-                    ready_s=session.ready.ready_s or 0.0, rss_bytes=memory.peak_bytes,
-                    pss_bytes=memory.proportional_bytes(), foreign_s=others_s, extra=ran.extra, **figures,
-                )  # fmt: skip
-                self.measured.append(measured)
-                self._told(measured)
+                    self._workload(session, engine, model, name, repetition)
+                except (EngineFailed, ValueError) as error:
+                    raise EngineFailed(f"{name}: {error}") from None
+
+    def _workload(self, session: Session, engine: Engine, model: str, name: str, repetition: int) -> None:
+        turn = Turn.of(model, name)
+        for number in range(turn.unmeasured + turn.measured):
+            # No two sets that an engine sees in one turn have an id in common but by chance.
+            requests = workloads.build(name, repetition * 100 + number)
+            if number < turn.unmeasured:
+                session.run(requests)
+                continue
+            foreign = ForeignLoad()
+            with MemoryMeter(session.ready.pid) as memory:
+                ran = session.run(requests)
+            others_s = foreign.seconds()
+            measured = Measured(
+                engine.label, model, name, repetition, session.ready.version,
+                ready_s=session.ready.ready_s or 0.0, rss_bytes=memory.peak_bytes,
+                pss_bytes=memory.proportional_bytes(), foreign_s=others_s, extra=ran.extra,
+                **results.timing(requests, ran),
+            )  # fmt: skip
+            self.measured.append(measured)
+            self._told(measured)
 
 
 class RunnerProcess:
