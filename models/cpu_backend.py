@@ -34,13 +34,16 @@ SMALL_STEP = 1 << 26
 """Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
 the cores, loses: a guess, not measured."""
 
-STEP_S = 0.15
+STEP_S = 0.1
 OPERATIONS_PER_S = 300e9
 """Of a thread, about: an order of magnitude is enough."""
-MIN_BATCHED_TOKENS = 128
+MIN_BATCHED_TOKENS = 64
 """Products of fewer rows are not as fast, and each row that decodes needs one."""
 MOST_BATCHED_TOKENS = 256
 """Products of more rows are no faster."""
+
+TILE_TOKENS = 32
+"""Products go by tiles of so many rows, or a part of it."""
 
 POPULATED_TOKENS = 1 << 14
 """Of KV, whose memory is taken before they are there."""
@@ -261,7 +264,7 @@ def _default_budget(spec: ModelSpec, num_threads: int) -> int:
     token, and products are as fast as with more."""
     per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
     tokens = STEP_S * OPERATIONS_PER_S * num_threads / per_token
-    return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, 1 << round(math.log2(max(1.0, tokens)))))
+    return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 
 
 def _populate(pages: Memory, num_layers: int, page_bytes: int) -> None:

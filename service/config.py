@@ -172,7 +172,7 @@ class ServeConfig:
     )
     max_num_batched_tokens: int | None = _flag(
         None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
-        shown="2048; on the backend cpu what takes about 0.15 s, 128 to 256",
+        shown="2048; on the backend cpu what takes about 0.1 s, 64 to 256",
     )  # fmt: skip
     max_queued_requests: int = _flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = _flag(
