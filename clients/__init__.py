@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.clients.channel import Tls
     from penstock.clients.client import AsyncClient, RequestStream
+    from penstock.clients.embeddings import Embeddings
     from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, StreamBroken, Unreachable
     from penstock.clients.events import (
         Accepted,
@@ -29,6 +30,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "Embeddings",
     "FinishReason",
     "Finished",
     "InvalidOption",
@@ -46,6 +48,7 @@ __all__ = [
 _MODULES = {
     "channel": {"Tls"},
     "client": {"AsyncClient", "RequestStream"},
+    "embeddings": {"Embeddings"},
     "errors": {"InvalidOption", "PenstockError", "RequestFailed", "StreamBroken", "Unreachable"},
     "events": {"Accepted", "Completion", "Delta", "FinishReason", "Finished", "PromptLogprobs", "UpdateRefused"},
     "sync_client": {"Client", "SyncRequestStream"},

@@ -25,7 +25,7 @@ _LIMITS: Mapping[str, str] = {
     "max_queued_requests": "requests that may wait",
     "max_queued_tokens": "prompt tokens that may wait",
 }
-_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests")
+_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 
 _DRAIN_EPILOG = """\
 examples:
@@ -43,8 +43,8 @@ examples:
   penstock settings --tenant acme weight=2,max-live-requests=8 --forget-tenant zenith
   penstock settings --max-queued-requests 100 --json
 
-Of a tenant, what is not given is at its default: a weight of 1, and no caps. All changes are made, or none, and no
-request is lost by them. They end with the process; what is to last belongs into the flags of penstock serve.
+Of a tenant, what is not given is at its default: a weight of 1, and no caps or rates. All changes are made, or none,
+and no request is lost by them. They end with the process; what is to last belongs into the flags of penstock serve.
 """
 
 
@@ -164,6 +164,7 @@ def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
 def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
     """A tenant's settings from ``weight=2,max-live-requests=8``. Raises PenstockError."""
     readers: dict[str, Callable[[str], float]] = {"weight": float, **dict.fromkeys(_CAPS, int)}
+    readers["requests_per_second"] = float
     message = pb.TenantSettings(tenant=name)
     for part in filter(None, written.split(",")):
         key, _, value = (piece.strip() for piece in part.partition("="))

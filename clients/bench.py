@@ -29,6 +29,7 @@ from penstock.clients.bench_trace import TraceReader
 from penstock.clients.client import AsyncClient
 from penstock.clients.connection import advised, connection, default_target
 from penstock.clients.errors import PenstockError
+from penstock.clients.event_loop import loop_factory
 
 _DEFAULT_HTTP = "http://127.0.0.1:8000"
 _JSON_FORMAT = 1
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     arguments = parse_arguments(argv)
     _check_files(arguments)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         report, about = runner.run(_bench(arguments))
     if report is None:
         print("interrupted while warming up", file=sys.stderr)
@@ -191,14 +192,6 @@ def _stop_on_signals() -> asyncio.Event:
     loop.add_signal_handler(signal.SIGINT, interrupted)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     return stop
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _tell(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) -> None:

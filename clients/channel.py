@@ -32,11 +32,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 class Tls:
     """Transport security. ``Tls()`` trusts what the system trusts; paths are of PEM files."""
 
-    ca: Path | None = None
+    ca: Path | str | None = None
     """Certificates to trust instead of the system's."""
-    certificate: Path | None = None
+    certificate: Path | str | None = None
     """The client's own chain, for a service that asks for one; ``key`` is its private key."""
-    key: Path | None = None
+    key: Path | str | None = None
     server_name: str | None = None
     """The name to expect in the service's certificate, where it differs from the target's."""
 
@@ -61,10 +61,10 @@ def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read(path: Path | str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise PenstockError(f"cannot read {path}: {error.strerror}") from None

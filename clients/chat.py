@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import (
     add_connection_flags,
@@ -20,7 +21,7 @@ from penstock.clients.connection import (
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
 from penstock.clients.events import Delta, Finished, FinishReason
-from penstock.clients.requests import ChatMessage, Options
+from penstock.clients.requests import Options
 from penstock.clients.sync_client import Client
 from penstock.clients.terminal import Screen, line_reader, read_message
 from penstock.v1.model_pb2 import GetModelResponse

@@ -24,6 +24,9 @@ class Command:
 
 COMMANDS = {
     "serve": Command("penstock.service.serve:main", "serve a model over gRPC (needs penstock[server])"),
+    "gateway": Command(
+        "penstock.clients.gateway.command:main", "serve OpenAI's HTTP API in front of a running service", "gateway"
+    ),
     "chat": Command("penstock.clients.chat:main", "talk to a running service in the terminal"),
     "generate": Command("penstock.clients.batch:main", "answer a JSONL file of requests, resumably"),
     "bench": Command("penstock.clients.bench:main", "load a running service, and tell how it bears it", "bench"),
@@ -39,6 +42,7 @@ _EXAMPLES = """\
 examples:
   penstock serve                       the built-in demo model on 127.0.0.1:50051
   penstock serve Qwen/Qwen3-0.6B       a model of the Hugging Face hub
+  penstock gateway                     OpenAI's HTTP API in front of it, on http://127.0.0.1:8000/v1
   penstock chat                        talk to what is served
   penstock chat --once "Say hello."    one question, one answer
   penstock generate demo --input in.jsonl --output out.jsonl

@@ -14,11 +14,15 @@ from typing import Self, TypeVar, Unpack
 import grpc
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
+from penstock.clients.chat_messages import ChatMessage, ChatOptions, build_chat
+from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
-from penstock.clients.requests import ChatMessage, Options, Prompt, build_chat, build_start, build_update
+from penstock.clients.health import is_serving
+from penstock.clients.requests import Options, Prompt, build_start, build_update
 from penstock.clients.stream import Call, GenerateStream, Mailbox
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
 from penstock.v1.model_pb2_grpc import ModelServiceStub
@@ -29,8 +33,6 @@ T = TypeVar("T")
 
 _UNARY_SECONDS = 60.0
 _DEADLINE_GRACE_SECONDS = 5.0
-_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-_SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}; the bare install has no stubs of grpc.health.v1
 
 
 class RequestStream:
@@ -193,10 +195,10 @@ class AsyncClient:
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
         """A request as a stream of events: Accepted, PromptLogprobs, Delta, UpdateRefused, Finished.
 
-        ``prompt`` is text, token ids, or a conversation as a list of {"role", "content"}; ``timeout`` is in seconds;
-        options have the contract's names. With ``continue_from`` the prompt is what is new: after a chat, the new
-        messages alone; an empty text goes on with the output. Raises InvalidOption at once; nothing is sent before the
-        stream is used.
+        ``prompt`` is text, token ids, or a conversation: a list of messages (see ChatMessage); ``timeout`` is in
+        seconds; options have the contract's names. With ``continue_from`` the prompt is what is new: after a chat, the
+        new messages alone; an empty text goes on with the output. Raises InvalidOption at once; nothing is sent before
+        the stream is used.
         """
         return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
 
@@ -221,6 +223,20 @@ class AsyncClient:
         async with self.generate(prompt, timeout=timeout, **options) as request:
             return await request.completion()
 
+    async def embed(
+        self,
+        inputs: str | Sequence[Input],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """A vector for each of some inputs: a text, or a list of texts or of lists of token ids. One call for many is
+        faster than many calls. ``timeout`` is in seconds; without one there is none. Raises InvalidOption and
+        RequestFailed."""
+        request = build_embed_request(inputs, options)
+        stub = EmbeddingServiceStub(self._channel())
+        return Embeddings.from_proto(await self._unary(stub.Embed, request, timeout))
+
     async def model(self) -> GetModelResponse:
         """What is served, and its limits."""
         return await self._unary(ModelServiceStub(self._channel()).GetModel, GetModelRequest())
@@ -235,24 +251,21 @@ class AsyncClient:
         request = DetokenizeRequest(token_ids=token_ids, include_special_tokens=include_special_tokens)
         return (await self._unary(TokenizerServiceStub(self._channel()).Detokenize, request)).text
 
-    async def render_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> RenderChatResponse:
+    async def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> RenderChatResponse:
         """The prompt that a conversation becomes: its text and its token ids."""
-        request = RenderChatRequest(chat=build_chat(messages, add_generation_prompt))
+        request = RenderChatRequest(chat=build_chat(messages, options))
         return await self._unary(TokenizerServiceStub(self._channel()).RenderChat, request)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:  # noqa: ASYNC109 - it speaks of what it saw last
         """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``
         seconds."""
-        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel().unary_unary(_HEALTH_CHECK)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + timeout
         while True:
             answer = "it says NOT_SERVING"
             try:
                 left = max(0.001, give_up - loop.time())
-                if await check(b"", timeout=left, metadata=self._metadata, wait_for_ready=True) == _SERVING:
+                if await is_serving(self._channel(), self._metadata, timeout=left, wait_for_ready=True):
                     return
             except grpc.aio.AioRpcError as error:
                 failure = failure_from_call(error, self.target)
@@ -292,8 +305,10 @@ class AsyncClient:
             self._stream = GenerateStream(open_call, self.target)
         return self._stream
 
-    async def _unary(self, method: Callable[..., Awaitable[T]], request: object) -> T:
+    async def _unary(
+        self, method: Callable[..., Awaitable[T]], request: object, seconds: float | None = _UNARY_SECONDS
+    ) -> T:
         try:
-            return await method(request, timeout=_UNARY_SECONDS, metadata=self._metadata)
+            return await method(request, timeout=seconds, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise failure_from_call(error, self.target) from None

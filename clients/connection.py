@@ -17,6 +17,7 @@ from penstock.clients.requests import start_from_line
 TARGET_VARIABLE = "PENSTOCK_TARGET"
 ADMIN_VARIABLE = "PENSTOCK_ADMIN"
 KEY_VARIABLE = "PENSTOCK_API_KEY"
+_OF_KEY = f"file with the key; otherwise ${KEY_VARIABLE} (default: none)"
 DEFAULT_ADMIN = "127.0.0.1:50052"
 """Where ``penstock serve`` is administered unless told otherwise."""
 
@@ -30,15 +31,18 @@ class Connection:
     tls: Tls | None = None
 
 
-def add_connection_flags(parser: argparse.ArgumentParser, of_target: str, flag: str = "--target") -> None:
-    """Adds ``--target``, which ``of_target`` explains, and the flags that ``connection`` reads."""
+def add_connection_flags(
+    parser: argparse.ArgumentParser, of_target: str, flag: str = "--target", of_key: str = _OF_KEY
+) -> None:
+    """Adds ``--target``, which ``of_target`` explains, and the flags that ``connection`` reads; ``of_key`` explains the
+    key's."""
     flags = parser.add_argument_group("the service")
     flags.add_argument(flag, metavar="HOST:PORT", help=of_target)
     flags.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the key; otherwise ${KEY_VARIABLE} (default: none)",
+        help=of_key,
     )
     flags.add_argument("--tls", action="store_true", help="use TLS; so does each of the flags below")
     flags.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificates to trust (default: the system's)")

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Finished
-from penstock.clients.requests import ChatMessage
 
 CountTokens = Callable[[Sequence[ChatMessage]], int]
 """How many tokens the prompt of a conversation has."""

@@ -1,4 +1,5 @@
-"""``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy."""
+"""``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy; or
+why a service cannot be reached."""
 
 import dataclasses
 import json
@@ -7,12 +8,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.clients.command_parser import CommandParser
+from penstock.clients.connection import Connection, add_connection_flags, connection
 from penstock.clients.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.machine import Machine, Package, has_gpu, inspect_machine
+from penstock.clients.reach import reach
 
 _INSTALL = "pip install 'penstock[server]'"
-_BENCH = "bench"
-"""The extra of what only ``penstock bench`` uses."""
+_OPTIONAL = {
+    "bench": "for pictures and OpenAI's API in penstock bench",
+    "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
+}
+"""Extras that a service does without, and what they are for."""
 _DISPENSABLE = {
     "transformers": "tests compare with it",
     "triton": "kernels for a GPU need it",
@@ -54,10 +60,17 @@ def main(argv: list[str]) -> int:
     parser = CommandParser(
         "doctor",
         "Tells what this machine has, which backend penstock serve will use, and what is missing.",
-        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same)",
+        "examples:\n"
+        "  penstock doctor                                                        this machine\n"
+        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the way to a service\n\n"
+        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same);\n"
+        "with --target 0 if the service answers, 1 if not",
     )
     parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
+    add_connection_flags(parser, "a service to reach, or unix:PATH: looks at the way there instead of this machine")
     arguments = parser.parse_args(argv)
+    if arguments.target is not None:
+        return _look_at(connection(arguments, arguments.target), as_json=arguments.json)
     machine, library = inspect_machine(), inspect_cpu_library()
     choice, findings = choose(machine, library), list(examine(machine, library))
     if arguments.json:
@@ -73,9 +86,21 @@ def main(argv: list[str]) -> int:
     return int(any(finding.kind is Kind.MISSING for finding in findings))
 
 
+def _look_at(service: Connection, *, as_json: bool) -> int:
+    """Tells how far one comes on the way to a service; returns the exit status."""
+    reached = reach(service)
+    if as_json:
+        print(json.dumps({"target": service.target, **dataclasses.asdict(reached)}, indent=2))
+    elif reached.problem:
+        print(f"{service.target}: {reached.problem}\n  -> {reached.remedy}")
+    else:
+        print(f"{service.target} answers: {reached.model}, penstock {reached.version}")
+    return int(bool(reached.problem))
+
+
 def _is_needed(package: Package) -> bool:
     """Whether no service can run without it."""
-    return package.extra != _BENCH and package.name not in _DISPENSABLE
+    return package.extra not in _OPTIONAL and package.name not in _DISPENSABLE
 
 
 def choose(machine: Machine, library: CpuLibrary) -> Choice:
@@ -101,15 +126,17 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
         yield Finding(Kind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
     else:
         for package in missing:
-            if package.name in _DISPENSABLE:
+            if package.name in _DISPENSABLE and package.extra not in _OPTIONAL:
                 yield Finding(Kind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL)
     if not (library.levels or needed) and machine.default_device()[0] == "cpu":
         what = f"models run in plain torch, many times slower: {library.problem}"
         yield Finding(Kind.ADVICE, what, library.remedy)
-    for_bench = [package.name for package in missing if package.extra == _BENCH]
-    if for_bench:
-        what = f"not installed: {', '.join(for_bench)} (for pictures and OpenAI's API in penstock bench)"
-        yield Finding(Kind.ADVICE, what, f"pip install 'penstock[{_BENCH}]'")
+    told = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
+    for extra, purpose in _OPTIONAL.items():
+        names = [package.name for package in missing if package.extra == extra and package.name not in told]
+        if names:
+            what = f"not installed: {', '.join(names)} ({purpose})"
+            yield Finding(Kind.ADVICE, what, f"pip install 'penstock[{extra}]'")
     if machine.gpu_problem or (has_gpu() and not machine.gpus):
         yield Finding(
             Kind.ADVICE,

@@ -36,6 +36,12 @@ class InvalidOption(PenstockError, ValueError):
         self.problem = problem
 
 
+def shown(value: object) -> str:
+    """What was given, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 class RequestFailed(PenstockError):
     """A request did not succeed. ``code`` and ``message`` are the service's, or gRPC's if that never answered."""
 

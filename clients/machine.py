@@ -42,7 +42,7 @@ class Package:
     name: str
     version: str | None
     extra: str
-    """What installs it: ``server`` or ``bench``, or empty for the bare package."""
+    """What installs it: ``server``, ``gateway`` or ``bench``, or empty for the bare package."""
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Integral, Real
-from typing import TypedDict, cast
+from typing import cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from penstock.clients.errors import InvalidOption
+from penstock.clients.chat_messages import CHAT_OPTION_NAMES, ChatMessage, ChatOptions, build_chat, set_chat_option
+from penstock.clients.errors import InvalidOption, shown
 from penstock.v1 import generation_pb2 as pb
-
-
-class ChatMessage(TypedDict):
-    """One message of a conversation."""
-
-    role: str
-    """Who speaks: "system", "user", "assistant", or whatever else the model's template knows."""
-    content: str
-
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or a conversation."""
@@ -38,9 +30,9 @@ class Format(Enum):
     TEXT_AND_TOKEN_IDS = "text_and_token_ids"
 
 
-class Options(TypedDict, total=False):
+class Options(ChatOptions, total=False):
     """Everything that a request may say besides its prompt and timeout, under the contract's names; the contract's
-    comments have meaning, default and bounds. None means the default."""
+    comments have meaning, default and bounds. None means the default. ChatOptions are of a conversation alone."""
 
     temperature: float | None
     top_k: int | None
@@ -66,9 +58,6 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int | None
     include_special_tokens: bool | None
 
-    add_generation_prompt: bool | None
-    """Of a conversation alone."""
-
     priority: int | None
     tenant: str | None
     continue_from: str | None
@@ -88,7 +77,7 @@ _START = {
 _UPDATE = pb.Update.DESCRIPTOR.fields_by_name
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
 
-OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, "add_generation_prompt"})
+OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, *CHAT_OPTION_NAMES})
 """The keys of ``Options``, as the contract has them."""
 
 MAX_START_BYTES = 5 << 20
@@ -122,13 +111,13 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
     prompt = options[name]
     if name == "prompt":
         if not isinstance(prompt, str):
-            raise InvalidOption(name, f"expected text, got {_shown(prompt)}")
+            raise InvalidOption(name, f"expected text, got {shown(prompt)}")
     elif not isinstance(prompt, list) or not prompt:
         kind = "token ids" if name == "prompt_token_ids" else "messages"
-        raise InvalidOption(name, f"expected a list of {kind}, got {_shown(prompt)}")
+        raise InvalidOption(name, f"expected a list of {kind}, got {shown(prompt)}")
     timeout = options.pop("timeout_ms", None)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int)):
-        raise InvalidOption("timeout_ms", f"expected an integer, got {_shown(timeout)}")
+        raise InvalidOption("timeout_ms", f"expected an integer, got {shown(timeout)}")
     for used in _PROMPTS_OF_LINE:
         options.pop(used, None)
     options.pop("id", None)
@@ -140,33 +129,12 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
         raise InvalidOption(re.sub(r"^prompt\b", name, error.field), error.problem) from None
 
 
-def build_chat(messages: Sequence[ChatMessage], add_generation_prompt: bool | None = None) -> pb.Chat:
-    """A conversation. Raises InvalidOption."""
-    chat = pb.Chat()
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidOption(where, f"expected an object with role and content, got {_shown(message)}")
-        for part in ("role", "content"):
-            if not isinstance(message[part], str):
-                raise InvalidOption(f"{where}.{part}", f"expected text, got {_shown(message[part])}")
-        added = chat.messages.add()
-        try:
-            added.role = message["role"]
-            added.content = message["content"]
-        except ValueError as error:
-            raise InvalidOption(where, str(error)) from None
-    if add_generation_prompt is not None:
-        chat.add_generation_prompt = add_generation_prompt
-    return chat
-
-
 def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.Update:
     """An ``Update`` without its ref; None leaves things as they are. Raises InvalidOption."""
     update = pb.Update()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:
-            _set_field(update, _UPDATE[name], value)
+            set_field(update, _UPDATE[name], value)
     if timeout is not None:
         update.timeout_ms = timeout_ms(timeout)
     return update
@@ -175,7 +143,7 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
 def timeout_ms(seconds: float) -> int:
     """The contract's form of a timeout: at least 1 ms. Raises InvalidOption."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
-        raise InvalidOption("timeout", f"expected seconds above 0, at most 86,400, got {_shown(seconds)}")
+        raise InvalidOption("timeout", f"expected seconds above 0, at most 86,400, got {shown(seconds)}")
     return max(1, round(seconds * 1000))
 
 
@@ -187,7 +155,7 @@ def _set_prompt(start: pb.Start, prompt: Prompt) -> None:
             raise InvalidOption("prompt", str(error)) from None
         return
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
-        raise InvalidOption("prompt", f"expected text, token ids or messages, got {_shown(prompt)}")
+        raise InvalidOption("prompt", f"expected text, token ids or messages, got {shown(prompt)}")
     items = list(prompt)
     if not items:
         raise InvalidOption("prompt", "it is empty")
@@ -200,7 +168,7 @@ def _set_prompt(start: pb.Start, prompt: Prompt) -> None:
         start.token_ids.ids.extend(cast(list[int], items))  # protobuf checks faster than a loop of ours would
     except (TypeError, ValueError):
         wrong = next(i for i, item in enumerate(items) if not _is_token_id(item))
-        raise InvalidOption(f"prompt[{wrong}]", f"expected a token id, got {_shown(items[wrong])}") from None
+        raise InvalidOption(f"prompt[{wrong}]", f"expected a token id, got {shown(items[wrong])}") from None
 
 
 def _is_token_id(item: object) -> bool:
@@ -210,16 +178,16 @@ def _is_token_id(item: object) -> bool:
 def _set_option(start: pb.Start, name: str, value: object) -> None:
     if name == "format":
         start.output.format = _format(value)
-    elif name == "add_generation_prompt":
+    elif name in CHAT_OPTION_NAMES:
         if not start.HasField("chat"):
             raise InvalidOption(name, "only a prompt of messages has it")
-        _set_field(start.chat, pb.Chat.DESCRIPTOR.fields_by_name[name], value)
+        set_chat_option(start.chat, name, value)
     elif name in _SAMPLING:
-        _set_field(start.sampling, _SAMPLING[name], value)
+        set_field(start.sampling, _SAMPLING[name], value)
     elif name in _OUTPUT:
-        _set_field(start.output, _OUTPUT[name], value)
+        set_field(start.output, _OUTPUT[name], value)
     elif name in _START:
-        _set_field(start, _START[name], value)
+        set_field(start, _START[name], value)
     else:
         near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(OPTION_NAMES))}"
@@ -231,10 +199,10 @@ def _format(value: object) -> pb.OutputFormat.ValueType:
         return pb.OutputFormat.Value(f"OUTPUT_FORMAT_{Format(value).name}")
     except ValueError:
         known = ", ".join(each.value for each in Format)
-        raise InvalidOption("format", f"expected one of {known}, got {_shown(value)}") from None
+        raise InvalidOption("format", f"expected one of {known}, got {shown(value)}") from None
 
 
-def _set_field(message: Message, field: FieldDescriptor, value: object) -> None:
+def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
     """Sets a field from a value of Python or JSON. protobuf's own checks are kept, and told under the field's name."""
     try:
         if field.message_type is not None:  # the only fields that reach this and are no scalars are maps
@@ -242,7 +210,7 @@ def _set_field(message: Message, field: FieldDescriptor, value: object) -> None:
         elif field.is_repeated:
             items = [value] if isinstance(value, str) else value
             if isinstance(items, Mapping) or not isinstance(items, Iterable):
-                raise InvalidOption(field.name, f"expected a list, got {_shown(value)}")
+                raise InvalidOption(field.name, f"expected a list, got {shown(value)}")
             getattr(message, field.name).extend([_scalar(field, field.name, item) for item in items])
         else:
             setattr(message, field.name, _scalar(field, field.name, value))
@@ -255,14 +223,14 @@ def _set_field(message: Message, field: FieldDescriptor, value: object) -> None:
 def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, value: object) -> None:
     """A map of token ids to numbers; a JSON object has its keys as text."""
     if not isinstance(value, Mapping):
-        raise InvalidOption(name, f"expected a map of token ids to numbers, got {_shown(value)}")
+        raise InvalidOption(name, f"expected a map of token ids to numbers, got {shown(value)}")
     for key, item in value.items():
         try:
             token_id = int(key)
         except (TypeError, ValueError):
             token_id = -1
         if not _is_token_id(token_id):
-            raise InvalidOption(name, f"expected token ids as keys, got {_shown(key)}")
+            raise InvalidOption(name, f"expected token ids as keys, got {shown(key)}")
         target[token_id] = _scalar(of_value, name, item)
 
 
@@ -285,14 +253,9 @@ def _scalar(field: FieldDescriptor, name: str, value: object) -> object:
     """The value, if its type is the field's: protobuf would take True for 1, and 1.0 for 1."""
     kind, expected = _TYPES[field.cpp_type]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidOption(name, f"expected {expected}, got {_shown(value)}")
+        raise InvalidOption(name, f"expected {expected}, got {shown(value)}")
     allowed = _RANGES.get(field.cpp_type)
     if allowed is not None and isinstance(value, Integral) and int(value) not in allowed:
         low, high = allowed[0], allowed[-1]
-        raise InvalidOption(name, f"expected {low:,} to {high:,}, got {_shown(value)}")
+        raise InvalidOption(name, f"expected {low:,} to {high:,}, got {shown(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -15,10 +15,12 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from penstock.clients.channel import DEFAULT_TARGET, Tls
+from penstock.clients.chat_messages import ChatMessage, ChatOptions
 from penstock.clients.client import AsyncClient, RequestStream
+from penstock.clients.embeddings import Embeddings, EmbedOptions, Input
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion, Delta, Event
-from penstock.clients.requests import ChatMessage, Options, Prompt
+from penstock.clients.requests import Options, Prompt
 from penstock.v1.model_pb2 import GetModelResponse
 from penstock.v1.tokenizer_pb2 import RenderChatResponse
 
@@ -153,6 +155,12 @@ class Client:
         """The whole answer. Raises RequestFailed."""
         return self._thread.run(self._client.complete(prompt, timeout=timeout, **options))
 
+    def embed(
+        self, inputs: str | Sequence[Input], *, timeout: float | None = None, **options: Unpack[EmbedOptions]
+    ) -> Embeddings:
+        """A vector for each of some inputs. See ``AsyncClient.embed``."""
+        return self._thread.run(self._client.embed(inputs, timeout=timeout, **options))
+
     def model(self) -> GetModelResponse:
         """What is served, and its limits."""
         return self._thread.run(self._client.model())
@@ -165,9 +173,9 @@ class Client:
         """The text of token ids."""
         return self._thread.run(self._client.detokenize(token_ids, include_special_tokens=include_special_tokens))
 
-    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> RenderChatResponse:
+    def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> RenderChatResponse:
         """The prompt that a conversation becomes: its text and its token ids."""
-        return self._thread.run(self._client.render_chat(messages, add_generation_prompt=add_generation_prompt))
+        return self._thread.run(self._client.render_chat(messages, **options))
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Returns when the service says that it is serving. Raises RequestFailed if it does not within ``timeout``

@@ -81,9 +81,12 @@ class _Text:
         yield f"tenant       {told.tenant}{own_id}"
         arrived = datetime.fromtimestamp(told.arrived_unix_us / 1e6, UTC)
         yield f"arrived      {arrived:%Y-%m-%d %H:%M:%S}.{arrived.microsecond // 1000:03d} UTC"
-        choices = f" for each of {told.num_choices} choices" if told.num_choices > 1 else ""
-        yield f"prompt       {told.prompt_tokens:,} tokens; up to {told.max_tokens:,} of output{choices}"
-        yield f"first token  {self._first_token()}"
+        if told.max_tokens:
+            choices = f" for each of {told.num_choices} choices" if told.num_choices > 1 else ""
+            yield f"prompt       {told.prompt_tokens:,} tokens; up to {told.max_tokens:,} of output{choices}"
+            yield f"first token  {self._first_token()}"
+        else:  # nothing else than an embedding has no output
+            yield f"inputs       {told.num_choices:,} to embed; {told.prompt_tokens:,} tokens together"
         if self._total_us and not told.omitted_entries:
             yield f"time         {self._shares()}"
 

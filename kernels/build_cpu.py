@@ -8,6 +8,7 @@ Imports nothing of ours, since it runs before anything is installed.
 
 import argparse
 import concurrent.futures
+import hashlib
 import os
 import platform
 import shlex
@@ -23,6 +24,7 @@ LIBRARY = "libpenstock_cpu.so"
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
           "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
           "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 finds some in its own AVX512 headers
+          "-Wno-unknown-warning-option",  # clang does not know all of these
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -72,8 +74,9 @@ def build(folder: Path, *, sanitize: bool = False) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         extra = SANITIZERS if sanitize else ()
+        told = f'-DPENSTOCK_SOURCES="{digest()}"'
         commands = [
-            [*compiler, *COMMON, *level_flags(source.name), *extra, "-c", str(source), "-o", str(made)]
+            [*compiler, *COMMON, told, *level_flags(source.name), *extra, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
         # The levels take most of the time: they go first.
@@ -112,6 +115,15 @@ def build_if_possible(folder: Path) -> Path | None:
 def source_files() -> list[Path]:
     """What a library is made of, and this script, which has the compiler's flags."""
     return [*sorted(path for path in SOURCES.glob("*") if path.is_file()), Path(__file__)]
+
+
+def digest() -> str:
+    """Of all that a library is made of: a library says from which it was built."""
+    whole = hashlib.sha256()
+    for source in source_files():
+        whole.update(f"{source.name} {source.stat().st_size}\n".encode())
+        whole.update(source.read_bytes())
+    return whole.hexdigest()
 
 
 def is_current(library: Path) -> bool:

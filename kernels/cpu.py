@@ -25,6 +25,8 @@ SPLIT = 256
 QUERY_TILE = 16
 
 LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
+SOURCES = Path(__file__).parent / "csrc"
+"""What a library is built from; not there in a wheel."""
 VARIABLE = "PENSTOCK_CPU_LIBRARY"
 """Of the environment: names another build of the library."""
 BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
@@ -202,7 +204,22 @@ def _load(path: Path) -> ctypes.CDLL:
         library.penstock_kernels.restype = POINTER(Kernels)
     except (OSError, AttributeError) as error:
         raise LibraryMissing(f"{path} cannot be loaded ({error})", BUILD_IT) from error
+    _check_sources(library, path)
     return library
+
+
+def _check_sources(library: ctypes.CDLL, path: Path) -> None:
+    """Where the sources are, a library of others is refused: its types may not be those that are mirrored here."""
+    if not SOURCES.is_dir():
+        return
+    from penstock.kernels.build_cpu import digest
+
+    tell = getattr(library, "penstock_sources", None)
+    if tell is not None:
+        tell.restype = c_char_p
+    if tell is None or tell() != digest().encode():
+        remedy = "run make native" if path == LIBRARY else f"build it again, or leave {VARIABLE} out"
+        raise LibraryMissing(f"{path} was built from other sources than those that are here now", remedy)
 
 
 def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels | None:

@@ -89,7 +89,8 @@ class Step(Structure):
         ("tables", c_void_p), ("table_stride", c_int64), ("sampled", c_void_p), ("sampling", c_void_p),
         ("tokens", c_void_p), ("room", c_int64), ("top_ids", c_void_p), ("tops", c_void_p), ("scored", c_void_p),
         ("targets", c_void_p), ("num_tops", c_void_p), ("scored_room", c_int64), ("chosen", c_void_p),
-        ("scored_top_ids", c_void_p), ("scored_tops", c_void_p),
+        ("scored_top_ids", c_void_p), ("scored_tops", c_void_p), ("num_vectors", c_int32), ("num_pooled", c_int32),
+        ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p),
     )  # fmt: skip
 
 

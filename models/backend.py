@@ -29,7 +29,7 @@ class Backend(Protocol):
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers, writing the KV of every token, and chooses the next token of each row that has all its
-        history computed."""
+        history computed; adds to the vectors of those that are pooled."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.pooled_row import PooledRow
 from penstock.models.rows import Row, RowTable
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
 
@@ -38,7 +39,19 @@ class Batch:
     @property
     def samples(self) -> list[bool]:
         """Of each row: whether its last token ends its history, so that the next token is to be chosen."""
-        return [int(end) == len(row.history) for row, end in zip(self.rows, self.ends, strict=True)]
+        return [
+            int(end) == len(row.history) and row.pooled is None for row, end in zip(self.rows, self.ends, strict=True)
+        ]
+
+    def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
+        """Of each row with hidden states that its vector is made of: where they are added, the index in the batch of
+        the first of them, and their number."""
+        for index, row in enumerate(self.rows):
+            if row.pooled is not None:
+                start, end, first = int(self.starts[index]), int(self.ends[index]), int(self.token_starts[index])
+                counted = row.pooled.counted(start, end)
+                if counted:
+                    yield row.pooled, first + counted.start - start, len(counted)
 
     def prompt_spans(self) -> Iterator[tuple[Row, int, int, int]]:
         """Of each row whose prompt's log-probabilities are wanted and come out of this batch: the row, the index in the

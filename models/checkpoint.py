@@ -6,13 +6,13 @@ Needs no torch, so that the service can refuse a model in milliseconds. Knows no
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.models.errors import ModelError
 from penstock.models.families import spec_from_config
-from penstock.models.quantization import Quantization, choose_quantization, quantization_from_config
+from penstock.models.quantization import METHODS, Quantization, choose_quantization, quantization_from_config
 from penstock.models.quantized_tensors import QuantizedLinear, find_quantized
 from penstock.models.safetensors_header import TensorEntry, read_header
 from penstock.models.spec import ModelSpec
@@ -28,6 +28,9 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes of tensors that can be loaded, with torch's names for them."""
+
+_BASE, _TABLE = "model.", "embed_tokens.weight"
+"""What names begin with, except in checkpoints of the base model alone; and a tensor that both have."""
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -64,6 +67,11 @@ class CheckpointInfo:
     def choose_quantization(self, requested: str) -> str:
         """What the model runs with where --quantization says ``requested``: none, int8, int4 or the checkpoint's own
         method. Raises ModelError where the flag contradicts the checkpoint."""
+        if requested in METHODS and not self.tensors:
+            raise ModelError(
+                f"--quantization {requested}: with --load-format dummy no checkpoint is read, and what is made up are "
+                "floats: leave one of the two flags out, or give --quantization int8 or int4"
+            )
         return choose_quantization(requested, self.quantization)
 
 
@@ -117,7 +125,12 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {})
-    entries = find_views(spec, _entries(path))
+    entries = _entries(path)
+    if f"{_BASE}{_TABLE}" not in entries and _TABLE in entries:
+        # Models for embeddings are saved so, without a head. What takes its place here is never asked for a vector.
+        spec = replace(spec, tied_embeddings=True)
+        entries = {f"{_BASE}{name}": entry for name, entry in entries.items()}
+    entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
     return CheckpointInfo(path, config, spec, _match(spec, entries, quantized, path), quantization, quantized)
 

@@ -14,6 +14,7 @@ from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, fi
 from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
 from penstock.models.batch import Batch, BatchResult, Ids, Sampled
 from penstock.models.checkpoint import CheckpointInfo
+from penstock.models.cpu_cores import choose_cores
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
 from penstock.models.cpu_weights import open_tensors
 from penstock.models.errors import ModelError
@@ -85,6 +86,7 @@ class CpuBackend:
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
         tops = np.empty((len(sampled), room), dtype=np.float32)
         scores = _Scores(batch, self._num_logits)
+        pooled = _Pooled(batch)
         tables = np.ascontiguousarray(batch.tables)
         step = Step(
             num_tokens=len(batch.token_ids),
@@ -110,6 +112,11 @@ class CpuBackend:
             chosen=scores.chosen.ctypes.data,
             scored_top_ids=scores.top_ids.ctypes.data,
             scored_tops=scores.tops.ctypes.data,
+            num_vectors=len(pooled.vectors),
+            num_pooled=len(pooled.tokens),
+            pooled=pooled.tokens.ctypes.data,
+            pooled_starts=pooled.starts.ctypes.data,
+            vectors=pooled.vectors.ctypes.data,
         )
         self._program.run(step, 1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         return BatchResult(_sampled(batch, due.tolist(), tokens, top_ids, tops), scores.parts())
@@ -173,6 +180,18 @@ class _Scores:
         return parts
 
 
+class _Pooled:
+    """The tokens of a batch whose hidden states are added to vectors, and where these lie."""
+
+    def __init__(self, batch: Batch) -> None:
+        spans = list(batch.pooled_spans())
+        parts = [np.arange(first, first + count) for _, first, count in spans]
+        self.tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        self.starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
+        self.vectors: Ids = np.array([row.total.ctypes.data for row, _, _ in spans], dtype=np.int64)
+        """Addresses; the rows keep what they point to."""
+
+
 def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
     if config.device != "cpu":
@@ -213,7 +232,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         )
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
-    library = Library(config.num_threads, None)
+    cores = choose_cores(config.cpu_pinning, config.num_threads)
+    if cores is not None:
+        logger.info("each thread that computes stays on a core of its own, of %s", ", ".join(map(str, cores)))
+    library = Library(config.num_threads, cores)
     max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
     check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
@@ -253,6 +275,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         quantization=quantization,
         instruction_set=kernels.name.decode(),
         num_threads=config.num_threads,
+        hidden_size=spec.hidden_size,
     )
     _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)

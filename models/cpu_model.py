@@ -139,15 +139,16 @@ def load_model(
     rope_array = (Rope * len(ropes))(
         *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
     )
-    experts: list[object] = []
-    layers = (Layer * spec.num_layers)(
-        *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
-    )
     hidden, vocab = spec.hidden_size, spec.vocab_size
+    # The largest matrices go first: a matrix's pages of the file count as this process's memory while it is packed.
     name = EMBEDDING if spec.tied_embeddings else HEAD
     head = packer.linear([name.removesuffix(".weight")], [vocab], hidden, False, format=formats.head)
     wide = formats.table is Format.F32
     table = None if spec.tied_embeddings else packer.table(EMBEDDING, (vocab, hidden), wide)
+    experts: list[object] = []
+    layers = (Layer * spec.num_layers)(
+        *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
+    )
     clamped = spec.experts.gate if spec.experts else None
     model = Model(
         kernels=ctypes.pointer(kernels),

@@ -42,8 +42,9 @@ Windows = tuple[int | None, ...]
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """The decoder that a config.json describes. Raises ModelError naming the field, also for what is not supported."""
     fields = Fields(config)
-    architectures = fields.texts("architectures")
-    for architecture in architectures:
+    for name in fields.texts("architectures"):
+        # A base model without its head, as models for embeddings are.
+        architecture = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name
         if architecture in FAMILIES:
             break
     else:

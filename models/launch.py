@@ -76,8 +76,9 @@ class WorkerProcess:
             await self.stop()
             raise
         self._facts = facts
+        # Nothing is chosen anew, so a reason why the best cannot be had is not told anew either.
         self._config = msgspec.structs.replace(
-            self._config, kv_cache_bytes=facts.kv_bytes, max_model_len=facts.max_model_len
+            self._config, kv_cache_bytes=facts.kv_bytes, max_model_len=facts.max_model_len, backend=facts.backend
         )
         return facts
 
@@ -275,7 +276,7 @@ class _Link(asyncio.Protocol):
             return ExecutorError(self._failure if loading else f"the worker failed: {self._failure}", blames_step=True)
         when = " while it loaded the model" if loading else ""
         if self.process.returncode != -signal.SIGKILL:
-            how = _ending(self.process.returncode)
+            how = ending(self.process.returncode)
             return ExecutorError(f"the worker {how}{when}: its own output says more", blames_step=True)
         if self._memory_kills.have_grown():
             return ExecutorError(f"the worker was ended by SIGKILL{when}: memory ran out", blames_step=True)
@@ -292,7 +293,7 @@ class _Link(asyncio.Protocol):
         return True
 
 
-def _ending(returncode: int | None) -> str:
+def ending(returncode: int | None) -> str:
     """How a process ended, in words."""
     if returncode is not None and returncode < 0:
         number = -returncode

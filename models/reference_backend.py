@@ -126,7 +126,9 @@ class ReferenceBackend:
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     """The factory of the backend registry. Raises ModelError."""
     spec = info.spec
-    quantization = _check_quantization(config, info)
+    # The checkpoint's own is multiplied out at load.
+    quantization = info.choose_quantization(config.quantization)
+    _check_flags(config, quantization)
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
@@ -165,22 +167,23 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         kv_bytes=pages.num_bytes,
         quantization=quantization,
         num_threads=config.num_threads if device.type == "cpu" else 0,
+        hidden_size=spec.hidden_size,
     )
     return ReferenceBackend(spec, weights, pages, facts, config.num_threads)
 
 
-def _check_quantization(config: WorkerConfig, info: CheckpointInfo) -> str:
-    """The checkpoint's own quantisation, which is multiplied out at load; this backend makes none."""
-    quantization = info.choose_quantization(config.quantization)
+def _check_flags(config: WorkerConfig, quantization: str) -> None:
+    """Raises ModelError where something is asked for that this backend does not do."""
     wanted = f"--quantization {quantization}" if quantization in AT_LOAD else ""
     if config.kv_cache_dtype != "auto":
         wanted = f"--kv-cache-dtype {config.kv_cache_dtype}"
+    if config.cpu_pinning == "on":
+        wanted = "--cpu-pinning on"
     if wanted:
         raise ModelError(
             f"{wanted}: is for the CPU backend, and this is the reference backend: leave it out, or see what "
             "penstock doctor says of the CPU backend"
         )
-    return quantization
 
 
 def _rotations(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.pooled_row import PooledRow
 from penstock.models.token_counts import TokenCounts
 from penstock.models.token_lists import TokenLists
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
@@ -27,6 +28,8 @@ class Row:
     lists: TokenLists
     counts: TokenCounts | None
     """Kept only where a penalty needs them."""
+    pooled: PooledRow | None
+    """Of a row that gets a vector and no tokens."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -46,9 +49,10 @@ class RowTable:
     A plan that contradicts the rows is a bug of the scheduler's: AssertionError.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.hidden_size = hidden_size
         self._rows: dict[int, Row] = {}
         self._tables: Ids = np.full((16, 16), num_blocks, dtype=np.int64)
 
@@ -98,6 +102,7 @@ class RowTable:
             sampling,
             TokenLists(sampling),
             TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
+            None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

@@ -23,7 +23,7 @@ class Runner:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size)
+        self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
 
     def warm(self) -> None:
         """Runs a short row, so that no request pays for what a library sets up at its first use. Leaves nothing behind:
@@ -60,7 +60,8 @@ def _commit(batch: Batch, sampled: list[Sampled]) -> list[RowResult]:
     for row, end, samples in zip(batch.rows, batch.ends.tolist(), batch.samples, strict=True):
         row.num_computed = end
         if not samples:
-            results.append(RowResult(row.number, row.epoch, end, []))
+            vector = row.pooled.vector() if row.pooled is not None and end == len(row.history) else None
+            results.append(RowResult(row.number, row.epoch, end, [], vector=vector))
             continue
         token = next(tokens)
         row.append(token.token_id)

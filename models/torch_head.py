@@ -1,5 +1,5 @@
 """From the last hidden states of a batch to its result, for backends in torch: the rows of logits that are wanted, the
-tokens chosen from them, and the log-probabilities of prompts."""
+tokens chosen from them, the log-probabilities of prompts, and what vectors are made of."""
 
 from collections.abc import Callable
 
@@ -20,6 +20,8 @@ Head = Callable[[Tensor], Tensor]
 
 def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> BatchResult:
     """``hidden`` is (T, hidden), after the last norm; logits have at most ``vocab_size`` columns."""
+    for pooled, first, count in batch.pooled_spans():
+        pooled.add(hidden[first : first + count].float().cpu().numpy())
     parts = []
     for row, first, count, position in batch.prompt_spans():
         parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))

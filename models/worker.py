@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,9 +23,12 @@ import msgspec
 
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
+from penstock.models.log_format import set_up_logging
 from penstock.models.runner import Runner
 from penstock.models.wire import Channel, Kind, WireError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
 PR_SET_PDEATHSIG = 1
@@ -47,8 +49,6 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _offer_to_the_oom_killer()
     faulthandler.enable()
-    # On the service's own stderr, in its form.
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
 
@@ -60,7 +60,8 @@ def serve(channel: Channel) -> int:
     if kind is None:
         return 0
     assert isinstance(config, WorkerConfig), "the first frame is the config"
-    logging.getLogger().setLevel(config.log_level.upper())
+    # On the service's own stderr, in its form.
+    set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
             backend = load_backend(config)
@@ -76,7 +77,7 @@ def serve(channel: Channel) -> int:
             channel.send(Kind.FAILED, str(error))
         return 1
     except Exception as error:
-        traceback.print_exc()
+        logger.critical("the worker failed", exc_info=True)
         with contextlib.suppress(OSError):
             channel.send(Kind.FAILED, _summary(error))
         return 1

@@ -2,6 +2,7 @@
 
 import math
 
+from penstock.scheduler.allowance import Allowance
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
 from penstock.scheduler.lineup import Queued
@@ -34,6 +35,7 @@ class Admission:
         own_queue: Queued,
         queue_share: float,
         num_tenant_live: int,
+        allowance: Allowance,
         prediction: Prediction | None,
         alone_s: float | None,
         now: float,
@@ -42,16 +44,22 @@ class Admission:
 
         ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
         ``queue_share`` of the queue although others have filled all of it; else the share is 0.
-        ``num_tenant_live`` requests of its tenant are alive. ``alone_s`` is what it takes with no other beside it.
-        Where nothing is predicted, nobody is refused for it.
+        ``num_tenant_live`` requests of its tenant are alive, and ``allowance`` is what it may still have. ``alone_s``
+        is what it takes with no other beside it. Where nothing is predicted, nobody is refused for it.
         """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
-        assert request.max_tokens > 0
+        num_prompt_tokens = request.num_prompt_tokens
+        if request.pooling is None:
+            assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
+            assert request.max_tokens > 0
+        else:
+            assert request.n == request.num_prompts
+            assert request.max_tokens == 0
+            assert request.longest_prompt <= self._facts.max_model_len, "lengths are checked before admission"
         if request.deadline is not None and request.deadline <= now:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request, num_tenant_live)
+        check_rates(num_prompt_tokens, allowance, now)
         if not self._has_room(own_queue, num_prompt_tokens, queue_share):
             self._check_queue(queue, num_prompt_tokens)
         if request.deadline is not None and prediction is not None:
@@ -60,7 +68,7 @@ class Admission:
     def check_size(self, request: Request) -> None:
         """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
         limits = self._config.tenant(request.tenant)
-        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), self.max_tokens(request)
+        num_prompt_tokens, max_tokens = request.longest_prompt, self.max_tokens(request)
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
             raise Refused(
                 RefusalKind.TENANT_CAP,
@@ -72,7 +80,7 @@ class Admission:
                 f"max_tokens is {max_tokens}; this tenant's may be at most {limits.max_tokens}",
             )
         # The last output token is never computed: nothing follows it.
-        num_slots = num_prompt_tokens + max_tokens - 1
+        num_slots = num_prompt_tokens + max(0, max_tokens - 1)
         facts = self._facts
         if -(-num_slots // facts.block_size) > facts.num_blocks:
             raise Refused(
@@ -90,7 +98,7 @@ class Admission:
 
     def _check_queue(self, queue: Queued, num_tokens: int) -> None:
         if queue.requests + 1 > self._config.max_queued_requests:
-            raise Refused(RefusalKind.QUEUE_FULL, f"{queue.requests} requests are waiting already", RETRY_AFTER_MS)
+            raise Refused(RefusalKind.QUEUE_FULL, f"requests waiting already: {queue.requests}", RETRY_AFTER_MS)
         if queue.tokens + num_tokens > self._config.max_queued_tokens:
             raise Refused(
                 RefusalKind.QUEUE_FULL,
@@ -103,9 +111,31 @@ class Admission:
         if most is not None and num_live >= most:
             raise Refused(
                 RefusalKind.TENANT_BUSY,
-                f"this tenant may have {most:,} requests at a time, and has {num_live:,}; try again when one has ended",
+                f"this tenant's requests at a time: {num_live:,}, at most {most:,}; try again when one has ended",
                 RETRY_AFTER_MS,
             )
+
+
+def check_rates(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
+    """Raises Refused, with the time after which the request would be taken if no other came before."""
+    wait_s = allowance.request_wait_s(now)
+    if wait_s > 0:
+        raise Refused(
+            RefusalKind.TENANT_RATE,
+            f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s",
+            _retry_after_ms(wait_s),
+        )
+    wait_s = allowance.token_wait_s(num_prompt_tokens, now)
+    if wait_s > 0:
+        raise Refused(
+            RefusalKind.TENANT_TOKENS,
+            f"this tenant has used its tokens of this minute; try again in {wait_s:.3g} s",
+            _retry_after_ms(wait_s),
+        )
+
+
+def _retry_after_ms(wait_s: float) -> int:
+    return max(MIN_RETRY_AFTER_MS, math.ceil(wait_s * 1000))
 
 
 def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None) -> None:
@@ -118,5 +148,5 @@ def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None
         raise Refused(
             RefusalKind.OVERLOADED,
             f"{what} in {needed_s:.3g} s, and its deadline is in {left_s:.3g} s; try again, or allow it more time",
-            max(MIN_RETRY_AFTER_MS, math.ceil((needed_s - left_s) * 1000)),
+            _retry_after_ms(needed_s - left_s),
         )

@@ -122,7 +122,7 @@ class Beginnings:
 
     def num_missing_for(self, choice: Choice) -> int:
         """Blocks that must be free for a choice, beside those that it shares with rows that run."""
-        if choice.index == 0 and choice.live.wants_prompt_logprobs:
+        if not choice.reads_cache:
             return self.num_blocks_for(choice)
         prefix = choice.pinned or self._kv.find_prefix(choice.hashes, len(choice.token_ids))
         return self.num_blocks_for(choice) - sum(map(self._kv.pool.is_held, prefix))
@@ -155,8 +155,8 @@ class Beginnings:
         """Blocks with KV of the history's beginning; None if it is better to wait for more."""
         if choice.pinned:
             return choice.pinned
-        if choice.index == 0 and choice.live.wants_prompt_logprobs:
-            return []  # they come from computing the prompt
+        if not choice.reads_cache:
+            return []
         kv = self._kv
         num_tokens = len(choice.token_ids)
         kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
@@ -189,7 +189,8 @@ class Beginnings:
         num_cached = num_cached_blocks * self._kv.block_size
         if live.started_at is None:
             live.started_at = self._clock()
-            live.usage.cached_tokens = num_cached
+        if choice.is_new:
+            live.usage.cached_tokens += num_cached
         self.num_cached_tokens += num_cached
         row, epoch = self._rows.take(choice)
         choice.begin(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
@@ -205,6 +206,7 @@ class Beginnings:
                 num_cached,
                 block_ids.copy(),
                 _sampling_of_row(choice, live),
+                live.request.pooling,
             )
         )
 

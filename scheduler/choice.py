@@ -43,7 +43,7 @@ class ChoiceState(Enum):
     PREFILLING = auto()
     """Has a row and all blocks of its history; chunks of it are still to be planned."""
     DECODING = auto()
-    """Has a row that continues by itself."""
+    """Has a row that continues by itself, or one that is pooled and waits for its last answer."""
     ENDED = auto()
 
 
@@ -94,14 +94,21 @@ class LiveRequest:
         """From then to its last token, as predicted; None where that does not depend on the load alone."""
         self.num_expected_cached = 0
         """Tokens of its prompt that were cached then."""
-        self.forked = request.n == 1
+        self.forked = request.n == 1 or request.pooling is not None
         self.num_ended = 0
         self.num_prompt_logprobs = 1
         """Positions of the prompt whose log-probabilities are reported; the first token has none."""
         self.started_at: float | None = None
         self.first_token_at: float | None = None
-        self.usage = Usage(prompt_tokens=len(request.prompt_token_ids))
+        self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self.timings = Timings()
+
+    @property
+    def progress(self) -> int:
+        """Output tokens of all choices; vectors, where it is pooled."""
+        if self.request.pooling is not None:
+            return self.num_ended
+        return sum(choice.delivery.num_tokens for choice in self.choices)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -143,7 +150,8 @@ class LiveRequest:
 
     def context(self, reason: FinishReason, block_size: int) -> Context | None:
         """What those that continue it begin with; None if nobody may."""
-        if reason not in _CONTINUABLE or self.request.n > 1 or self.started_at is None:
+        request = self.request
+        if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
             return None
         choice = self.choices[0]
         token_ids = choice.token_ids[: choice.num_prompt_tokens + choice.delivery.num_delivered]
@@ -163,6 +171,8 @@ class Choice:
         "epoch",
         "hashes",
         "in_flight",
+        "is_new",
+        "is_pooled",
         "length_bound",
         "length_limit",
         "live",
@@ -170,6 +180,7 @@ class Choice:
         "num_free_at_last_try",
         "num_overtaken",
         "num_planned",
+        "num_prompt_tokens",
         "num_published",
         "pinned",
         "prefill_end",
@@ -188,8 +199,13 @@ class Choice:
         self.rank = rank
         self.sampling = sampling_of_choice(request.sampling, index)
         self.state = ChoiceState.WAITING
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = list(request.prompt(index).token_ids)
         """Prompt and accepted output; only what the worker confirmed."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.is_pooled = request.pooling is not None
+        """It ends with the answer that brings its vector, and has no output: its row never decodes."""
+        self.is_new = index == 0 or self.is_pooled
+        """Nothing of its prompt was ever computed for it, or for the choice that it was forked from."""
         self.delivery = Delivery(
             index,
             live.texts[index],
@@ -238,9 +254,11 @@ class Choice:
         return self.delivery.index
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the request's prompt."""
-        return len(self.live.request.prompt_token_ids)
+    def reads_cache(self) -> bool:
+        """Whether its row may begin after a cached prefix."""
+        return not (self.index == 0 and self.live.wants_prompt_logprobs) and (
+            not self.is_pooled or self.live.request.reads_cache
+        )
 
     def begin(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
         """A row's life starts, with KV in its first blocks."""
@@ -248,6 +266,7 @@ class Choice:
         assert not self.in_flight, "a row begins again before its newest plan is answered"
         assert self.length_bound == len(self.token_ids)
         self.state = ChoiceState.PREFILLING
+        self.is_new = False
         self.row, self.epoch = row, epoch
         self.decode = Decode(row, 1)
         self.block_ids = block_ids

@@ -10,6 +10,10 @@ from penstock.scheduler.policy import Policy
 
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 MAX_TARGET_ITL_S = 60.0
+MIN_REQUEST_RATE, MAX_REQUEST_RATE = 0.001, 1e6
+"""A second."""
+MAX_TOKEN_BUDGET = 1 << 40
+"""A minute."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class TenantLimits:
     max_tokens: int | None = None
     """Output of each choice."""
     max_live_requests: int | None = None
+    requests_per_second: float | None = None
+    """Admitted on average; as many may come at once as come in a second, and one at least."""
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs, as their usage has them; as many may be used at once as are gained in a minute."""
 
     def __post_init__(self) -> None:
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
@@ -30,6 +38,12 @@ class TenantLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        rate, budget = self.requests_per_second, self.tokens_per_minute
+        if rate is not None and not MIN_REQUEST_RATE <= rate <= MAX_REQUEST_RATE:
+            limits = f"{MIN_REQUEST_RATE} to {MAX_REQUEST_RATE:,.0f}"
+            raise ValueError(f"requests_per_second is {rate}; it must be {limits}")
+        if budget is not None and not 1 <= budget <= MAX_TOKEN_BUDGET:
+            raise ValueError(f"tokens_per_minute is {budget}; it must be 1 to {MAX_TOKEN_BUDGET:,}")
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,11 @@ class Engine:
             raise
         self._pump_soon()
 
+    def check_rates(self, tenant: str) -> None:
+        """Raises Refused where no request of a tenant would be taken now: before its prompt is tokenized."""
+        if self._scheduler is not None:
+            self._scheduler.check_rates(tenant)
+
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
         """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
         if self._scheduler is None:
@@ -290,7 +295,7 @@ class Engine:
         self._watchdog.restarted()
         self._scheduler.recover(blames_step)
         self._restarts.died(Failure.IN_A_STEP if blames_step else _failure(error))
-        logger.error("%s; %d requests wait for another worker", error, self._scheduler.num_requests)
+        logger.error("%s; requests that wait for another worker: %d", error, self._scheduler.num_requests)
         began = time.monotonic()
         while not self._restarts.is_hopeless:
             await self._executor.stop()

@@ -38,6 +38,7 @@ class FakeExecutor:
         max_model_len: int = 4096,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        hidden_size: int = 8,
         seconds_per_step: float = 0.0,
         slots: Callable[[], Slots] | None = None,
         kills: Callable[[FakeRow], bool] = lambda row: False,
@@ -56,6 +57,7 @@ class FakeExecutor:
             kv_cache_dtype="float32",
             weight_bytes=0,
             kv_bytes=0,
+            hidden_size=hidden_size,
         )
         self.plans: deque[StepPlan] = deque()
         """Plans that are not answered."""

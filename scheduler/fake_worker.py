@@ -4,12 +4,14 @@ It trusts no plan. Every slot bears a tag of the history that its KV was compute
 to what another row holds, or a row number in its wrong life raises ``BrokenPlan``.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.scheduler.plan import (
     AddedRow,
+    Pooling,
     PromptLogprobsPart,
     RowResult,
     SamplingParams,
@@ -42,6 +44,12 @@ def token_of_history(vocab_size: int) -> NextToken:
     return next_token
 
 
+def vector_of(token_ids: Sequence[int], hidden_size: int) -> bytes:
+    """The vector of a row whose pooled positions have these ids: their number, their sum, and powers of a half."""
+    values = [float(len(token_ids)), float(sum(token_ids)), *(0.5**index for index in range(hidden_size))]
+    return array("f", values[:hidden_size]).tobytes()
+
+
 @dataclass(slots=True)
 class FakeRow:
     """A row as the worker knows it."""
@@ -53,6 +61,9 @@ class FakeRow:
     num_computed: int
     block_ids: list[int]
     sampling: SamplingParams
+    pooling: Pooling | None = None
+    pooled_ids: list[int] = field(default_factory=list)
+    """Those of the positions computed so far that its vector is of."""
     tags: list[int] = field(default_factory=list)
     """Of the KV of each position, as ``Slots`` made them."""
 
@@ -234,7 +245,10 @@ class FakeWorker:
             added.num_computed,
             added.block_ids.copy(),
             added.sampling,
+            added.pooling,
         )
+        if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
+            raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
         self._slots.begin(row)
         self._rows[number] = row
         if len(self._rows) > self._facts.max_num_seqs:
@@ -246,6 +260,8 @@ class FakeWorker:
             raise BrokenPlan(f"row {number} cannot compute {start} to {end}")
         self._slots.write(row, start, end)
         row.num_computed = end
+        if row.pooling is not None:
+            return self._pool(row, start, end)
         last = min(end, row.num_prompt_tokens - 1)
         if row.sampling.prompt_logprobs is not None and last > start:
             known = row.history[start + 1 : last + 1]
@@ -254,8 +270,18 @@ class FakeWorker:
         token_ids = [self._sample(row)] if end == len(row.history) else []
         return self._result(row, token_ids)
 
+    def _pool(self, row: FakeRow, start: int, end: int) -> RowResult:
+        assert row.pooling is not None
+        counted = row.pooling.positions(len(row.history))
+        row.pooled_ids += row.history[max(start, counted.start) : min(end, counted.stop)]
+        is_whole = end == len(row.history)
+        vector = vector_of(row.pooled_ids, self._facts.hidden_size) if is_whole else None
+        return RowResult(row.number, row.epoch, end, [], vector=vector)
+
     def _decode(self, number: int, max_tokens: int) -> RowResult:
         row = self._rows[number]
+        if row.pooling is not None:
+            raise BrokenPlan(f"row {number} is pooled, and is continued")
         start = row.num_computed
         if start != len(row.history) - 1:
             raise BrokenPlan(f"row {number} is continued before its history is computed")

@@ -50,7 +50,7 @@ class Load:
     """Of the rows that run: what is not planned yet of their histories."""
     ahead_requests: int
     ahead_tokens: int
-    """What waits and will have a row sooner: how many, and their prompts' tokens."""
+    """What waits and will have a row sooner: how many with an output, and the tokens of all prompts."""
     remaining: Sequence[int]
     """Output tokens that each row that runs may still have at most, in any order."""
     free_rows: int
@@ -60,6 +60,10 @@ class Load:
     block_size: int
     prefill_kv: int = 0
     """What ``prefill_tokens`` will see: how many tokens each of them, summed."""
+    ahead_pooled: int = 0
+    """What waits and will have a row sooner, but only until its prompt is computed."""
+    ahead_pooled_tokens: int = 0
+    """Of ``ahead_tokens``, those of these."""
 
 
 class Prediction(NamedTuple):
@@ -118,22 +122,25 @@ class Forecast:
         self._ratios.extend([1.0] * _NUM_RATIOS)
         self._lateness = 1.0
 
-    def predict(self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
-        """For a request that arrives now, and of whose prompt ``num_new_tokens`` are not cached; None while too little
-        is known."""
-        num_rows = len(load.remaining)
+    def predict(
+        self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int, num_prompts: int = 1
+    ) -> Prediction | None:
+        """For a request that arrives now, and of whose prompts ``num_new_tokens`` are not cached; None while too little
+        is known. Its prompts are taken to be of one length."""
+        num_rows, length = len(load.remaining), num_prompt_tokens // num_prompts
         joining = max(0, min(load.max_rows, num_rows + load.ahead_requests) - load.decodes)
-        kv_each = (load.decode_kv + load.prefill_tokens + load.ahead_tokens + num_prompt_tokens) / (
+        kv_each = (load.decode_kv + load.prefill_tokens + load.ahead_tokens - load.ahead_pooled_tokens + length) / (
             num_rows + load.ahead_requests + 1
         )
         # Whoever is ahead decodes as soon as it has begun: of the steps until then, in half of them.
         decodes = load.decodes + joining / 2
         decode_kv = load.decode_kv + kv_each * joining / 2
-        chunk = self._chunk(decodes, decode_kv, num_prompt_tokens)
+        chunk = self._chunk(decodes, decode_kv, length)
         own_chunks = math.ceil(num_new_tokens / chunk)
         num_tokens = load.prefill_tokens + load.ahead_tokens + num_new_tokens
-        steps = max(math.ceil(num_tokens / chunk), self._steps_to_row(load, num_prompt_tokens) + own_chunks)
-        own = _prompt(num_new_tokens, num_prompt_tokens, own_chunks)
+        num_turns = math.ceil((load.ahead_pooled + num_prompts) / load.max_rows)
+        steps = max(math.ceil(num_tokens / chunk), num_turns, self._steps_to_row(load, length) + own_chunks)
+        own = _prompts(num_new_tokens, num_prompt_tokens, own_chunks, num_prompts)
         seconds = self._model.predict(_sum(own, _prompts_ahead(load, chunk), decodes * steps, decode_kv * steps), steps)
         if seconds is None:
             return None
@@ -144,25 +151,33 @@ class Forecast:
         return Prediction(self._bias * ttft_s, total_s, total_s * self._lateness)
 
     def service_s(
-        self, load_decodes: int, load_decode_kv: int, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int
+        self,
+        load_decodes: int,
+        load_decode_kv: int,
+        num_new_tokens: int,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        num_prompts: int = 1,
     ) -> float | None:
         """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
-        chunk = self._chunk(load_decodes, load_decode_kv, num_prompt_tokens)
+        chunk = self._chunk(load_decodes, load_decode_kv, num_prompt_tokens // num_prompts)
         steps = math.ceil(num_new_tokens / chunk)
-        own = _prompt(num_new_tokens, num_prompt_tokens, steps)
+        own = _prompts(num_new_tokens, num_prompt_tokens, steps, num_prompts)
         seconds = self._model.predict(_sum(own, _NOTHING, load_decodes * steps, load_decode_kv * steps), steps)
         if seconds is None:
             return None
         length = self._lengths.expected(max_tokens)
         return seconds + self._decoding_s(load_decodes + 1, load_decode_kv + num_prompt_tokens, length)
 
-    def alone_s(self, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int) -> float | None:
+    def alone_s(
+        self, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int, num_prompts: int = 1
+    ) -> float | None:
         """How long a request takes, first step to last token, with no other beside it."""
-        chunk = self._chunk(0, 0, num_prompt_tokens)
+        chunk = self._chunk(0, 0, num_prompt_tokens // num_prompts)
         chunks = math.ceil(num_new_tokens / chunk)
-        decodes = self._lengths.expected(max_tokens) - 1
+        decodes = max(0.0, self._lengths.expected(max_tokens) - 1)
         kv = decodes * (num_prompt_tokens + decodes / 2)
-        own = _prompt(num_new_tokens, num_prompt_tokens, chunks)
+        own = _prompts(num_new_tokens, num_prompt_tokens, chunks, num_prompts)
         return self._model.predict(_sum(own, _NOTHING, decodes, kv), chunks + decodes)
 
     def _chunk(self, decodes: float, decode_kv: float, num_prompt_tokens: int) -> int:
@@ -181,7 +196,8 @@ class Forecast:
         if not num_rows:
             return 0
         missing_rows = load.ahead_requests + 1 - load.free_rows
-        needed_blocks = (load.ahead_tokens + num_prompt_tokens) / load.block_size + load.ahead_requests + 1
+        held_tokens = load.ahead_tokens - load.ahead_pooled_tokens + num_prompt_tokens
+        needed_blocks = held_tokens / load.block_size + load.ahead_requests + 1
         blocks_each = max(1.0, (load.num_blocks - load.free_blocks) / num_rows)
         missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
         if missing <= 0:
@@ -202,7 +218,7 @@ class Forecast:
 
     def _decoding_s(self, rows: float, kv: float, length: float) -> float:
         """What follows a first token: as many steps as the output needs, prolonged by others' prompts."""
-        steps = length - 1
+        steps = max(0.0, length - 1)
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
         return 0.0 if seconds is None else seconds * self._model.slowdown
 
@@ -261,9 +277,10 @@ class OutputLengths:
 _NOTHING = StepWork(0, 0, 0, 0)
 
 
-def _prompt(num_new_tokens: int, num_prompt_tokens: int, chunks: int) -> StepWork:
-    """The last tokens of one prompt, in so many chunks."""
-    mean_context = num_prompt_tokens - num_new_tokens / 2
+def _prompts(num_new_tokens: int, num_prompt_tokens: int, chunks: int, num_prompts: int) -> StepWork:
+    """The last tokens of one prompt or of several of one length, in so many chunks or one for each at least."""
+    mean_context = (num_prompt_tokens - num_new_tokens / 2) / num_prompts
+    chunks = max(chunks, num_prompts)
     return StepWork(num_new_tokens, num_new_tokens * mean_context, 0, 0, chunks, chunks * mean_context)
 
 
@@ -272,9 +289,10 @@ def _prompts_ahead(load: Load, chunk: int) -> StepWork:
     kv: float = load.prefill_kv
     chunks = math.ceil(load.prefill_tokens / chunk)
     chunk_kv = kv / chunk
-    if load.ahead_requests:
-        kv += load.ahead_tokens * load.ahead_tokens / load.ahead_requests / 2
-        chunks += load.ahead_requests
+    num_ahead = load.ahead_requests + load.ahead_pooled
+    if num_ahead:
+        kv += load.ahead_tokens * load.ahead_tokens / num_ahead / 2
+        chunks += num_ahead
         chunk_kv += load.ahead_tokens
     return StepWork(load.prefill_tokens + load.ahead_tokens, kv, 0, 0, chunks, chunk_kv)
 

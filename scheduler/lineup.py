@@ -21,7 +21,7 @@ def _rank(choice: Choice) -> Rank:
 
 
 class Queued(NamedTuple):
-    """How much waits: requests that have not begun, and their prompts' tokens."""
+    """How much waits: requests whose first prompt has not begun, and the tokens of all prompts that have not."""
 
     requests: int
     tokens: int
@@ -34,9 +34,13 @@ class WaitingQueue:
         """``by_turns``: tenants take turns."""
         self.by_turns = by_turns
         self.num_requests = 0
-        """Requests that have not begun."""
+        """Requests whose first prompt has not begun."""
         self.num_tokens = 0
-        """Their prompts' tokens."""
+        """Of all prompts that have not begun."""
+        self.num_pooled = 0
+        """Choices that are pooled, which have a row for as long as their prompts take."""
+        self.num_pooled_tokens = 0
+        """Of those of their prompts that have not begun."""
         self._num_choices = 0
         self._lanes: dict[str, list[Choice]] = {}
         """One for each tenant, or one for all; none is empty."""
@@ -55,8 +59,8 @@ class WaitingQueue:
 
     def queued_of(self, tenant: str) -> Queued:
         """Of a tenant, where tenants take turns."""
-        new = [choice for choice in self._lanes.get(tenant, ()) if choice.live.started_at is None]
-        return Queued(len(new), sum(choice.num_prompt_tokens for choice in new))
+        new = [choice for choice in self._lanes.get(tenant, ()) if choice.is_new]
+        return Queued(sum(choice.index == 0 for choice in new), sum(choice.num_prompt_tokens for choice in new))
 
     def order(self, choice: Choice) -> Order:
         """What a choice is ordered by now."""
@@ -73,14 +77,10 @@ class WaitingQueue:
     def put(self, choice: Choice) -> None:
         """Enters a choice."""
         insort(self._lanes.setdefault(self._lane(choice), []), choice, key=_rank)
-        self._num_choices += 1
-        choice.live.tenant.num_waiting += 1
-        if choice.live.started_at is None:
-            self.num_requests += 1
-            self.num_tokens += choice.num_prompt_tokens
+        self._count(choice, 1)
 
     def remove(self, choice: Choice) -> None:
-        """Takes a choice out, while its request's ``started_at`` is still what it was."""
+        """Takes a choice out, while it is still as new as it was."""
         name = self._lane(choice)
         lane = self._lanes[name]
         # Ranks are unique, so this finds it without comparing all of a long queue.
@@ -89,11 +89,18 @@ class WaitingQueue:
         del lane[index]
         if not lane:
             del self._lanes[name]
-        self._num_choices -= 1
-        choice.live.tenant.num_waiting -= 1
-        if choice.live.started_at is None:
-            self.num_requests -= 1
-            self.num_tokens -= choice.num_prompt_tokens
+        self._count(choice, -1)
+
+    def _count(self, choice: Choice, sign: int) -> None:
+        new_tokens = sign * choice.num_prompt_tokens if choice.is_new else 0
+        self._num_choices += sign
+        choice.live.tenant.num_waiting += sign
+        self.num_tokens += new_tokens
+        if choice.is_new and choice.index == 0:
+            self.num_requests += sign
+        if choice.is_pooled:
+            self.num_pooled += sign
+            self.num_pooled_tokens += new_tokens
 
     def num_ahead(self, tenant: str, rank: Rank) -> int:
         """How many would be ahead of a choice that entered now; with turns, about so many."""

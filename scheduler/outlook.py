@@ -95,7 +95,8 @@ class Outlook:
         """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             for choice in live.choices:
-                self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+                if not choice.is_pooled:
+                    self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
             if live.expected_s is not None:
                 self._learn_total(live.expected_s, self._clock() - live.entered_at)
         elif reason is FinishReason.DEADLINE and live.expected_s is not None:
@@ -110,7 +111,7 @@ class Outlook:
 
     def predict(self, request: Request, num_cached_tokens: int, num_ahead: int, rank: Rank) -> Prediction | None:
         """For a request that enters the queue now, behind so many others; None while too little is known."""
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens = request.num_prompt_tokens
         if self._clock() - self._learned_at > UNTESTED_S:
             self._forecast.forget_lateness()
         if self._by_deadline and request.deadline is not None:
@@ -121,9 +122,8 @@ class Outlook:
         if self._planner.would_make_room(request.tenant, rank):
             load = self._load(0)
             load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
-        return self._forecast.predict(
-            load, num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens
-        )
+        num_new_tokens = num_prompt_tokens - num_cached_tokens
+        return self._forecast.predict(load, num_new_tokens, num_prompt_tokens, request.max_tokens, request.num_prompts)
 
     @property
     def needs_test(self) -> bool:
@@ -143,19 +143,21 @@ class Outlook:
     def service_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
         """What a request takes if it begins now; None while too little is known."""
         planner = self._planner
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens = request.num_prompt_tokens
         return self._forecast.service_s(
             len(planner.running.decoding),
             planner.decode_kv,
             num_prompt_tokens - num_cached_tokens,
             num_prompt_tokens,
             request.max_tokens,
+            request.num_prompts,
         )
 
     def alone_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
         """What a request takes with no other beside it; None while too little is known."""
-        num_prompt_tokens = len(request.prompt_token_ids)
-        return self._forecast.alone_s(num_prompt_tokens - num_cached_tokens, num_prompt_tokens, request.max_tokens)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_new_tokens = num_prompt_tokens - num_cached_tokens
+        return self._forecast.alone_s(num_new_tokens, num_prompt_tokens, request.max_tokens, request.num_prompts)
 
     def is_late(self, live: LiveRequest) -> bool:
         """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
@@ -181,12 +183,13 @@ class Outlook:
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
         # Those ahead have their share of the prompts that wait: who is behind whom may depend on their ranks.
         share = min(1.0, num_ahead / len(waiting)) if len(waiting) else 0.0
+        ahead_pooled = round(share * waiting.num_pooled)
         return Load(
             in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
             decodes=len(running.decoding),
             decode_kv=planner.decode_kv,
             prefill_tokens=sum(choice.prefill_end - choice.num_planned for choice in running.prefilling),
-            ahead_requests=num_ahead,
+            ahead_requests=num_ahead - ahead_pooled,
             ahead_tokens=round(share * waiting.num_tokens),
             remaining=[choice.length_limit - choice.length_bound for choice in running],
             free_rows=planner.max_rows - len(running),
@@ -198,4 +201,6 @@ class Outlook:
                 (choice.prefill_end - choice.num_planned) * (choice.prefill_end + choice.num_planned) // 2
                 for choice in running.prefilling
             ),
+            ahead_pooled=ahead_pooled,
+            ahead_pooled_tokens=round(share * waiting.num_pooled_tokens),
         )

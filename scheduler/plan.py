@@ -4,7 +4,28 @@ A plan holds differences only. Between plans the worker's row state is the autho
 row is told to continue, and the result says what came of it. Nothing here knows tensors, sockets or gRPC.
 """
 
+from enum import Enum
+
 import msgspec
+
+
+class Pooling(Enum):
+    """Which hidden states after the model's last norm a row's vector is the mean of."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+    def positions(self, num_tokens: int) -> range:
+        """Those of a row of so many tokens."""
+        if self is Pooling.MEAN:
+            return range(num_tokens)
+        return range(1) if self is Pooling.CLS else range(num_tokens - 1, num_tokens)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a row may begin after a cached prefix, which has keys and values but no hidden states."""
+        return self is Pooling.LAST
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -51,6 +72,8 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """KV of ``token_ids[:num_computed]`` already lies in ``block_ids``, from the prefix cache."""
     block_ids: list[int]
     sampling: SamplingParams
+    pooling: Pooling | None = None
+    """Nothing is sampled: once the history is computed, the row's vector is its only result."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):
@@ -61,7 +84,8 @@ class RowBlocks(msgspec.Struct, array_like=True, gc=False):
 
 
 class Chunk(msgspec.Struct, array_like=True, gc=False):
-    """Compute ``history[start:end]`` of a row. Samples the next token iff ``end`` is the length of the history."""
+    """Compute ``history[start:end]`` of a row. Where ``end`` is the length of the history, samples the next token, or
+    tells the vector of a row that is pooled."""
 
     row: int
     start: int
@@ -112,8 +136,10 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     num_computed: int
     """Confirmed KV positions now: the row's KV is valid in ``[0, num_computed)``."""
     token_ids: list[int]
-    """Accepted tokens: none for a chunk that does not end the history, else 1 to ``max_tokens``."""
+    """Accepted tokens: none for a chunk that does not end the history or is pooled, else 1 to ``max_tokens``."""
     logprobs: TokenLogprobs | None = None
+    vector: bytes | None = None
+    """Of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte order."""
 
 
 class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
@@ -161,6 +187,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     memory_utilization: float = 0.5
     num_threads: int = 1
     """That compute, on a CPU."""
+    cpu_pinning: str = "auto"
+    """Whether each of those threads stays on a core: on, off, or auto, where the worker has cores of its own."""
     max_memory_bytes: int | None = None
     """Of the host: what the worker may take, all together, whatever else seems free; None: all that is free."""
     tokenizer_vocab_size: int | None = None
@@ -174,6 +202,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """auto or int8; auto is the type of the activations."""
     log_level: str = "info"
     """What the worker logs: debug, info, warning or error."""
+    log_format: str = "text"
+    """text or json, a line each."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -200,6 +230,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """Of the CPU that the kernels are for; empty where that is not the backend's to choose."""
     num_threads: int = 0
     """That compute, on a CPU; 0 on a GPU."""
+    hidden_size: int = 1
+    """Numbers in a row's vector."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

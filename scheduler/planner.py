@@ -158,7 +158,7 @@ class Planner:
                 (self.kv.retract if held else self.kv.announce)(choice, choice.hashes[choice.num_published :])
             if held:
                 self._say_left(choice)
-            elif choice.state is ChoiceState.DECODING:
+            elif choice.state is ChoiceState.DECODING and not choice.is_pooled:
                 live.timeline.decodes(choice.index, self.counters.steps)
         live.held = held
 
@@ -299,7 +299,7 @@ class Planner:
         start = choice.num_planned
         end = min(start + budget, choice.prefill_end)
         plan.chunks.append(Chunk(choice.row, start, end))
-        num_sampled = int(end == choice.prefill_end)
+        num_sampled = int(end == choice.prefill_end and not choice.is_pooled)
         choice.num_planned = end
         choice.in_flight.append(num_sampled)
         choice.length_bound += num_sampled
@@ -314,7 +314,8 @@ class Planner:
             self._publish(choice, choice.num_planned // self.kv.block_size)
             if choice.num_planned == choice.prefill_end:
                 self.running.promote(choice)
-                choice.live.timeline.will_decode(choice.index, plan.step)
+                if not choice.is_pooled:
+                    choice.live.timeline.will_decode(choice.index, plan.step)
 
     def _publish(self, choice: Choice, num_full: int) -> None:
         kv = self.kv

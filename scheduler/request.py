@@ -1,12 +1,12 @@
 """What the service hands to the engine, and what it gets back. Everything slow (tokens, hashes, text state) is prepared
 before a request gets here; nothing here knows gRPC or tokenizers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from penstock.scheduler.plan import SamplingParams, TokenLogprobs
+from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -37,6 +37,10 @@ class RefusalKind(Enum):
     """By the time that it would be done its deadline would have passed."""
     TENANT_BUSY = auto()
     """Its tenant has as many live requests as it may have."""
+    TENANT_RATE = auto()
+    """Its tenant sends requests faster than it may."""
+    TENANT_TOKENS = auto()
+    """Its tenant has used up the tokens that it may have for now."""
     TENANT_CAP = auto()
     """It asks for more than its tenant may: trying again cannot help."""
 
@@ -111,6 +115,15 @@ class Delta:
 
 
 @dataclass(slots=True)
+class Embedded:
+    """The vector of one prompt of a request that is pooled; with it the choice of that number has ended."""
+
+    choice: int
+    vector: bytes
+    """As ``RowResult.vector``."""
+
+
+@dataclass(slots=True)
 class Usage:
     """Tokens used so far; stopping tokens and those of stop strings count as output."""
 
@@ -155,7 +168,7 @@ class Finished:
     """Of a request of one choice that began and then stopped, reached its length or was cancelled."""
 
 
-Event = Accepted | PromptLogprobs | Delta | Finished
+Event = Accepted | PromptLogprobs | Delta | Embedded | Finished
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,15 +182,23 @@ class Change:
     """Of each choice; at least 1."""
 
 
+class Prompt(NamedTuple):
+    """A prompt that is ready for the queue."""
+
+    token_ids: list[int]
+    block_hashes: list[bytes]
+    """Chained hashes of its full blocks, salted by tenant (``kv.block_hash``)."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request, prepared. The engine never changes these fields."""
 
     request_id: str
     prompt_token_ids: list[int]
-    """1 to max_model_len - 1 ids."""
+    """1 to max_model_len - 1 ids; one more where it is pooled."""
     block_hashes: list[bytes]
-    """Chained hashes of the prompt's full blocks, salted by tenant (``kv.block_hash``)."""
+    """As ``Prompt`` has them."""
     sampling: SamplingParams
     """``seed`` is set; choice i of n uses one derived from it."""
     max_tokens: int
@@ -202,6 +223,39 @@ class Request:
     """By ``time.monotonic()``."""
     hash_salt: bytes = b""
     """What the block hashes were salted with: output blocks are hashed on with it."""
+    pooling: Pooling | None = None
+    """Its prompts are embedded: each is a choice's own and brings one ``Embedded``, and there is no output
+    (``max_tokens`` is 0)."""
+    more_prompts: Sequence[Prompt] = ()
+    """Those after the first, where it is pooled: ``n`` counts them all."""
+
+    def prompt(self, choice: int) -> Prompt:
+        """What a choice begins with."""
+        if choice and self.more_prompts:
+            return self.more_prompts[choice - 1]
+        return Prompt(self.prompt_token_ids, self.block_hashes)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many are computed; choices that only sample differently have one together."""
+        return 1 + len(self.more_prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest one."""
+        return max(len(self.prompt_token_ids), max((len(prompt.token_ids) for prompt in self.more_prompts), default=0))
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether what is asked of its prompts can do without computing a prefix that is cached."""
+        if self.pooling is not None:
+            return self.pooling.reads_cache
+        return self.sampling.prompt_logprobs is None
 
     def changed(self, change: Change) -> "Request":
         """The same request as its caller wants it now."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
-from penstock.scheduler.admission import Admission
+from penstock.scheduler.admission import Admission, check_rates
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
@@ -27,7 +27,7 @@ from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
-from penstock.scheduler.request import Accepted, Change, Context, Delta, FinishReason, Refused, Request
+from penstock.scheduler.request import Accepted, Change, Context, Delta, Embedded, FinishReason, Refused, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -48,7 +48,7 @@ class Scheduler:
     ) -> None:
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
         self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing)
-        self.tenants = Tenants(config)
+        self.tenants = Tenants(config, clock)
         self.timelines = Timelines(config.explain_requests, clock)
         self._suspects = Suspects()
         model = StepModel()
@@ -103,27 +103,43 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes a request into the queue and tells its sink. Raises Refused."""
         assert request.request_id not in self._requests, "request ids are unique among live requests"
-        hashes = self.kv.hashing.first(request.block_hashes)
-        cached = 0
-        if request.sampling.prompt_logprobs is None:
-            cached = len(self.kv.find_prefix(hashes, len(request.prompt_token_ids))) * self.kv.block_size
+        cached = self._num_cached(request)
         rank = self._rank(request, self._num_arrived, 0)
         position = self._planner.waiting.num_ahead(request.tenant, rank)
         prediction = self.outlook.predict(request, cached, position, rank)
         self._admit(request, cached, prediction)
         texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
-        tenant, timeline = self.tenants.enter(request.tenant), self.timelines.open(request)
+        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.num_expected_cached = self._clock(), cached
         self._num_arrived += 1
         self._requests[request.request_id] = live
-        self._planner.enter(self._new_choice(live, 0, hashes, pinned=[]))
+        for index in range(request.num_prompts):
+            self._planner.enter(self._new_choice(live, index, pinned=[]))
         ttft_s = None
         if prediction is not None:
             ttft_s, live.expected_s = prediction.ttft_s, prediction.total_s
             live.expected_ttft_s = ttft_s
         timeline.accepted(position, ttft_s)
         request.sink(Accepted(cached, position, ttft_s))
+
+    def _num_cached(self, request: Request) -> int:
+        """Tokens of its prompts that need not be computed, as things stand."""
+        if not request.reads_cache:
+            return 0
+        kv, num_blocks = self.kv, 0
+        for index in range(request.num_prompts):
+            prompt = request.prompt(index)
+            num_blocks += len(kv.find_prefix(kv.hashing.first(prompt.block_hashes), len(prompt.token_ids)))
+        return num_blocks * kv.block_size
+
+    def check_rates(self, tenant: str) -> None:
+        """Raises Refused where no request of a tenant would be taken now: before anything is spent on one."""
+        try:
+            check_rates(1, self.tenants.allowance(tenant), self._clock())
+        except Refused:
+            self.counters.refused += 1
+            raise
 
     def _admit(self, request: Request, num_cached_tokens: int, prediction: Prediction | None) -> None:
         """Raises Refused."""
@@ -135,6 +151,7 @@ class Scheduler:
                 own_queue=waiting.queued_of(request.tenant),
                 queue_share=self.tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
                 num_tenant_live=self.tenants.num_live(request.tenant),
+                allowance=self.tenants.allowance(request.tenant),
                 # While nobody is there, trying again later cannot help, and nothing would be learned.
                 prediction=prediction if self._requests and not self.outlook.needs_test else None,
                 alone_s=self.outlook.alone_s(request, num_cached_tokens),
@@ -228,8 +245,9 @@ class Scheduler:
         predicted_s = self.outlook.service_s(request) or 0.0 if self._config.policy is Policy.DEADLINE else 0.0
         return rank_of(self._config.policy, request, predicted_s, number, choice)
 
-    def _new_choice(self, live: LiveRequest, index: int, hashes: list[bytes], pinned: list[int]) -> Choice:
+    def _new_choice(self, live: LiveRequest, index: int, pinned: list[int]) -> Choice:
         request = live.request
+        hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
         rank = self._rank(request, live.number, index)
         # What holds for the first choice holds for all, though its tenant's cap may be another one now.
         max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._admission.max_tokens(request)
@@ -243,8 +261,7 @@ class Scheduler:
         first = live.choices[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            hashes = self.kv.hashing.first(live.request.block_hashes)
-            self._planner.enter(self._new_choice(live, index, hashes, shared.copy()))
+            self._planner.enter(self._new_choice(live, index, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
@@ -314,21 +331,21 @@ class Scheduler:
             self._apply_prompt_logprobs(part)
         for chunk in plan.chunks:
             choice = self._planner.rows.current(chunk.row)
-            if choice.row == chunk.row and chunk.end == choice.prefill_end:
+            if choice.row == chunk.row and chunk.end == choice.prefill_end and not choice.is_pooled:
                 choice.live.timeline.decodes(choice.index, plan.step)
         for row in result.rows:
             self._apply(row)
         self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
         if self._suspects:
-            self._suspects.answered(self._output_tokens(plan))
+            self._suspects.answered(self._progress(plan))
 
     def recover(self, blames_step: bool) -> None:
         """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
 
         ``blames_step``: whoever was in the oldest step that is not answered may have been why.
         """
-        fatal = self._output_tokens(self._in_flight[0]) if blames_step and self._in_flight else {}
+        fatal = self._progress(self._in_flight[0]) if blames_step and self._in_flight else {}
         running = {choice.live for choice in self._planner.running}
         self._in_flight.clear()
         self.outlook.restart()
@@ -360,11 +377,11 @@ class Scheduler:
         self._planner.configure(config)
         self.outlook.configure(config)
 
-    def _output_tokens(self, plan: StepPlan) -> dict[str, int]:
-        """The requests of a plan, and how many tokens their choices have put out together."""
+    def _progress(self, plan: StepPlan) -> dict[str, int]:
+        """The requests of a plan, and how far each is."""
         rows = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
         lives = dict.fromkeys(self._planner.rows.current(row).live for row in rows)
-        return {live.request.request_id: sum(choice.delivery.num_tokens for choice in live.choices) for live in lives}
+        return {live.request.request_id: live.progress for live in lives}
 
     def _apply(self, row: RowResult) -> None:
         choice = self._planner.rows.holder(row.row, row.epoch)
@@ -389,6 +406,11 @@ class Scheduler:
             self.counters.output_tokens += num_tokens
             choice.live.tenant.num_new += num_tokens
             self._deliver(choice, token_ids, row.logprobs)
+        is_embedded = choice.is_pooled and row.num_computed == choice.num_prompt_tokens
+        assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
+        if row.vector is not None:
+            choice.live.request.sink(Embedded(choice.index, row.vector))
+            self._end(choice, FinishReason.STOP)
 
     def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = choice.live

@@ -1,4 +1,5 @@
-"""What each tenant has and was served: the turns of the ``fair`` policy, and the counts behind caps and statistics.
+"""What each tenant has and was served: the turns of the ``fair`` policy, what is left of its rates, and the counts
+behind caps and statistics.
 
 A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
 Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves
@@ -8,8 +9,10 @@ rows each has.
 """
 
 import heapq
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+from penstock.scheduler.allowance import Allowance
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
 MAX_REMEMBERED = 4096
@@ -21,11 +24,12 @@ MAX_SAVED_TOKENS = 2048
 class TenantUse:
     """One tenant's."""
 
-    __slots__ = ("limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "served", "turn")
+    __slots__ = ("allowance", "limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "served", "turn")
 
-    def __init__(self, name: str, limits: TenantLimits) -> None:
+    def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
         self.name = name
         self.limits = limits
+        self.allowance = Allowance(limits, now)
         self.num_live = 0
         """Requests that have not finished."""
         self.num_rows = 0
@@ -43,12 +47,20 @@ class TenantUse:
         self.served += num_tokens
         self.turn += num_tokens / self.limits.weight
 
+    def charge_new(self, now: float) -> None:
+        """What was chosen for it lately was served to it."""
+        if self.num_new:
+            self.charge(self.num_new)
+            self.allowance.take_tokens(self.num_new, now)
+            self.num_new = 0
+
 
 class Tenants:
     """Those that have live requests, and those whose turn is remembered."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
+        self._clock = clock
         self._uses: dict[str, TenantUse] = {}
         self._busy: dict[str, TenantUse] = {}
         self._last: TenantUse | None = None
@@ -65,11 +77,18 @@ class Tenants:
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
 
-    def enter(self, name: str) -> TenantUse:
+    def allowance(self, name: str) -> Allowance:
+        """What is left of a tenant's rates; only to be looked at."""
+        use = self._uses.get(name)
+        return Allowance(self._config.tenant(name), self._clock()) if use is None else use.allowance
+
+    def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
         """A request begins to live."""
+        now = self._clock()
         use = self._uses.get(name)
         if use is None:
-            use = self._uses[name] = TenantUse(name, self._config.tenant(name))
+            use = self._uses[name] = TenantUse(name, self._config.tenant(name), now)
+        use.allowance.take_request(num_prompt_tokens, now)
         if not use.num_waiting:
             turns = [other.turn for other in self._busy.values() if other.num_waiting]
             last_turn = 0.0 if self._last is None else self._last.turn
@@ -90,8 +109,7 @@ class Tenants:
         use.num_live -= 1
         if use.num_live:
             return
-        use.charge(use.num_new)
-        use.num_new = 0
+        use.charge_new(self._clock())
         del self._busy[use.name]
         # Anew, so that no rounding error stays.
         self._total_weight = sum(other.limits.weight for other in self._busy.values())
@@ -100,9 +118,9 @@ class Tenants:
 
     def charge_new(self) -> None:
         """A step is answered: what it chose is charged."""
+        now = self._clock()
         for use in self._busy.values():
-            use.charge(use.num_new)
-            use.num_new = 0
+            use.charge_new(now)
 
     def share(self, use: TenantUse) -> float:
         """The part of everything that is a busy tenant's, 0 to 1."""
@@ -129,8 +147,10 @@ class Tenants:
         """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
         is_new_policy = config.policy is not self._config.policy
         self._config = config
+        now = self._clock()
         for use in self._uses.values():
             use.limits = config.tenant(use.name)
+            use.allowance.reconfigure(use.limits, now)
             if is_new_policy:
                 use.turn = 0.0
         self._total_weight = sum(use.limits.weight for use in self._busy.values())
@@ -140,7 +160,9 @@ class Tenants:
         return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
 
     def _forget(self) -> None:
-        """Those that were served least since they were lifted lose the least by it."""
-        idle = sorted((use for use in self._uses.values() if not use.num_live), key=lambda use: use.turn)
+        """Those whose rates are untouched and that were served least since they were lifted lose the least by it."""
+        now = self._clock()
+        idle = [use for use in self._uses.values() if not use.num_live]
+        idle.sort(key=lambda use: (not use.allowance.is_full(now), use.turn))
         for use in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
             del self._uses[use.name]

@@ -113,7 +113,7 @@ class Timeline:
         self.client_request_id = request.client_request_id
         self.tenant = request.tenant
         self.arrival = request.arrival
-        self.prompt_tokens = len(request.prompt_token_ids)
+        self.prompt_tokens = request.num_prompt_tokens
         self.max_tokens = request.max_tokens
         self.num_choices = request.n
         self.predicted_ttft_s: float | None = None
@@ -272,6 +272,7 @@ class Timeline:
         """Nothing follows."""
         for track in self._tracks:
             self._go_on(track, None)
+        self._tracks = []  # those of a request with thousands of choices are not to be kept
         self.released()
         self.ended_by = reason
         self.ended_at = self._clock()

@@ -9,6 +9,7 @@ from grpc_reflection.v1alpha import reflection
 from penstock.service.admin import AdminService
 from penstock.service.health import Health
 from penstock.service.listen import Address
+from penstock.service.tls import ServerTls
 from penstock.service.transport import bind, for_this_user_alone, new_server
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -27,8 +28,11 @@ class AdminListener:
         service: AdminService,
         health: Health,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
+        tls: ServerTls | None,
     ) -> None:
+        """``tls`` holds where other machines can reach the address; on loopback the tools need no certificates."""
         self._address = address
+        self._tls = None if address.is_local else tls
         self._service = service
         self._server = new_server(interceptors, _MAX_STREAMS)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
@@ -39,7 +43,7 @@ class AdminListener:
     def bind(self) -> str:
         """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""
         with for_this_user_alone():
-            return bind(self._server, self._address)
+            return bind(self._server, self._address, self._tls)
 
     async def start(self) -> None:
         """Answers from here on."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
+from penstock.scheduler.config import MAX_REQUEST_RATE, MAX_TOKEN_BUDGET, MIN_REQUEST_RATE
 from penstock.service.errors import invalid
 from penstock.service.identity import TENANT_NAME
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
@@ -21,6 +22,7 @@ UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 MAX_TIMEOUT_MS = 86_400_000
 MAX_DETOKENIZED_IDS = 1 << 20
+MAX_DESCRIBED_IDS = 1 << 16
 MAX_NAMED_TENANTS = 16_384
 """With settings of their own: all of them fit in one message."""
 MAX_TOKENS_CAP = 1 << 24
@@ -34,6 +36,8 @@ class Limit(Enum):
 
     PROMPT = auto()
     """The most tokens of a prompt, or of an output: the context, less one for the other."""
+    CONTEXT = auto()
+    """The most tokens of what has no output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,9 @@ class ModelLimits:
 
     def resolve(self, bound: float | Limit) -> float:
         """The number that a bound stands for."""
-        return self.max_model_len - 1 if bound is Limit.PROMPT else bound
+        if isinstance(bound, Limit):
+            return self.max_model_len - (bound is Limit.PROMPT)
+        return bound
 
 
 class Problem(NamedTuple):
@@ -215,8 +221,29 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
+class NestedIds:
+    """A list of ids in a message of its own, with other bounds than the message has elsewhere."""
+
+    ids: Ids
+    required: bool = False
+
+    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
+        """Looks at the list."""
+        found = self.ids.problem(value.ids, limits)
+        return None if found is None else Problem(found.text, f".ids{found.at}")
+
+
+def chat_bytes(messages: Iterable[Any]) -> int:
+    """What the long texts of chat messages have in all."""
+    return sum(
+        utf8_bytes(message.content) + sum(utf8_bytes(call.arguments) for call in message.tool_calls)
+        for message in messages
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Messages:
-    """At most ``high`` chat messages, their contents together at most ``max_bytes``."""
+    """At most ``high`` chat messages, their texts together at most ``max_bytes``."""
 
     high: int
     max_bytes: int
@@ -227,9 +254,28 @@ class Messages:
         found = Items(self.high, Nested()).problem(value, limits)
         if found is not None:
             return found
-        total = sum(utf8_bytes(message.content) for message in value)
+        total = chat_bytes(value)
         if total > self.max_bytes:
-            return Problem(f"the contents together at most {self.max_bytes:,} bytes; they have {total:,}")
+            return Problem(f"the messages together at most {self.max_bytes:,} bytes; they have {total:,}")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """At most ``high`` texts, none of them empty, together at most ``max_bytes`` of UTF-8."""
+
+    high: int
+    max_bytes: int
+    required: bool = False
+
+    def problem(self, value: Sequence[str], limits: ModelLimits) -> Problem | None:
+        """Each text, then their sum."""
+        found = Items(self.high, Text(1, self.max_bytes)).problem(value, limits)
+        if found is not None:
+            return found
+        total = sum(map(utf8_bytes, value))
+        if total > self.max_bytes:
+            return Problem(f"together at most {self.max_bytes:,} bytes; they have {total:,}")
         return None
 
 
@@ -241,6 +287,8 @@ _HUNDREDTH = 0.009999999776482582
 _UINT32 = Number(0, UINT32_MAX)
 _FLAG = Free()
 _TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone")
+_TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
+_CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
@@ -257,15 +305,26 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
         "tenant": _TENANT,
-        "traceparent": Text(
-            55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex"
-        ),
-        "client_request_id": Text(1, 128, _PRINTABLE, "printable ASCII"),
+        "traceparent": _TRACE,
+        "client_request_id": _CLIENT_ID,
         "retain_ms": Number(0, MAX_TIMEOUT_MS),
     },
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
-    "Chat": {"messages": Messages(4096, MAX_TEXT_BYTES, required=True), "add_generation_prompt": _FLAG},
-    "ChatMessage": {"role": Text(1, 64, required=True), "content": Text(0, MAX_TEXT_BYTES)},
+    "Chat": {
+        "messages": Messages(4096, MAX_TEXT_BYTES, required=True),
+        "add_generation_prompt": _FLAG,
+        "tools": Texts(128, MAX_TEXT_BYTES),
+        "template_variables": Text(1, 64 << 10),
+        "continue_final_message": _FLAG,
+    },
+    "ChatMessage": {
+        "role": Text(1, 64, required=True),
+        "content": Text(0, MAX_TEXT_BYTES),
+        "tool_calls": Items(128, Nested()),
+        "tool_call_id": Text(1, 256),
+        "name": Text(1, 256),
+    },
+    "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments": Text(0, MAX_TEXT_BYTES)},
     "Sampling": {
         "temperature": Number(0, 100),
         "top_k": Number(0, 1_000_000),
@@ -298,9 +357,20 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "priority": Number(-1000, 1000),
         "max_tokens": Number(1, Limit.PROMPT),
     },
+    "EmbedRequest": {
+        "inputs": Items(2048, Nested(), required=True),
+        "dimensions": Number(1, UINT32_MAX),
+        "normalize": _FLAG,
+        "priority": Number(-1000, 1000),
+        "tenant": _TENANT,
+        "traceparent": _TRACE,
+        "client_request_id": _CLIENT_ID,
+    },
+    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Ids(Limit.CONTEXT))},
     "GetModelRequest": {},
     "TokenizeRequest": {"text": Text(0, MAX_TEXT_BYTES), "add_special_tokens": _FLAG},
     "DetokenizeRequest": {"token_ids": Ids(MAX_DETOKENIZED_IDS), "include_special_tokens": _FLAG},
+    "DescribeTokensRequest": {"token_ids": Ids(MAX_DESCRIBED_IDS)},
     "RenderChatRequest": {"chat": Nested(required=True)},
     "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
     "DrainRequest": {},
@@ -324,6 +394,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "max_prompt_tokens": Number(1, MAX_TOKENS_CAP),
         "max_tokens": Number(1, MAX_TOKENS_CAP),
         "max_live_requests": Number(1, MAX_LIVE_REQUESTS_CAP),
+        "requests_per_second": Number(MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+        "tokens_per_minute": Number(1, MAX_TOKEN_BUDGET),
     },
     "ExplainRequest": {"request_id": Text(1, 64, required=True)},
     "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},

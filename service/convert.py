@@ -15,7 +15,7 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Request, TextState
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
-from penstock.service.chat_template import Message
+from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.conversations import Kept
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text import IdsOnly, text_states
@@ -93,8 +93,8 @@ class Converter:
             raise invalid("prompt", "is required; set text, token_ids or chat")
         if prompt == "text":
             self._pool.check_text(start.text)
-        if prompt == "chat" and not self._tokenizer.has_chat_template:
-            raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
+        if prompt == "chat":
+            check_chat(start.chat, self._tokenizer.shows_tools)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
@@ -157,8 +157,7 @@ class Converter:
         if kind == "text":
             return self._pool.prompt(self._tokenizer.encode(start.text), salt, "text")
         if kind == "chat":
-            messages, opens_turn = chat_messages(start.chat)
-            return self._pool.prompt(self._tokenizer.encode_chat(messages, opens_turn), salt, "chat")
+            return self._pool.prompt(self._tokenizer.encode_chat(parse_chat(start.chat)), salt, "chat")
         token_ids = list(start.token_ids.ids)
         self._validator.check_ids(token_ids, "token_ids.ids")
         return self._pool.prompt(token_ids, salt, "token_ids.ids")
@@ -170,8 +169,7 @@ class Converter:
         if kind == "text":
             more = self._tokenizer.encode_after(start.text)
         elif kind == "chat":
-            messages, opens_turn = chat_messages(start.chat)
-            more = self._tokenizer.encode_chat_after(messages, opens_turn)
+            more = self._tokenizer.encode_chat_after(parse_chat(start.chat))
         elif kind == "token_ids":
             field, more = "token_ids.ids", list(start.token_ids.ids)
             self._validator.check_ids(more, field)
@@ -262,12 +260,6 @@ class Converter:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         return text_states(self._tokenizer, start.sampling.stop, start.output.include_special_tokens)
-
-
-def chat_messages(chat: pb.Chat) -> tuple[list[Message], bool]:
-    """The messages as the template takes them, and whether the assistant's turn is opened after them."""
-    opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return [Message(message.role, message.content) for message in chat.messages], opens_turn
 
 
 class _Cost(NamedTuple):

@@ -35,6 +35,7 @@ class Reason(Enum):
     TOO_LARGE = auto()
     TOO_EXPENSIVE = auto()
     NO_CHAT_TEMPLATE = auto()
+    NO_TOOLS_IN_TEMPLATE = auto()
     CHAT_NOT_CONTINUABLE = auto()
     CONTEXT_NOT_FOUND = auto()
     REQUEST_UNKNOWN = auto()
@@ -46,6 +47,8 @@ class Reason(Enum):
     QUEUE_FULL = auto()
     OVERLOADED = auto()
     TENANT_BUSY = auto()
+    TENANT_RATE = auto()
+    TENANT_TOKENS = auto()
     TENANT_CAP = auto()
     PREPARATION_FULL = auto()
     READER_TOO_SLOW = auto()
@@ -82,6 +85,10 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.NO_CHAT_TEMPLATE: Entry(
         _Code.FAILED_PRECONDITION, "this model has no chat template; send text or token_ids instead of chat"
     ),
+    Reason.NO_TOOLS_IN_TEMPLATE: Entry(
+        _Code.FAILED_PRECONDITION,
+        "this model's chat template shows no tools; leave them out, or tell of them in a message",
+    ),
     Reason.CHAT_NOT_CONTINUABLE: Entry(
         _Code.FAILED_PRECONDITION,
         "this model's chat template does not show an answer as it is, so none can be followed; send the whole "
@@ -93,18 +100,26 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.REQUEST_UNKNOWN: Entry(_Code.NOT_FOUND, "nothing is known of a request of this id"),
     Reason.UNKNOWN_SERVICE: Entry(_Code.NOT_FOUND, "no service of this name is served here"),
     Reason.UNAUTHENTICATED: Entry(
-        _Code.UNAUTHENTICATED, "no valid API key; send the metadata 'authorization: Bearer <key>'"
+        _Code.UNAUTHENTICATED, "no valid API key or token; send the metadata 'authorization: Bearer <key>'"
     ),
     Reason.METHOD_DENIED: Entry(_Code.PERMISSION_DENIED, "this method is not open to callers"),
     Reason.TENANT_DENIED: Entry(
         _Code.PERMISSION_DENIED, "this caller may not act for another tenant; leave start.tenant empty"
     ),
     Reason.ADMIN_DENIED: Entry(
-        _Code.PERMISSION_DENIED, "this key may not administer; add the word 'admin' to its line in the key file"
+        _Code.PERMISSION_DENIED,
+        "this caller may not administer; add the word 'admin' to its key's line, or the right 'penstock:admin' to its "
+        "token",
     ),
     Reason.QUEUE_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "the queue is full; try again", 1000),
     Reason.OVERLOADED: Entry(_Code.RESOURCE_EXHAUSTED, "the deadline could not be met; allow more time", 1000),
     Reason.TENANT_BUSY: Entry(_Code.RESOURCE_EXHAUSTED, "the tenant has too many live requests; try again", 1000),
+    Reason.TENANT_RATE: Entry(
+        _Code.RESOURCE_EXHAUSTED, "the tenant sends requests faster than it may; try again later", 1000
+    ),
+    Reason.TENANT_TOKENS: Entry(
+        _Code.RESOURCE_EXHAUSTED, "the tenant has used the tokens that it may have for now; try again later", 1000
+    ),
     Reason.TENANT_CAP: Entry(_Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"),
     Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
     Reason.READER_TOO_SLOW: Entry(
@@ -135,6 +150,8 @@ _REFUSALS: Mapping[RefusalKind, Reason] = {
     RefusalKind.DEADLINE: Reason.DEADLINE,
     RefusalKind.OVERLOADED: Reason.OVERLOADED,
     RefusalKind.TENANT_BUSY: Reason.TENANT_BUSY,
+    RefusalKind.TENANT_RATE: Reason.TENANT_RATE,
+    RefusalKind.TENANT_TOKENS: Reason.TENANT_TOKENS,
     RefusalKind.TENANT_CAP: Reason.TENANT_CAP,
 }
 

@@ -19,6 +19,7 @@ from penstock.service.errors import (
     Reason,
     ServiceError,
     StatusError,
+    code_of,
     from_exception,
     status_code,
     to_status,
@@ -79,9 +80,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             request_id = current_request_id.get()
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
-                    return await run(argument, context)
+                    answered = await run(argument, context)
             except BaseException as error:
+                is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
+                self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
                 await _end(context, error, request_id)
+            else:
+                self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
+                return answered
 
         if handler.response_streaming:
             make = (

@@ -1,4 +1,5 @@
-"""Who calls: API keys to tenants, and which methods are open to whom. Everything that is not named here is denied.
+"""Who calls: API keys and tokens to tenants, and which methods are open to whom. Everything that is not named here is
+denied.
 
 A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others] [admin]``; blank lines and what follows a ``#``
 are ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, log or message.
@@ -18,13 +19,15 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.watched_files import FileError, NamedFile
 
 DEFAULT_TENANT = "default"
 TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ACT_FOR_OTHERS, _ADMIN = "act-for-others", "admin"
+ACT_FOR_OTHERS, ADMIN = "act-for-others", "admin"
+"""The rights that a key or a token may have."""
+API_KEYS_FLAG = "--api-keys-file"
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_KEY_BYTES = 1024
-_FLAG = "--api-keys-file"
 _REMEDY = """echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" makes a line"""
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -48,10 +51,6 @@ class Caller:
         return named
 
 
-class KeyFileError(Exception):
-    """The key file cannot be used; the text names the file, the line and the remedy, and never a key."""
-
-
 class Authenticator(Protocol):
     """Finds out who calls, from a call's metadata alone."""
 
@@ -61,7 +60,7 @@ class Authenticator(Protocol):
 
 
 class Everyone:
-    """Without a key file everyone is one tenant, and nobody acts for another. Who reaches the listener of the
+    """Without keys or tokens everyone is one tenant, and nobody acts for another. Who reaches the listener of the
     administration may administer: it is then this machine's alone."""
 
     _CALLER = Caller(DEFAULT_TENANT, may_administer=True)
@@ -84,42 +83,79 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path) -> "ApiKeys":
-        """Reads a key file. Raises KeyFileError."""
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise KeyFileError(f"{_FLAG} {path}: cannot be read ({error.strerror}); check the path") from error
-        except UnicodeDecodeError as error:
-            raise KeyFileError(f"{_FLAG} {path}: is no text; {_REMEDY}") from error
+        """Reads a key file. Raises FileError."""
+        file = NamedFile(API_KEYS_FLAG, path)
+        return cls.parse(file, file.read())
+
+    @classmethod
+    def parse(cls, file: NamedFile, content: bytes) -> "ApiKeys":
+        """Reads what a key file holds. Raises FileError, which names the line and never a key."""
         callers: dict[bytes, Caller] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(file.text(content).splitlines(), start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            digest, caller = _parse_line(words, f"{_FLAG} {path}:{number}")
+            digest, caller = _parse_line(words, f"{file}:{number}")
             if digest in callers:
-                raise KeyFileError(f"{_FLAG} {path}:{number}: the key is in the file already; remove one of the lines")
+                raise FileError(f"{file}:{number}: the key is in the file already; remove one of the lines")
             callers[digest] = caller
         if not callers:
-            raise KeyFileError(f"{_FLAG} {path}: holds no key; leave the flag out, or add a line: {_REMEDY}")
+            raise FileError(f"{file}: holds no key; leave the flag out, or add a line: {_REMEDY}")
         return cls(callers)
 
     def authenticate(self, metadata: Metadata) -> Caller:
         """Wants ``authorization: Bearer <key>``, once."""
-        values = [value for name, value in metadata if name == "authorization"]
-        if len(values) != 1 or not isinstance(values[0], str):
-            raise ServiceError(Reason.UNAUTHENTICATED)
-        scheme, _, key = values[0].partition(" ")
-        if scheme.lower() != "bearer" or not 0 < len(key) <= _MAX_KEY_BYTES:
-            raise ServiceError(Reason.UNAUTHENTICATED)
-        digest = _digest(key)
-        known, caller = self._callers.get(self._blind(digest), self._nobody)
-        if not hmac.compare_digest(known, digest):
+        caller = self.caller_of(bearer_of(metadata))
+        if caller is None:
             raise ServiceError(Reason.UNAUTHENTICATED)
         return caller
 
+    def caller_of(self, credential: str) -> Caller | None:
+        """See ``Credentials``."""
+        if len(credential) > _MAX_KEY_BYTES:
+            return None
+        digest = _digest(credential)
+        known, caller = self._callers.get(self._blind(digest), self._nobody)
+        return caller if hmac.compare_digest(known, digest) else None
+
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
+
+
+class Credentials(Protocol):
+    """One kind of what may stand after ``Bearer``."""
+
+    def caller_of(self, credential: str) -> Caller | None:
+        """Whose it is; None where it is not one of these. Raises ServiceError UNAUTHENTICATED where it is one, and no
+        good."""
+        ...
+
+
+class Bearers:
+    """Several kinds of credentials, each as it is at the moment."""
+
+    def __init__(self, kinds: Sequence[Callable[[], Credentials]]) -> None:
+        """``kinds`` are asked in order, anew for each call."""
+        self._kinds = kinds
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Wants ``authorization: Bearer <key or token>``, once."""
+        credential = bearer_of(metadata)
+        for kind in self._kinds:
+            caller = kind().caller_of(credential)
+            if caller is not None:
+                return caller
+        raise ServiceError(Reason.UNAUTHENTICATED)
+
+
+def bearer_of(metadata: Metadata) -> str:
+    """What stands after ``Bearer`` in the one header ``authorization``. Raises ServiceError UNAUTHENTICATED."""
+    values = [value for name, value in metadata if name == "authorization"]
+    if len(values) == 1 and isinstance(values[0], str):
+        scheme, _, credential = values[0].partition(" ")
+        if scheme.lower() == "bearer" and credential:
+            return credential
+    raise ServiceError(Reason.UNAUTHENTICATED)
 
 
 class Access(Enum):
@@ -146,10 +182,12 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.AdminService/UpdateSettings": Access.ADMINS,
     "/penstock.v1.AdminService/WatchKvEvents": Access.ADMINS,
     "/penstock.v1.AdminService/WatchStats": Access.ADMINS,
+    "/penstock.v1.EmbeddingService/Embed": Access.CALLERS,
     "/penstock.v1.GenerationService/Complete": Access.CALLERS,
     "/penstock.v1.GenerationService/Generate": Access.CALLERS,
     "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
     "/penstock.v1.ModelService/GetModel": Access.CALLERS,
+    "/penstock.v1.TokenizerService/DescribeTokens": Access.CALLERS,
     "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
     "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
@@ -200,13 +238,13 @@ def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
     hashed, *rest = words
     match = _HASHED.fullmatch(hashed)
     if match is None:
-        raise KeyFileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
+        raise FileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
     if not rest or not TENANT_NAME.fullmatch(rest[0]):
-        raise KeyFileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
+        raise FileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
     tenant, *rights = rest
-    if len(set(rights)) < len(rights) or not set(rights) <= {_ACT_FOR_OTHERS, _ADMIN}:
-        raise KeyFileError(f"{where}: after the tenant only '{_ACT_FOR_OTHERS}' and '{_ADMIN}' may follow, each once")
-    return bytes.fromhex(match[1]), Caller(tenant, _ACT_FOR_OTHERS in rights, _ADMIN in rights)
+    if len(set(rights)) < len(rights) or not set(rights) <= {ACT_FOR_OTHERS, ADMIN}:
+        raise FileError(f"{where}: after the tenant only '{ACT_FOR_OTHERS}' and '{ADMIN}' may follow, each once")
+    return bytes.fromhex(match[1]), Caller(tenant, ACT_FOR_OTHERS in rights, ADMIN in rights)
 
 
 def _digest(key: str) -> bytes:

@@ -13,6 +13,10 @@ MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
 MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
+HTTP_FLAG = "--http-port"
+METRICS_FLAG = "--metrics-listen"
+METRICS_PATH = "/metrics"
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not listened on
 OFF = "off"
 """As an address: no listener at all."""
 
@@ -44,8 +48,9 @@ class Address:
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            or_off = f", or {OFF}" if flag == ADMIN_FLAG else ""
-            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to {MAX_PORT}, or unix:PATH{or_off}")
+            or_path = "" if flag == METRICS_FLAG else ", or unix:PATH"
+            or_off = f", or {OFF}" if flag in (ADMIN_FLAG, METRICS_FLAG) else ""
+            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to {MAX_PORT}{or_path}{or_off}")
         return cls(host, int(port), flag=flag)
 
     def __str__(self) -> str:
@@ -55,6 +60,13 @@ class Address:
     def with_port(self, port: int) -> str:
         """The address as text, with another port."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def reached_at(self) -> str:
+        """What a client on this machine connects to."""
+        if self.path is not None:
+            return str(self)
+        return Address(_ANYWHERE.get(self.host, self.host)).with_port(self.port)
 
     @property
     def is_local(self) -> bool:
@@ -141,4 +153,20 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
             f"{ADMIN_FLAG} {text}: anyone who reaches it could administer the service; give --api-keys-file with an "
             "admin's key, or listen on 127.0.0.1 or a Unix socket"
         )
+    return address
+
+
+def metrics_address(text: str | None, service: Address) -> Address | None:
+    """Where the metrics of a service that listens at ``service`` are, by ``--metrics-listen``; None is nowhere.
+
+    By default on loopback, two ports after its own; nowhere for one that listens on a Unix socket. Raises ListenError.
+    """
+    if text == OFF or (text is None and service.path is not None):
+        return None
+    if text is None:
+        beside = service.port - 2 if service.port > MAX_PORT - 2 else service.port + 2
+        text = f"127.0.0.1:{beside if service.port else 0}"
+    address = Address.parse(text, METRICS_FLAG)
+    if address.path is not None:
+        raise ListenError(f"{METRICS_FLAG} {text}: must be HOST:PORT, or {OFF}: what scrapes comes over HTTP")
     return address

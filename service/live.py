@@ -42,8 +42,10 @@ from penstock.service.errors import (
 )
 from penstock.service.identity import Caller
 from penstock.service.messages import finished_message
+from penstock.service.metrics import End
 from penstock.service.outbox import Receiver
-from penstock.service.telemetry import Telemetry, end_request
+from penstock.service.request_end import report_end
+from penstock.service.telemetry import Telemetry
 from penstock.v1 import generation_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -99,6 +101,8 @@ class LiveRequest:
         self._on_end = on_end
         self._answer = answer
         self._arrival = time.monotonic()
+        self._operation = "chat" if start.HasField("chat") else "text_completion"
+        self._meter = surroundings.telemetry.metrics.request(self._arrival)
         if start.HasField("timeout_ms"):
             time_left_s = start.timeout_ms / 1000
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
@@ -122,11 +126,11 @@ class LiveRequest:
         try:
             self._surroundings.converter.check(start)
             self._tenant = self._caller.tenant_for(start.tenant)
+            self._surroundings.engine.check_rates(self._tenant)
             self._form = output_form(start)
             context = self._context()
-            operation = "chat" if start.HasField("chat") else "text_completion"
             self._span = self._surroundings.telemetry.request(
-                self.request_id, self._tenant, operation, start.traceparent
+                self.request_id, self._tenant, self._operation, start.traceparent
             )
             origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
             self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
@@ -235,6 +239,7 @@ class LiveRequest:
             return
         try:
             if isinstance(event, Delta):
+                self._meter.delta(event.choice)
                 self._receiver.delta(self.ref, event, self._form, not self._had_output)
                 self._had_output = True
             else:
@@ -242,12 +247,12 @@ class LiveRequest:
         except Exception as error:
             self._refuse(error)
 
-    def _deliver(self, event: Accepted | PromptLogprobs | Finished) -> None:
+    def _deliver(self, event: Event) -> None:
         if isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, PromptLogprobs):
             self._receiver.prompt_logprobs(self.ref, event)
-        else:
+        elif isinstance(event, Accepted):
             self._accept(event)
 
     def _accept(self, event: Accepted) -> None:
@@ -319,28 +324,17 @@ class LiveRequest:
         )
 
     def _report(self, finished: Finished) -> None:
-        code = status_code(self.status)
-        ended, where = finished.reason.name, ""
-        if self._refusal is not None:
-            # Never its message, which may repeat a value.
-            ended = self._refusal.reason.name
-            where = f" at {self._refusal.field}" if self._refusal.field else ""
-        end_request(self._span, finished, ended, code)
-        if not _log.isEnabledFor(logging.INFO):
-            return
-        _log.info(
-            "request %s (tenant %s, client id %r): %s%s, %s after %d ms; tokens: prompt %d, cached %d, output %d",
-            self.request_id,
-            self._tenant,
-            self._client_request_id[:128],
-            ended,
-            where,
-            code.name,
-            finished.timings.total_us // 1000,
-            finished.usage.prompt_tokens,
-            finished.usage.cached_tokens,
-            finished.usage.output_tokens,
+        end = End(
+            request_id=self.request_id,
+            client_request_id=self._client_request_id,
+            tenant=self._tenant,
+            operation=self._operation,
+            finished=finished,
+            refusal=self._refusal,
+            code=status_code(self.status),
+            was_accepted=self.was_accepted,
         )
+        report_end(self._span, self._surroundings.telemetry.metrics, end)
 
     def _unqueued(self, reason: FinishReason, message: str = "") -> Finished:
         """The end of a request of which the engine knows nothing."""

@@ -15,10 +15,11 @@ from typing import Any, Self, Unpack, cast
 
 from tqdm import tqdm
 
+from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion
-from penstock.clients.requests import ChatMessage, Options, Prompt
+from penstock.clients.requests import Options, Prompt
 from penstock.service.local import local_service
 
 _CONCURRENCY = 256

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.clients.errors import PenstockError
-from penstock.service.config import PROGRAM, ConfigError, parse_config
+from penstock.service.config import PROGRAM, parse_config
+from penstock.service.flags import ConfigError
 from penstock.service.listen import MAX_SOCKET_PATH
 
 _CHILD = "import sys; from penstock.service.local import main; main(*sys.argv[1:])"
@@ -38,7 +39,7 @@ def local_service(model: str = "demo", **flags: object) -> Iterator[str]:
     Raises LocalServiceError. The service is ended on the way out, whatever still runs on it.
     """
     arguments = _arguments(model, flags)
-    with _private_directory() as directory:
+    with private_directory() as directory:
         target = f"unix:{directory / 'socket'}"
         log = directory / "log"
         with log.open("wb") as output:
@@ -91,7 +92,7 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
 
 
 @contextmanager
-def _private_directory() -> Iterator[Path]:
+def private_directory() -> Iterator[Path]:
     """One that no other user can look into, with a path that is short enough for a socket's."""
     longest = len(os.fsencode(tempfile.gettempdir())) + len("/penstock-12345678/socket")
     parent = None if longest <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108 - mkdtemp makes it 0700 and unguessable

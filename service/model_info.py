@@ -11,7 +11,9 @@ from penstock.scheduler.policy import Policy
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
 
-_ALWAYS = ("choices", "continue_from", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update")
+_ALWAYS = (
+    "choices", "continue_from", "embeddings", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update"
+)  # fmt: skip
 
 
 class ModelService(pb_grpc.ModelServiceServicer):
@@ -36,6 +38,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             kv_cache_dtype=facts.kv_cache_dtype,
             backend=facts.backend,
             version=version,
+            embedding_size=facts.hidden_size,
         )
 
     async def GetModel(

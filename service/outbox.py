@@ -7,7 +7,6 @@ to stop, and to go on when it has drained. Knows neither the engine nor what a r
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 from google.protobuf.message import Message
 
 from penstock.scheduler.request import Delta, PromptLogprobs
+from penstock.service.alarm import AT_ONCE, NEVER, Alarm
 from penstock.service.backlog import Backlog, Pacer
 from penstock.service.batch import (
     MAX_PART_BYTES,
@@ -44,12 +44,6 @@ BLOCKED_S = 0.1
 HELD_UP_PART_BYTES = 8 << 10
 """Then messages are smaller: until one is full its parts take ten times the memory, and a slow reader is not taken for
 one that is gone."""
-TURN_S = 0.01
-"""Streams that wait leave together, this far apart: gRPC sends what is written in one turn of the loop in fewer system
-calls, and they cost more than all else about a message."""
-
-_AT_ONCE = -math.inf
-_NEVER = math.inf
 
 
 class Receiver(Protocol):
@@ -106,8 +100,8 @@ class Outbox:
         """What comes next joins it."""
         self._pending_bytes = 0
         """Of both, and of the message that is being written."""
-        self._due = _NEVER
-        """When the next message leaves, by the loop's clock: what hurries most decides."""
+        self._alarm = Alarm()
+        """Rings when the next message leaves: what hurries most decides."""
         self._num_live = 0
         self._is_active = False  # as the pacer knows it
         self._closed = False
@@ -115,9 +109,6 @@ class Outbox:
         self._failure: Exception | None = None
         self._was_cut = False
         """Whether it was us who cancelled a write."""
-        self._waiter: asyncio.Future[None] | None = None
-        """What ``run`` waits for, while nothing is due."""
-        self._timer: asyncio.TimerHandle | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[None] | None = None
         """The task of ``run``, while it is inside ``write``."""
@@ -138,13 +129,13 @@ class Outbox:
     def accepted(self, accepted: pb.Accepted) -> None:
         """Goes with the first output, unless that takes long."""
         self._room(PART_BYTES + accepted.ByteSize()).accepted.append(accepted)
-        self._ring(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
+        self._alarm.set(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
 
     def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
         """In several parts, where one message can't hold it."""
         for piece in split(part):
             self._room(PART_BYTES + logprobs_bytes(piece.logprobs)).prompt_logprobs.append((ref, piece))
-        self._ring(self._last_write + self._pacer.interval)
+        self._alarm.set(self._last_write + self._pacer.interval)
 
     def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
         """Joins what waits of the same choice, if anything does. In several parts, where one message can't hold it."""
@@ -156,7 +147,7 @@ class Outbox:
         else:
             for part in split_delta(delta, form):
                 self._put_delta(ref, part, form, delta_bytes(part, form))
-        self._ring(_AT_ONCE if at_once else self._last_write + self._pacer.interval)
+        self._alarm.set(AT_ONCE if at_once else self._last_write + self._pacer.interval)
 
     def _put_delta(self, ref: int, delta: Delta, form: OutputForm, num_bytes: int) -> None:
         deltas = self._room(num_bytes).deltas
@@ -171,17 +162,17 @@ class Outbox:
         """Goes at once; the request no longer lives on the stream."""
         self._room(PART_BYTES + finished.ByteSize()).finished.append(finished)
         self._set_live(max(self._num_live - 1, 0))
-        self._ring(_AT_ONCE)
+        self._alarm.set(AT_ONCE)
 
     def update_refused(self, refused: pb.UpdateRefused) -> None:
         """Goes at once."""
         self._room(PART_BYTES + refused.ByteSize()).update_refused.append(refused)
-        self._ring(_AT_ONCE)
+        self._alarm.set(AT_ONCE)
 
     def heartbeat(self) -> None:
         """Tells the service's state, at once."""
         self._room(PART_BYTES).heartbeat = pb.Heartbeat(state=self._state())
-        self._ring(_AT_ONCE)
+        self._alarm.set(AT_ONCE)
 
     def begin_beats(self) -> None:
         """From here on a heartbeat leaves whenever nothing else has for its time."""
@@ -196,7 +187,7 @@ class Outbox:
         """Nothing more will come: when all is written ``run`` returns, or raises ``error``."""
         self._closed = True
         self._last_word = self._last_word or error
-        self._wake()
+        self._alarm.ring()
 
     def fail(self, error: Exception) -> None:
         """Drops what waits and ends ``run`` with ``error``, even while a reader holds it up. The first error counts."""
@@ -204,7 +195,7 @@ class Outbox:
             return
         self._failure = error
         self._drop_pending()
-        self._wake()
+        self._alarm.ring()
         # A write that is not held up must not be cancelled: gRPC could send no status after half a message.
         self._loop.call_later(BLOCKED_S, self._cut)
 
@@ -226,7 +217,7 @@ class Outbox:
         if self._failure is not None:
             raise self._failure
         raw = self._ready.popleft()
-        self._due = _AT_ONCE if self._has_more else _NEVER
+        self._alarm.reset(AT_ONCE if self._has_more else NEVER)
         self._last_write = self._loop.time()
         self._writer, self._writing_bytes = task, len(raw)
         try:
@@ -248,19 +239,13 @@ class Outbox:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._has_more and (self._closed or self._due <= self._loop.time()):
+            if self._has_more and (self._closed or self._alarm.is_due):
                 return True
             if self._closed:
                 if self._last_word is not None:
                     raise self._last_word
                 return False
-            self._waiter = self._loop.create_future()
-            self._arm()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                self._disarm()
+            await self._alarm.wait()
 
     @property
     def _is_held_up(self) -> bool:
@@ -294,7 +279,7 @@ class Outbox:
         most = HELD_UP_PART_BYTES if self._is_held_up else MAX_PART_BYTES
         if self._batch is not None and not self._batch.has_room(num_bytes, most):
             self._close_batch()
-            self._ring(_AT_ONCE)
+            self._alarm.set(AT_ONCE)
 
     def _close_batch(self) -> None:
         """Makes it a message: nothing more joins it."""
@@ -343,37 +328,10 @@ class Outbox:
         else:
             self._reader_watch = self._loop.call_later(left, self._watch_reader)
 
-    def _ring(self, due: float) -> None:
-        """Something was put in that is to leave at ``due``. The writer wakes after the whole step was put in, because
-        the engine puts a step's events without a pause between them."""
-        if due < self._due:
-            self._due = due
-            if self._waiter is not None:
-                self._arm()
-
-    def _arm(self) -> None:
-        """Wakes the waiting writer when a message is due."""
-        self._disarm()
-        if self._due == _NEVER:
-            return
-        if self._due > self._loop.time():
-            self._timer = self._loop.call_at(math.ceil(self._due / TURN_S) * TURN_S, self._wake)
-        else:
-            self._wake()
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _cut(self) -> None:
         if self._writer is not None:
             self._was_cut = True
             self._writer.cancel()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def _beat(self) -> None:
         idle = self._loop.time() - self._last_write

@@ -9,9 +9,11 @@ import ctypes
 import gc
 import importlib.metadata
 import logging
+import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -20,25 +22,37 @@ from penstock.clients.machine import Machine, inspect_machine
 from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
+from penstock.models.log_format import JSON, log_uncaught, set_up_logging
+from penstock.models.pooling_config import read_embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
-from penstock.service.calls import Administration, Calls
-from penstock.service.config import PROGRAM, ConfigError, ServeConfig, parse_config
-from penstock.service.identity import ApiKeys, Everyone, KeyFileError
-from penstock.service.listen import Address, ListenError, admin_address
+from penstock.service.calls import Administration, Calls, HttpCalls, Transport, metrics_call
+from penstock.service.config import PROGRAM, ServeConfig, parse_config
+from penstock.service.flags import ConfigError
+from penstock.service.http_gateway import GatewayFailed, HttpGateway, check_installed
+from penstock.service.identity import Everyone
+from penstock.service.listen import HTTP_FLAG, Address, ListenError, admin_address, metrics_address
+from penstock.service.operator_files import OperatorFiles
 from penstock.service.server import Server, ServerConfig
-from penstock.service.tenants_file import Tenants, TenantsFileError, load_tenants
+from penstock.service.tenants_file import Tenants
 from penstock.service.tokenizer import Tokenizer, TokenizerError
+from penstock.service.watched_files import FileError
 
 USAGE_ERROR = 2
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _MIB = 1 << 20
+_HTTP_GRACE_S = 10
+
+_REFUSALS = (
+    ExecutorError, FileError, GatewayFailed, ListenError, ModelError, TokenizerError
+)  # fmt: skip
+"""Why it cannot serve, in one line each."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +64,10 @@ class Prepared:
     server: ServerConfig
     worker: WorkerConfig
     tokenizer: Tokenizer
+    http: Address | None
+    """Where the HTTP gateway listens; None is nowhere."""
+    http_options: Sequence[str]
+    """Its further flags."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,18 +81,20 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
     try:
         config = parse_config(argv)
     except ConfigError as error:
-        return _fail(str(error), USAGE_ERROR)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        _tell(str(error))
+        return USAGE_ERROR
+    set_up_logging(config.log_format, config.log_level, holds_texts=True)
     _keep_one_arena()
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         prepared = prepare(config)
-        sys.stderr.write(f"{PROGRAM}: loading {config.model} ...\n")
+        _say(config, logging.INFO, f"loading {config.model} ...")
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_Life(prepared).run(lifeline))
-    except (ModelError, TokenizerError, KeyFileError, TenantsFileError, ListenError, ExecutorError) as error:
-        return _fail(str(error))
+    except _REFUSALS as error:
+        _say(config, logging.CRITICAL, str(error))
+        return 1
 
 
 def _keep_one_arena() -> None:
@@ -95,18 +115,26 @@ def end_process(status: int) -> NoReturn:
 
 
 def prepare(config: ServeConfig) -> Prepared:
-    """Checks ports, model and files, the quick things first. Raises ListenError, KeyFileError, TenantsFileError,
+    """Checks ports, model and files, the quick things first. Raises ListenError, GatewayFailed, FileError,
     ModelError and TokenizerError."""
+    machine = inspect_machine()
     address = Address.parse(config.address)
-    admin = admin_address(config.admin_listen, address, has_keys=config.api_keys_file is not None)
+    admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
+    metrics = metrics_address(config.metrics_listen, address)
     address.check_free()
-    if admin is not None:
-        admin.check_free()
-    keys = Everyone() if config.api_keys_file is None else ApiKeys.load(config.api_keys_file)
-    tenants = Tenants() if config.tenants_file is None else load_tenants(config.tenants_file)
+    http = None if config.http_address is None else Address.parse(config.http_address, HTTP_FLAG)
+    for operators in (admin, metrics):
+        if operators is not None:
+            operators.check_free()
+    if http is not None:
+        http.check_free()
+        check_installed(machine)
+    files = OperatorFiles.load(config)
+    tenants = Tenants() if files.tenants is None else files.tenants.value
     path = resolve_model(config.model)
     checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
     checkpoint.choose_quantization(config.quantization)
+    embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
     tokenizer = Tokenizer.load(path, config.chat_template)
     num_rows = checkpoint.spec.vocab_size
     if tokenizer.vocab_size > num_rows:
@@ -130,14 +158,33 @@ def prepare(config: ServeConfig) -> Prepared:
         model_name=config.model_name,
         listen=config.address,
         admin_listen=None if admin is None else str(admin),
+        metrics_listen=None if metrics is None else str(metrics),
         scheduler=scheduler,
-        authenticator=keys,
+        authenticator=files.authenticator,
+        embedding=embedding,
+        tls=files.tls,
+        tenants=files.tenants,
+        watched=files.watched,
         conversation_ttl_s=config.conversation_ttl,
         conversation_tokens=config.conversation_tokens,
         drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,
     )
-    return Prepared(server, _worker_config(config, path, tokenizer.vocab_size, inspect_machine()), tokenizer)
+    worker = _worker_config(config, path, tokenizer.vocab_size, machine)
+    return Prepared(server, worker, tokenizer, http, http_options(config))
+
+
+def http_options(config: ServeConfig) -> Sequence[str]:
+    """The flags of ``penstock gateway`` that those of the service imply."""
+    # Its answers end with the service's requests: a grace of its own must not end them before.
+    grace_s = math.ceil(config.shutdown_grace) + _HTTP_GRACE_S
+    tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
+    return (
+        *tls,
+        f"--tool-call-parser={config.tool_call_parser}",
+        f"--reasoning-parser={config.reasoning_parser}",
+        f"--shutdown-grace={grace_s}",
+    )
 
 
 def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, machine: Machine) -> WorkerConfig:
@@ -166,12 +213,14 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         kv_cache_bytes=config.kv_cache_memory_bytes,
         memory_utilization=share,
         num_threads=config.threads or machine.num_threads(),
+        cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=tokenizer_vocab_size,
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         log_level=config.log_level,
+        log_format=config.log_format,
     )
 
 
@@ -181,7 +230,10 @@ class _Life:
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._engine = Engine(WorkerProcess(prepared.worker), prepared.server.scheduler)
-        self._server = Server(prepared.server, self._engine, prepared.tokenizer)
+        self._http = None
+        if prepared.http is not None:
+            self._http = HttpGateway(prepared.http, prepared.http_options)
+        self._server = Server(prepared.server, self._engine, prepared.tokenizer, self._http)
         self._start: asyncio.Task[str] | None = None
         self._signal = 0
         self._has_failed = False
@@ -192,8 +244,12 @@ class _Life:
         # threads is not to be forked.
         self._start = asyncio.create_task(self._server.start())
         loop = asyncio.get_running_loop()
+        log_uncaught(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        # A terminal that closes sends it too, and then nobody is left to end the service.
+        if self._prepared.server.watched and not os.isatty(0):
+            loop.add_signal_handler(signal.SIGHUP, self._server.look_at_files)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
         try:
@@ -211,9 +267,20 @@ class _Life:
     def _greet(self, bound: str) -> None:
         config, tokenizer, facts = self._prepared.server, self._prepared.tokenizer, self._engine.facts
         wants_key = not isinstance(config.authenticator, Everyone)
-        calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key))
+        transport = Transport.PLAIN
+        if config.tls is not None:
+            transport = Transport.MUTUAL_TLS if config.tls.is_mutual else Transport.TLS
+        calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key, transport))
+        if self._server.http_target is not None:
+            http = Address.parse(self._server.http_target)
+            has_tls = transport is not Transport.PLAIN
+            calls += f"\n\n{HttpCalls(http, config.model_name, tokenizer.has_chat_template, wants_key, has_tls)}"
         if self._server.admin_target is not None:
-            calls += f"\n\n{Administration(Address.parse(self._server.admin_target), wants_key)}"
+            admin = Address.parse(self._server.admin_target)
+            admin_transport = Transport.PLAIN if admin.is_local else transport
+            calls += f"\n\n{Administration(admin, wants_key, admin_transport)}"
+        if self._server.metrics_target is not None:
+            calls += f"\n\n{metrics_call(Address.parse(self._server.metrics_target))}"
         version = importlib.metadata.version("penstock")
         with contextlib.suppress(OSError):  # nobody reads it: no reason to end
             sys.stdout.write(
@@ -268,6 +335,13 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _fail(message: str, status: int = 1) -> int:
+def _say(config: ServeConfig, level: int, message: str) -> None:
+    """To whoever started the command; where programs read the log, in the log."""
+    if config.log_format == JSON:
+        _log.log(level, "%s", " ".join(message.split()))
+    else:
+        _tell(message)
+
+
+def _tell(message: str) -> None:
     sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
-    return status

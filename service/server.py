@@ -2,7 +2,7 @@
 another, up and down again.
 
 Going down has an order: not ready, new requests refused, running ones given their time, the rest ended in band, then
-the listener, then the worker.
+the listener, then the worker. HTTP goes down first: no new connections, then, at the end, the process.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ import importlib.metadata
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
@@ -27,21 +28,32 @@ from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
 from penstock.service.bounds import ModelLimits, Validator
 from penstock.service.conversations import Conversations
 from penstock.service.convert import Converter
+from penstock.service.embed_inputs import EmbedConverter
+from penstock.service.embedding import EmbeddingService
 from penstock.service.generation import GenerationService
 from penstock.service.guard import StatusInterceptor
 from penstock.service.health import Health
+from penstock.service.http_gateway import HttpGateway
 from penstock.service.identity import Authenticator, Everyone, IdentityInterceptor
-from penstock.service.listen import ADMIN_FLAG, Address
+from penstock.service.listen import ADMIN_FLAG, METRICS_FLAG, Address
 from penstock.service.live import Surroundings
 from penstock.service.loop_lag import LoopLag
+from penstock.service.metrics import Metrics
+from penstock.service.metrics_outlets import MetricsOutlets
+from penstock.service.metrics_reader import MetricsReader
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
 from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
+from penstock.service.tenants_file import Tenants
+from penstock.service.tls import ServerTls
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.tokenizer_service import TokenizerService
-from penstock.service.transport import bind, new_server
+from penstock.service.transport import bind, for_this_user_alone, new_server
+from penstock.service.watched_files import LOOK_INTERVAL_S, FileWatch, Watched, WatchedFiles
 from penstock.v1 import (
+    embedding_pb2,
+    embedding_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
@@ -60,6 +72,7 @@ _STREAMS_BESIDES = 64
 SERVICES = tuple(
     file.DESCRIPTOR.services_by_name[name].full_name
     for file, name in (
+        (embedding_pb2, "EmbeddingService"),
         (generation_pb2, "GenerationService"),
         (model_pb2, "ModelService"),
         (tokenizer_pb2, "TokenizerService"),
@@ -78,9 +91,19 @@ class ServerConfig:
     admin_listen: str | None = None
     """The same for the administration, which None leaves out. What others than this machine's users can reach wants an
     authenticator."""
+    metrics_listen: str | None = None
+    """``host:port`` of the page for Prometheus; None is no page."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     authenticator: Authenticator = field(default_factory=Everyone)
+    tls: ServerTls | None = None
+    """Of ``listen``, and of ``admin_listen`` where other machines can reach it."""
+    tenants: WatchedFiles[Tenants] | None = None
+    """Where their limits stand; those that ``scheduler`` begins with are the same."""
+    watched: Sequence[Watched] = ()
+    """All files that are read again when they change."""
+    look_interval_s: float = LOOK_INTERVAL_S
+    embedding: Embedding = field(default_factory=Embedding)
     conversation_ttl_s: float = 600.0
     """How long a request that ended may be continued, and how long its KV may be retained for that."""
     conversation_tokens: int = 1_000_000
@@ -97,13 +120,17 @@ class ServerConfig:
 
 
 class Server:
-    """One service: a listener for callers, and one for operators."""
+    """One service: a listener for callers, one for operators, and what serves HTTP in front of it."""
 
-    def __init__(self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Raises ListenError for an address that is none. The engine is started and stopped by the server."""
+    def __init__(
+        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, http: HttpGateway | None = None
+    ) -> None:
+        """Raises ListenError for an address that is none. The engine and ``http`` are started and stopped by the
+        server."""
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
+        self._http = http
         self._address = Address.parse(config.listen)
         self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
         if self._admin_address is not None and isinstance(config.authenticator, Everyone):
@@ -111,12 +138,19 @@ class Server:
         self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
         self._stats_log = StatsLog(engine.stats, config.stats_interval_s)
         self._loop_lag = LoopLag()
+        self._file_watch = FileWatch(config.watched, config.look_interval_s)
+        if config.tenants is not None:
+            config.tenants.on_change(self._take_tenants)
         self._stop_requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._running: _Running | None = None
         self._stopped: asyncio.Task[None] | None = None
         self.admin_target: str | None = None
         """Where the administration listens, from ``start`` on."""
+        self.http_target: str | None = None
+        """The same of the HTTP gateway."""
+        self.metrics_target: str | None = None
+        """The same of the metrics' page."""
 
     async def start(self) -> str:
         """Starts the engine, then listens; returns the address with the port that was bound.
@@ -131,8 +165,15 @@ class Server:
         if self._admin_address is not None:
             running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
         try:
-            bound, self.admin_target = await running.listen(self._address)
+            private = () if self._http is None else (self._http.open(),)
+            bound, self.admin_target = await running.listen(self._address, private)
+            self.metrics_target = running.open_metrics(self._loop_lag)
+            if self._http is not None:
+                metrics = None if self.metrics_target is None else Address.parse(self.metrics_target, METRICS_FLAG)
+                self.http_target = str(await self._http.start(metrics))
         except BaseException:
+            if self._http is not None:
+                await self._http.stop()
             await self._engine.stop()
             running.close()
             raise
@@ -140,8 +181,8 @@ class Server:
         self._engine.watch(self._on_state)
         self._on_state(self._engine.state)
         self._stats_log.start()
-        if self._admin_address is not None:
-            self._loop_lag.start(asyncio.get_running_loop())
+        self._file_watch.start()
+        self._loop_lag.start(asyncio.get_running_loop())
         return bound
 
     async def serve_until_stopped(self) -> None:
@@ -168,6 +209,10 @@ class Server:
             self._hurry.set()
         self._stop_requested.set()
 
+    def look_at_files(self) -> None:
+        """Takes into use what has changed in the operator's files, without waiting for the next look."""
+        self._file_watch.look_now()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Gives running requests ``grace_s``, ends the rest with UNAVAILABLE, and stops everything. Safe to call
         twice."""
@@ -179,22 +224,32 @@ class Server:
 
     async def _stop(self, running: "_Running", grace_s: float) -> None:
         self._health.set_ready(False)
+        if self._http is not None:
+            self._http.drain()
         self._engine.drain()
-        _log.info("stopping: %d requests have %.0f s to finish", running.generation.num_live, grace_s)
+        _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, running.num_live)
         idle = asyncio.create_task(self._engine.wait_idle())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         hurry.cancel()
         running.generation.shut_down()
+        running.embedding.shut_down()
+        if self._http is not None:
+            await self._http.stop()
         self._health.close()
         self._stats_log.stop()
+        self._file_watch.stop()
         self._loop_lag.stop()
         await running.stop_listening()
         await self._engine.stop()
         running.close()
         self._address.remove()
         _log.info("stopped")
+
+    def _take_tenants(self, tenants: Tenants) -> None:
+        config = replace(self._engine.config, default_tenant=tenants.default, tenants=tenants.named)
+        self._engine.reconfigure(config)
 
     def _is_going_down(self) -> bool:
         return (
@@ -232,10 +287,15 @@ class _Running:
             max_prompt_tokens=facts.max_model_len - 1,
             num_threads=config.tokenizer_threads,
         )
+        self._config = config
         self._engine = engine
+        self._facts = facts
         self._health = health
+        self._tls = config.tls
         self._exporter = Exporter(os.environ)
-        telemetry = Telemetry(config.model_name)
+        self._metrics = Metrics()
+        self._outlets: MetricsOutlets | None = None
+        telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = Conversations(config.conversation_ttl_s, config.conversation_tokens)
@@ -244,11 +304,14 @@ class _Running:
         )
         surroundings = Surroundings(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
+        embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
+        self.embedding = EmbeddingService(engine, embed_converter, telemetry)
         self._interceptors = [StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._server = new_server(self._interceptors, max_streams)
         self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
+        embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config), self._server
@@ -258,14 +321,31 @@ class _Running:
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self._server)
 
+    @property
+    def num_live(self) -> int:
+        """Requests that have begun and not ended."""
+        return self.generation.num_live + self.embedding.num_live
+
     def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Has ``listen`` open the administration there as well."""
         service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
-        self.admin = AdminListener(address, service, self._health, self._interceptors)
+        self.admin = AdminListener(address, service, self._health, self._interceptors, self._tls)
 
-    async def listen(self, address: Address) -> tuple[str, str | None]:
-        """Opens both listeners; returns where they are. Raises ListenError."""
-        bound = bind(self._server, address)
+    def open_metrics(self, loop_lag: LoopLag) -> str | None:
+        """Shows or sends metrics from here on; returns where they are shown. Raises ListenError."""
+        config = self._config
+        reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
+        listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
+        self._outlets = MetricsOutlets(reader, listen, os.environ)
+        return self._outlets.start()
+
+    async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
+        """Opens both listeners, that of callers on ``private`` Unix sockets too, which are this user's alone; returns
+        where the two are. Raises ListenError."""
+        bound = bind(self._server, address, self._tls)
+        with for_this_user_alone():
+            for socket in private:
+                bind(self._server, socket)
         admin = None if self.admin is None else self.admin.bind()
         await self._server.start()
         if self.admin is not None:
@@ -279,6 +359,8 @@ class _Running:
             await self.admin.stop()
 
     def close(self) -> None:
-        """Ends threads, and sends the last spans."""
+        """Ends threads, and sends the last spans and numbers."""
         self.pool.close()
+        if self._outlets is not None:
+            self._outlets.stop()
         self._exporter.close()

@@ -24,7 +24,7 @@ _POLICIES: Mapping[Policy, "pb.SchedulingPolicy.ValueType"] = {
 }
 _POLICY_OF = {number: policy for policy, number in _POLICIES.items()}
 _LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
-_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests")
+_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
 
 
 class LiveSettings:

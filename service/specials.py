@@ -5,13 +5,17 @@ Knows one library and its habits; nothing of templates.
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import groupby
 
 import tokenizers
 
-_CALLERS = "\udfff"
+CALLERS = "\udfff"
 """Stands after a character of a caller's that no special token may include. No text from a wire can hold it: it is half
 of a surrogate pair, which UTF-8 cannot express."""
+
+
+_GRAM_SIZES = range(1, 7)
 
 
 class Specials:
@@ -28,11 +32,16 @@ class Specials:
         self._tokenizer = tokenizer
         self._id_of = {token.content: token_id for token_id, token in specials.items()}
         longest_first = sorted(self._id_of, key=len, reverse=True)
-        any_of_them = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._templates = re.compile(f"(?:{any_of_them})(?!{_CALLERS})")
+        any_of_them = _any_of(sorted(self._id_of)) if self._id_of else "(?!)"
+        self._templates = re.compile(f"(?:{any_of_them})(?!{CALLERS})")
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
-        self._prefixes = tuple({text[:end] for text in longest_first for end in range(1, len(text))})
-        self._suffixes = tuple({text[start:] for text in longest_first for start in range(1, len(text))})
+        self._prefixes = frozenset(text[:end] for text in longest_first for end in range(1, len(text)))
+        self._suffixes = frozenset(text[start:] for text in longest_first for start in range(1, len(text)))
+        self._longest = max(map(len, longest_first), default=0)
+        self._all = "\0".join(longest_first)
+        self._grams = frozenset(
+            text[start : start + size] for text in longest_first for start in range(len(text)) for size in _GRAM_SIZES
+        )
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
         for token in specials.values():
@@ -54,7 +63,7 @@ class Specials:
         ``follows``: it is no beginning, where some tokenizers add a space."""
         if not self._splits and not follows:
             return self._ids(text, add_special_tokens)
-        split = self._marked(text).replace(_CALLERS, self._splitter) if self._splits else text
+        split = self._marked(text).replace(CALLERS, self._splitter) if self._splits else text
         if follows:
             split = self._splitter + split
         return [token_id for token_id in self._ids(split, add_special_tokens) if token_id != self._splitter_id]
@@ -64,19 +73,38 @@ class Specials:
         ends, together with what the template puts there."""
         marked = self._marked(text)
         words = marked.strip()
-        if not words.endswith(self._prefixes) and not words.startswith(self._suffixes):
+        begins = any(words[-length:] in self._prefixes for length in range(1, self._longest))
+        ends = any(words[:length] in self._suffixes for length in range(1, self._longest))
+        if not begins and not ends:
             return marked
         start = marked.index(words)
         end = start + len(words)
-        if words.endswith(self._prefixes):
-            marked = f"{marked[:end]}{_CALLERS}{marked[end:]}"
-        if words.startswith(self._suffixes):
-            marked = f"{marked[: start + 1]}{_CALLERS}{marked[start + 1 :]}"
+        if begins:
+            marked = f"{marked[:end]}{CALLERS}{marked[end:]}"
+        if ends:
+            marked = f"{marked[: start + 1]}{CALLERS}{marked[start + 1 :]}"
         return marked
 
     def guarded_name(self, name: str) -> str:
         """As ``guarded``, for text that a template may put in the middle of a special token: a role."""
-        return f"{self.guarded(name)}{_CALLERS}"
+        return f"{self.guarded(name)}{CALLERS}"
+
+    def guarded_value(self, text: str, names: Container[str]) -> str:
+        """As ``guarded``, for text that a template may put anywhere, be it inside a special token, but may also compare
+        with one of ``names``, or look up by one: such a text stays as it is, unless it holds a special token or an end
+        of one."""
+        marked = self.guarded(text)
+        if marked != text or text in names:
+            return marked
+        return f"{text}{CALLERS}" if self._is_inside(text.strip()) else text
+
+    def _is_inside(self, words: str) -> bool:
+        """Whether a special token may have ``words`` inside. A search through thousands of them is the last resort."""
+        if not 0 < len(words) < self._longest:
+            return False
+        size = _GRAM_SIZES[-1]
+        last = max(0, len(words) - size)
+        return all(words[at : at + size] in self._grams for at in range(last + 1)) and words in self._all
 
     def encode_template(self, rendered: str, *, follows: bool = False) -> list[int]:
         """Ids of what a template made of guarded texts; ``follows``: something comes before it."""
@@ -94,7 +122,8 @@ class Specials:
         return ids
 
     def _marked(self, text: str) -> str:
-        return self._beginnings.sub(rf"\1{_CALLERS}", text)
+        # A function, since a template of text would have the library hash the whole pattern each time.
+        return self._beginnings.sub(lambda beginning: f"{beginning[1]}{CALLERS}", text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
@@ -103,9 +132,20 @@ class Specials:
         return ids
 
 
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern for any of some sorted texts, the longest that fits. What they begin with is common to a branch, so
+    that thousands cost little more than one."""
+    first, last = texts[0], texts[-1]
+    num_common = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))
+    rest = [text[num_common:] for text in texts]
+    branches = [_any_of(list(alike)) for _, alike in groupby(filter(None, rest), key=lambda text: text[0])]
+    may_end = "?" if "" in rest and branches else ""
+    return re.escape(first[:num_common]) + (f"(?:{'|'.join(branches)}){may_end}" if branches else "")
+
+
 def without_marks(rendered: str) -> str:
     """What a template made of guarded texts, as the text that it is."""
-    return rendered.replace(_CALLERS, "")
+    return rendered.replace(CALLERS, "")
 
 
 def named_tokens(config: Mapping[str, object]) -> dict[str, str]:

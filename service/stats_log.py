@@ -42,13 +42,17 @@ class StatsLog:
 def _report(before: EngineStats, stats: EngineStats, seconds: float) -> None:
     computed = stats.prefill_tokens - before.prefill_tokens
     cached = stats.cached_tokens - before.cached_tokens
+    data = {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_percent": round(100 * stats.kv_usage, 1),
+        "prompt_tokens_per_s": round((computed + cached) / seconds),
+        "output_tokens_per_s": round((stats.output_tokens - before.output_tokens) / seconds),
+        "cached_percent": round(100 * cached / max(1, computed + cached)),
+        "preempted": stats.preemptions - before.preemptions,
+    }
     _log.info(
         "running %d, waiting %d, KV cache %.1f %%; tokens/s: prompt %.0f, output %.0f; cached %.0f %%; preempted %d",
-        stats.running,
-        stats.waiting,
-        100 * stats.kv_usage,
-        (computed + cached) / seconds,
-        (stats.output_tokens - before.output_tokens) / seconds,
-        100 * cached / max(1, computed + cached),
-        stats.preemptions - before.preemptions,
+        *data.values(),
+        extra={"data": data},
     )

@@ -15,6 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from penstock.scheduler.request import Finished
 from penstock.service.errors import code_of
+from penstock.service.metrics import Metrics
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 CLOSE_S = 0.3
@@ -23,9 +24,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Telemetry:
-    """Opens spans through whatever tracer provider the process has."""
+    """Opens spans through whatever tracer provider the process has; ``metrics`` count what the spans tell of."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._tracer = trace.get_tracer("penstock")
         self._model_name = model_name
 

@@ -1,25 +1,29 @@
-"""The file of tenants' weights and caps: YAML, a key for each tenant, and ``default`` for all that are not named.
+"""The file of tenants' weights, caps and rates: YAML, a key for each tenant, and ``default`` for all that are not
+named.
 
-Under each: ``weight``, ``max-prompt-tokens``, ``max-tokens`` and ``max-live-requests``, none of which must be there.
+Under each are the keys of ``_KEYS``, none of which must be there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import yaml
 
-from penstock.scheduler.config import MAX_WEIGHT, MIN_WEIGHT, TenantLimits
+from penstock.scheduler.config import (
+    MAX_REQUEST_RATE,
+    MAX_TOKEN_BUDGET,
+    MAX_WEIGHT,
+    MIN_REQUEST_RATE,
+    MIN_WEIGHT,
+    TenantLimits,
+)
 from penstock.service.bounds import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENANTS, MAX_TOKENS_CAP
 from penstock.service.identity import TENANT_NAME
+from penstock.service.watched_files import FileError, NamedFile
 
-_FLAG = "--tenants-file"
+TENANTS_FLAG = "--tenants-file"
 _DEFAULT = "default"
-
-
-class TenantsFileError(Exception):
-    """The file cannot be used; the text is one line that names it, the tenant, the key and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +47,19 @@ _KEYS: Mapping[str, _Key] = {
     "max-prompt-tokens": _Key("max_prompt_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
     "max-tokens": _Key("max_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
     "max-live-requests": _Key("max_live_requests", int, "a whole number", 1, MAX_LIVE_REQUESTS_CAP),
+    "requests-per-second": _Key("requests_per_second", float, "a number", MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+    "tokens-per-minute": _Key("tokens_per_minute", int, "a whole number", 1, MAX_TOKEN_BUDGET),
 }
 
 
-def load_tenants(path: Path) -> Tenants:
-    """Reads a tenants file. Raises TenantsFileError."""
-    where = f"{_FLAG} {path}"
+def parse_tenants(file: NamedFile, content: bytes) -> Tenants:
+    """Reads what a tenants file holds. Raises FileError, which names the tenant and the key."""
+    where = str(file)
     try:
         # The tree of nodes, not values: names stay as they are written (`007`, `no`), and what stands twice shows.
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise TenantsFileError(f"{where}: cannot be read ({error.strerror}); check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TenantsFileError(f"{where}: is no YAML ({' '.join(str(error).split())}); correct it") from error
+        root = yaml.compose(file.text(content), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise FileError(f"{where}: is no YAML ({' '.join(str(error).split())}); correct it") from error
     if root is None:
         return Tenants()
     limits = {name: _limits(node, f"{where}: {name}") for name, node in _entries(root, where)}
@@ -92,7 +96,7 @@ def _value(key: _Key, node: yaml.Node, where: str) -> float:
 
 
 def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Keys and values of a mapping, each key once. Raises TenantsFileError."""
+    """Keys and values of a mapping, each key once. Raises FileError."""
     if not isinstance(node, yaml.MappingNode):
         _fail(where, "must hold keys and values, such as weight: 2")
     seen: set[str] = set()
@@ -106,4 +110,4 @@ def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node]]:
 
 
 def _fail(where: str, problem: str) -> NoReturn:
-    raise TenantsFileError(f"{where}: {problem}")
+    raise FileError(f"{where}: {problem}")

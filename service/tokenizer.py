@@ -6,12 +6,13 @@ puts around a prompt, alone. Knows neither requests nor streams.
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from penstock.kv.block_hash import hash_blocks
-from penstock.scheduler.request import Context
-from penstock.service.chat_template import ChatTemplate, Message
+from penstock.scheduler.request import Context, Prompt
+from penstock.service.chat_template import Chat, ChatTemplate, Message
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.guarded_chat import ChatGuard
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
@@ -19,11 +20,10 @@ from penstock.service.specials import Specials, without_marks
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
 
-__all__ = ["Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
+__all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
 _LONG_BYTES = 64 << 10
 """What has more takes so long, up to seconds, that nothing short should wait for it."""
-_USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 T = TypeVar("T")
 
@@ -72,18 +72,23 @@ class Tokenizer:
         """Whether conversations can be prompts."""
         return self._template is not None
 
+    @property
+    def shows_tools(self) -> bool | None:
+        """Whether the chat template does; None without one."""
+        return None if self._template is None else self._template.shows_tools
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
         sequence; in the text there are none. Raises ServiceError."""
         _check_size((text,), "text")
         return self._specials.encode(text, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """A conversation: special tokens where the template has them, none where a message does.
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """A conversation: special tokens where the template has them, none where a text of the caller's does.
 
         Raises ServiceError.
         """
-        return self._specials.encode_template(self._render(messages, add_generation_prompt))
+        return self._specials.encode_template(self._render(chat))
 
     def encode_after(self, text: str) -> list[int]:
         """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
@@ -91,17 +96,15 @@ class Tokenizer:
         _check_size((text,), "text")
         return self._specials.encode(text, False, follows=True)
 
-    def encode_chat_after(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat_after(self, chat: Chat) -> list[int]:
         """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
         the messages. Raises ServiceError."""
-        template, guarded = self._guarded(messages)
-        return self._specials.encode_template(
-            template.render_after_answer(guarded, add_generation_prompt), follows=True
-        )
+        template, guarded = self._guarded(chat)
+        return self._specials.encode_template(template.render_after_answer(guarded), follows=True)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render_chat(self, chat: Chat) -> str:
         """A conversation as the text that the template makes of it. Raises ServiceError."""
-        return without_marks(self._render(messages, add_generation_prompt))
+        return without_marks(self._render(chat))
 
     def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
         """The text of ids below ``vocab_size``; what is no character becomes U+FFFD."""
@@ -116,24 +119,15 @@ class Tokenizer:
         sequences = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spelled)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        template, guarded = self._guarded(messages)
-        return template.render(guarded, add_generation_prompt)
+    def _render(self, chat: Chat) -> str:
+        template, guarded = self._guarded(chat)
+        return template.render(guarded)
 
-    def _guarded(self, messages: Sequence[Message]) -> tuple[ChatTemplate, list[Message]]:
+    def _guarded(self, chat: Chat) -> tuple[ChatTemplate, Chat]:
         if self._template is None:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE)
-        _check_size([text for message in messages for text in message], "chat")
-        return self._template, [
-            Message(self._guarded_role(role), self._specials.guarded(content)) for role, content in messages
-        ]
-
-    def _guarded_role(self, role: str) -> str:
-        """A role that the template asks for must reach it as it is, unless it holds a special token or an end of one;
-        any other has no business in a special token."""
-        assert self._template is not None
-        is_known = role in _USUAL_ROLES or role in self._template.words
-        return role if is_known and self._specials.guarded(role) == role else self._specials.guarded_name(role)
+        _check_size([text for message in chat.messages for text in (message.role, message.content)], "chat")
+        return self._template, ChatGuard(self._specials, self._template).guard(chat)
 
 
 def _check_size(texts: Iterable[str], field: str) -> None:
@@ -143,13 +137,6 @@ def _check_size(texts: Iterable[str], field: str) -> None:
         raise invalid(field, "is no valid Unicode text: it holds half of a surrogate pair") from None
     if num_bytes > MAX_TEXT_BYTES:
         raise invalid(field, f"at most {MAX_TEXT_BYTES:,} bytes of UTF-8; it has {num_bytes:,}")
-
-
-class Prompt(NamedTuple):
-    """A prompt that is ready for the queue."""
-
-    token_ids: list[int]
-    block_hashes: list[bytes]
 
 
 class TokenizerPool:
@@ -173,6 +160,7 @@ class TokenizerPool:
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
+        self._context = max_prompt_tokens + 1
         self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes)
         self._long = Lane("tokenizer-long", 1, max_waiting_bytes)
 
@@ -185,18 +173,19 @@ class TokenizerPool:
         lane = self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes)
 
-    def check_text(self, text: str) -> None:
+    def check_text(self, text: str, field: str = "text", room_for_output: int = 1) -> None:
         """Refuses at once a prompt that has too many tokens whatever they are. Raises ServiceError."""
-        longest = self.tokenizer.longest_token_bytes
+        longest, most = self.tokenizer.longest_token_bytes, self._context - room_for_output
         # No character is less than a byte, so their number, which is there already, will do.
-        if longest is not None and len(text) > longest * self._max_prompt_tokens:
+        if longest is not None and len(text) > longest * most:
             least = -(-len(text) // longest)
-            raise invalid("text", f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {least:,} at least")
+            raise invalid(field, f"must be 1 to {most:,} tokens; it has {least:,} at least")
 
-    def prompt(self, token_ids: list[int], salt: bytes, field: str) -> Prompt:
+    def prompt(self, token_ids: list[int], salt: bytes, field: str, room_for_output: int = 1) -> Prompt:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
-        if not 1 <= len(token_ids) <= self._max_prompt_tokens:
-            raise invalid(field, f"must be 1 to {self._max_prompt_tokens:,} tokens; it has {len(token_ids):,}")
+        most = self._context - room_for_output
+        if not 1 <= len(token_ids) <= most:
+            raise invalid(field, f"must be 1 to {most:,} tokens; it has {len(token_ids):,}")
         self._check_ids(token_ids, field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
 

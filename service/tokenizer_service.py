@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 
 from penstock.service.bounds import Validator
-from penstock.service.convert import chat_messages
+from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.tokenizer import TokenizerPool
 from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
@@ -44,12 +44,25 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         """Messages to the prompt."""
         self._validator.check(request)
+        check_chat(request.chat, self._tokenizer.shows_tools)
 
         def work() -> pb.RenderChatResponse:
-            messages, opens_turn = chat_messages(request.chat)
+            chat = parse_chat(request.chat)
             return pb.RenderChatResponse(
-                text=self._tokenizer.render_chat(messages, opens_turn),
-                token_ids=self._tokenizer.encode_chat(messages, opens_turn),
+                text=self._tokenizer.render_chat(chat), token_ids=self._tokenizer.encode_chat(chat)
             )
 
         return await self._pool.run(work, request.ByteSize())
+
+    async def DescribeTokens(self, request: pb.DescribeTokensRequest, context: Context) -> pb.DescribeTokensResponse:
+        """Ids to what each stands for; look-ups alone, so no thread is needed."""
+        self._validator.check(request)
+        self._validator.check_ids(request.token_ids, "token_ids")
+        pieces = self._tokenizer.pieces
+        response = pb.DescribeTokensResponse()
+        for token_id in request.token_ids:
+            text = pieces.all[token_id]
+            response.tokens.add(
+                text=pieces.split[token_id] if text is None else text.encode(), is_special=token_id in pieces.skipped
+            )
+        return response

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from penstock.service.listen import Address, ListenError
+from penstock.service.tls import ServerTls
 from penstock.service.unknown_calls import refuse_unknown_calls
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -40,10 +41,14 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: 
     return server
 
 
-def bind(server: grpc.aio.Server, address: Address) -> str:
-    """Binds a server that has not started; returns the address with the port that was bound. Raises ListenError."""
+def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None) -> str:
+    """Binds a server that has not started; returns the address with the port that was bound. A Unix socket has no TLS.
+    Raises ListenError."""
     try:
-        port = server.add_insecure_port(str(address))
+        if tls is None or address.path is not None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), tls.credentials())
     except RuntimeError:
         raise ListenError(f"{address.flag} {address}: cannot be listened on; is it in use?") from None
     return str(address) if address.path is not None else address.with_port(port)

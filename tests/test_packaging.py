@@ -55,7 +55,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree to build from, so that no build folder is left in it; nothing is compiled yet."""
     copy = tmp_path_factory.mktemp("tree")
     for folder in FOLDERS.values():
-        copytree(ROOT / folder, copy / folder, ignore=ignore_patterns("__pycache__", "*.so"))
+        copytree(ROOT / folder, copy / folder, ignore=ignore_patterns("__pycache__", "*.so"), dirs_exist_ok=True)
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     return copy
@@ -237,6 +237,19 @@ def test_the_library_is_built_anew_only_if_a_source_is_newer(sources: Path, tmp_
     os.utime(header, ns=(0, library.stat().st_mtime_ns + 1))
     build_cpu.build_if_possible(tmp_path / "made")
     assert library.read_text() == "compiled\n"
+
+
+def test_the_digest_is_that_of_every_source(sources: Path) -> None:
+    digests = [build_cpu.digest()]
+    (sources / "one.h").touch()
+    digests.append(build_cpu.digest())
+    (sources / "one.h").write_text("int")
+    digests.append(build_cpu.digest())
+    (sources / "one.h").rename(sources / "two.h")
+    digests.append(build_cpu.digest())
+    assert len(set(digests)) == 4
+    (sources / "two.h").unlink()
+    assert build_cpu.digest() == digests[0]
 
 
 @pytest.mark.parametrize("compiler", [NO_COMPILER, "false", "/"])

@@ -36,7 +36,7 @@ AttentionPlan StepRun::plan_attention(const Layer& layer) {
     }
 
   // With few tiles, a long one is cut: into pieces of so many splits that there are items enough.
-  int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.num();
+  int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.used();
   int64_t piece = num_tiles * kv_heads >= enough ? num_splits : num_splits * kv_heads / enough + 1;
   int64_t most = 0, cut = 0;
   for (int i = 0; i < num_tiles; i++) {

@@ -25,7 +25,8 @@ INLINE void write_columns(const Output& output, int row, int column, Floats resu
 
 INLINE Floats gate(Floats gate, Floats up, const Output& output) {
   if (output.activation != penstock::ACTIVATION_CLAMPED) return activate(gate, output.activation) * up;
-  const Floats limit = splat(output.limit), g = min(gate, limit), u = max(min(up, limit), -limit);
+  // Of a NaN, the second operand.
+  const Floats limit = splat(output.limit), g = min(limit, gate), u = max(-limit, min(limit, up));
   return g * sigmoid(g * output.alpha) * (u + splat(1.0f));
 }
 

@@ -70,7 +70,7 @@ struct Step {
   const int64_t* token_starts;  // (R + 1,)
   const int64_t* tables;        // (R, table_stride) block ids
   int64_t table_stride;
-  // No token of the batch is named twice in `sampled` and `scored`: there is room for T of them.
+  // No token of the batch is named twice in `sampled`, `scored` and `pooled`: there is room for T of them.
   // Rows whose next token is chosen, and their parameters and results; each has room for `room` likeliest tokens.
   const int64_t* sampled;  // (num_sampled,) index of the row's last token in the batch
   const SamplingRow* sampling;
@@ -86,6 +86,19 @@ struct Step {
   float* chosen;
   int32_t* scored_top_ids;
   float* scored_tops;
+  // Tokens whose hidden states after the last norm are added to vectors, those of a vector one after the other.
+  int32_t num_vectors, num_pooled;
+  const int64_t* pooled;         // (num_pooled,) index in the batch
+  const int64_t* pooled_starts;  // (num_vectors + 1,): vector i is of tokens [pooled_starts[i], pooled_starts[i + 1])
+  float* const* vectors;         // (num_vectors,) of (hidden_size,)
+
+  int num_logits_wanted() const { return num_sampled + num_scored; }
+  int num_wanted() const { return num_logits_wanted() + num_pooled; }
+  // The index in the batch of the i-th of the tokens that are wanted of the last layer: sampled, scored, pooled.
+  int64_t wanted(int i) const {
+    if (i < num_sampled) return sampled[i];
+    return i < num_logits_wanted() ? scored[i - num_sampled] : pooled[i - num_logits_wanted()];
+  }
 };
 
 enum Stage {

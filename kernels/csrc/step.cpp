@@ -55,7 +55,8 @@ void StepRun::run() {
   embed();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) layer(model_.layers[i], i);
-  if (step_.num_sampled + step_.num_scored > 0) head();
+  if (step_.num_logits_wanted() > 0) head();
+  if (step_.num_vectors > 0) pool();
 }
 
 void StepRun::lay_out() {
@@ -171,7 +172,7 @@ void StepRun::head() {
   Linear head = m.head;
   head.parts[0].rows = m.num_logits;
   int64_t stride = (m.num_logits + LANES - 1) / LANES * LANES;
-  int wanted = step_.num_sampled + step_.num_scored;
+  int wanted = step_.num_logits_wanted();
   float* logits = arena_.take<float>((wanted < HEAD_ROWS ? wanted : HEAD_ROWS) * stride);
   int64_t room = kernels_.sampling_scratch(m.num_logits);
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
@@ -204,6 +205,20 @@ void StepRun::score(float* all, int64_t stride, int begin, int end) {
                         step_.scored_top_ids + row * step_.scored_room, step_.scored_tops + row * step_.scored_room);
     }
   });
+}
+
+// Adds the hidden states of pooled tokens to their vectors: one after the other, whatever else is in the batch.
+void StepRun::pool() {
+  int size = model_.hidden_size;
+  const float* states = x_ + static_cast<int64_t>(step_.num_logits_wanted()) * size;
+  threads_.run(step_.num_vectors, [&](int i, int thread) {
+    float* room = row_room_[thread];
+    for (int64_t token = step_.pooled_starts[i]; token < step_.pooled_starts[i + 1]; token++) {
+      kernels_.rms_norm(states + token * size, model_.norm, size, model_.norm_eps, room);
+      kernels_.add(step_.vectors[i], room, size);
+    }
+  });
+  spent_on(STAGE_NORM);
 }
 
 }  // namespace penstock

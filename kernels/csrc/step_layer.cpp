@@ -14,8 +14,8 @@ void StepRun::layer(const Layer& layer, int index) {
   spent_on(STAGE_QKV);
   rotate_and_write(layer, pages);
   spent_on(STAGE_ROPE_KV);
-  // Past the last layer's KV, only rows whose logits are wanted matter.
-  if (last && step_.num_sampled + step_.num_scored == 0) return;
+  // Past the last layer's KV, only rows whose logits or hidden states are wanted matter.
+  if (last && step_.num_wanted() == 0) return;
   attend(layer, pages);
   if (last) keep_wanted_rows();
   spent_on(STAGE_ATTENTION);
@@ -73,17 +73,16 @@ void StepRun::attend(const Layer& layer, uint8_t* pages) {
   });
 }
 
-// Moves the rows whose logits are wanted to the front, in the order in which the head takes them.
+// Moves the rows that are wanted to the front, those whose logits are wanted in the order in which the head takes them.
 void StepRun::keep_wanted_rows() {
-  int wanted = step_.num_sampled + step_.num_scored;
-  auto token = [&](int i) { return i < step_.num_sampled ? step_.sampled[i] : step_.scored[i - step_.num_sampled]; };
+  int wanted = step_.num_wanted();
   bool same = wanted == num_rows_;  // as they are in a batch of decoding rows
-  for (int i = 0; same && i < wanted; i++) same = token(i) == i;
+  for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
   if (same) return;
   float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
   float* mixed = arena_.take<float>(static_cast<int64_t>(wanted) * query_size_);
   for (int i = 0; i < wanted; i++) {
-    int64_t from = token(i);
+    int64_t from = step_.wanted(i);
     memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
            static_cast<size_t>(model_.hidden_size) * sizeof(float));
     memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,

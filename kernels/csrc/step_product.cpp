@@ -60,7 +60,7 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
     const Matrix& part = linear.parts[i];
     const Inputs& rows = inputs.parts[i];
     int panels = (part.rows + LANES - 1) / LANES;
-    int some_panels = panels_at_once(panels, threads_.num());
+    int some_panels = panels_at_once(panels, threads_.used());
     int pieces = (panels + some_panels - 1) / some_panels;
     int blocks = (rows.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     // Neighbouring items share panels, so that the second block of rows finds them in the cache.

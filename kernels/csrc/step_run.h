@@ -49,6 +49,7 @@ class StepRun {
   void find_angles();
   void embed();
   void head();
+  void pool();
   void score(float* logits, int64_t stride, int begin, int end);
 
   // step_layer.cpp
@@ -79,7 +80,7 @@ class StepRun {
   // Calls body(i, thread) for every i in [0, n), some at a time.
   template <typename Body>
   void each(int n, Body&& body) {
-    int some = n / (4 * threads_.num());
+    int some = n / (4 * threads_.used());
     some = some < 1 ? 1 : some > 16 ? 16 : some;
     threads_.run((n + some - 1) / some, [&](int item, int thread) {
       int end = (item + 1) * some < n ? (item + 1) * some : n;
@@ -98,7 +99,7 @@ class StepRun {
   Arena& arena_;
   timespec clock_;
 
-  int num_rows_;  // of x: all tokens, and in the last layer only those whose logits are wanted
+  int num_rows_;  // of x: all tokens, and in the last layer only those that are wanted
   int query_size_, kv_size_, qkv_size_;
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
   float** row_room_;  // of each thread: room for one row of anything

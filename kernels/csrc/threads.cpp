@@ -99,7 +99,7 @@ void Threads::work(Job& job, uint32_t number, int thread) {
 void Threads::serve(int thread) {
   for (uint32_t seen = 0; !over_.load(std::memory_order_relaxed);) {
     seen = next_job(seen);
-    if (thread < used_.load(std::memory_order_relaxed)) work(jobs_[seen % NUM_JOBS], seen, thread);
+    if (thread < used()) work(jobs_[seen % NUM_JOBS], seen, thread);
   }
 }
 

@@ -24,13 +24,16 @@ class Threads {
   // From now on jobs are for so many threads, the caller's included.
   void use(int num) { used_.store(num < num_ ? num : num_, std::memory_order_relaxed); }
 
+  // So many threads work on a job: work is cut for them.
+  int used() const { return used_.load(std::memory_order_relaxed); }
+
   // Calls body(item, thread) for every item in [0, items), each once; returns when all are done. For one caller at a
   // time.
   template <typename Body>
   void run(int items, Body&& body) {
     using Type = std::remove_reference_t<Body>;
     if (items <= 0) return;
-    if (items == 1 || used_.load(std::memory_order_relaxed) == 1) {
+    if (items == 1 || used() == 1) {
       for (int item = 0; item < items; item++) body(item, 0);
       return;
     }

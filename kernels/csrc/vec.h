@@ -256,10 +256,11 @@ INLINE Ints dot4(Ints sum, Quads a, Quads b) {
 
 // --------------------------------------------------------------------------------------------------------- mathematics
 
-// e^x within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^6. e^0 is exactly 1; below -87.3 the result is 0.
+// e^x within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^6. e^0 is exactly 1; below -87.3 the result is 0, and
+// of a NaN a NaN.
 INLINE Floats exp(Floats x) {
   const Floats low = splat(-87.33654f), high = splat(88.72283f);
-  Floats clamped = min(max(x, low), high);
+  Floats clamped = min(high, max(low, x));  // of a NaN, the second operand
   Ints n = to_ints_nearest(clamped * 1.44269504f);
   Floats whole = to_floats(n);
   Floats r = fma(whole, splat(-0.693359375f), clamped);

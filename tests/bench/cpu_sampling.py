@@ -36,7 +36,7 @@ CASES = {
 
 def make_row(sampling: SamplingParams, vocab_size: int) -> Row:
     """A row with a history of a thousand tokens."""
-    rows = RowTable(num_blocks=1, block_size=1 << 20)
+    rows = RowTable(num_blocks=1, block_size=1 << 20, hidden_size=8)
     history = np.random.default_rng(1).integers(vocab_size, size=1000).tolist()
     rows.apply(StepPlan(0, [], [AddedRow(0, 0, history, 500, 0, [0], sampling)], [], [], []))
     return rows[0]

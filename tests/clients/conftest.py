@@ -210,6 +210,10 @@ class FakeService(
     async def Detokenize(self, request, context):
         return tokenizer_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
 
+    async def DescribeTokens(self, request, context):
+        tokens = [tokenizer_pb2.TokenDescription(text=chr(token).encode()) for token in request.token_ids]
+        return tokenizer_pb2.DescribeTokensResponse(tokens=tokens)
+
     async def RenderChat(self, request, context):
         if not request.chat.messages:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "chat.messages: it is empty")

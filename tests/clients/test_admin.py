@@ -125,13 +125,22 @@ class TestSettings:
         assert re.search(r"^policy +fcfs$", table, re.MULTILINE)
         assert re.search(r"^max-num-seqs +16$", table, re.MULTILINE)
         assert re.search(r"^target-itl +none$", table, re.MULTILINE)
-        assert re.search(r"^\(all others\) +1 +none +none +none$", table, re.MULTILINE)
+        assert re.search(r"^\(all others\) +1( +none){5}$", table, re.MULTILINE)
 
     def test_changes_are_made_and_printed(self, operator, capsys):
         before = settings(capsys)
-        tenants = ("--tenant", "acme", "weight=2.5,max-live-requests=1000", "--tenant", "b", "max_tokens=7")
+        tenants = (
+            "--tenant",
+            "acme",
+            "weight=2.5,max-live-requests=1000,requests-per-second=0.5",
+            "--tenant",
+            "b",
+            "max_tokens=7",
+        )
         changed = settings(capsys, "--policy", "fair", "--target-itl", "20.5", "--max-queued-requests", "99", *tenants)
-        uncapped = {"max_prompt_tokens": None, "max_tokens": None, "max_live_requests": None}
+        uncapped = dict.fromkeys(
+            ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
+        )
         assert (
             changed
             == settings(capsys)
@@ -141,14 +150,14 @@ class TestSettings:
                 "target_itl_ms": 20.5,
                 "max_queued_requests": 99,
                 "tenants": {
-                    "acme": uncapped | {"weight": 2.5, "max_live_requests": 1000},
+                    "acme": uncapped | {"weight": 2.5, "max_live_requests": 1000, "requests_per_second": 0.5},
                     "b": uncapped | {"weight": 1, "max_tokens": 7},
                 },
             }
         )
         table = run(capsys, "settings", "--default-tenant", "max-prompt-tokens=4000", "--forget-tenant", "b")
-        assert re.search(r"^acme +2\.5 +none +none +1,000$", table, re.MULTILINE)
-        assert re.search(r"^\(all others\) +1 +4,000 +none +none$", table, re.MULTILINE)
+        assert re.search(r"^acme +2\.5 +none +none +1,000 +0\.5 +none$", table, re.MULTILINE)
+        assert re.search(r"^\(all others\) +1 +4,000( +none){4}$", table, re.MULTILINE)
         assert not re.search(r"^b ", table, re.MULTILINE)
         back = ("--policy", "fcfs", "--target-itl", "0", "--max-queued-requests", str(before["max_queued_requests"]))
         assert settings(capsys, *back, "--default-tenant", "weight=1", "--forget-tenant", "acme") == before
@@ -276,4 +285,4 @@ class TestTrouble:
     def test_a_callers_key(self, operator, capsys, tmp_path):
         (tmp_path / "key").write_text(KEY)
         said = failure(capsys, "drain", "--api-key-file", str(tmp_path / "key"))
-        assert "PERMISSION_DENIED: this key may not administer; add the word 'admin'" in said
+        assert "PERMISSION_DENIED: this caller may not administer; add the word 'admin'" in said

@@ -33,7 +33,7 @@ def test_an_unknown_command(capsys):
     assert capsys.readouterr().err == "penstock: no command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "there are serve, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
+        "there are serve, gateway, chat, generate, bench, top, explain, drain, flush-cache, settings, doctor"
         in capsys.readouterr().err
     )
 

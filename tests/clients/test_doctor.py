@@ -13,6 +13,7 @@ from penstock.clients import doctor, machine
 from penstock.clients.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.doctor import Kind, choose, describe, examine
 from penstock.clients.machine import Gpu, Package, inspect_machine
+from penstock.kernels import build_cpu
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
 LIBRARY = CpuLibrary(["avx512_bf16", "avx512", "avx2", "generic"], "", "")
@@ -139,6 +140,16 @@ def test_a_cpu_library_older_than_the_code_comes_with_the_remedy(tmp_path, monke
     assert "make native" in found.remedy
 
 
+def test_a_cpu_library_of_other_sources_comes_with_the_remedy(tmp_path, monkeypatch, cpu_library):
+    digest = build_cpu.digest().encode()
+    (tmp_path / "library.so").write_bytes(cpu_library.read_bytes().replace(digest, b"0" * len(digest)))
+    monkeypatch.setenv("PENSTOCK_CPU_LIBRARY", str(tmp_path / "library.so"))
+    found = inspect_cpu_library()
+    assert found.levels == []
+    assert "built from other sources" in found.problem
+    assert found.remedy == "build it again, or leave PENSTOCK_CPU_LIBRARY out"
+
+
 def test_a_cpu_library_that_dies_is_told(monkeypatch, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -ILL $$\n")
@@ -257,15 +268,16 @@ def test_a_driver_that_fails_says_why(tmp_path, monkeypatch):
 
 def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
     assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
-    assert {package.extra for package in here.packages} == {"", "server", "bench"}
+    assert {package.extra for package in here.packages} == {"", "server", "gateway", "bench"}
 
 
-def test_a_server_runs_without_what_only_the_load_generator_uses(fitted):
-    server = [package for package in fitted.packages if package.extra != "bench"]
-    lacking = dataclasses.replace(fitted, packages=[*server, Package("aiohttp", None, "bench")])
+@pytest.mark.parametrize(("name", "extra"), [("aiohttp", "bench"), ("uvloop", "gateway"), ("fastapi", "gateway")])
+def test_a_server_runs_without_what_only_others_use(fitted, name, extra):
+    server = [package for package in fitted.packages if package.extra in ("", "server")]
+    lacking = dataclasses.replace(fitted, packages=[*server, Package(name, None, extra)])
     assert choose(lacking, LIBRARY).backend == "cpu"
     assert remedies(lacking, Kind.MISSING) == []
-    assert remedies(lacking, Kind.ADVICE) == ["pip install 'penstock[bench]'"]
+    assert remedies(lacking, Kind.ADVICE) == [f"pip install 'penstock[{extra}]'"]
 
 
 def test_json_is_for_programs(capsys):

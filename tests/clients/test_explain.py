@@ -196,3 +196,10 @@ def test_help_says_where_ids_are(capsys):
     out = capsys.readouterr().out
     assert "examples:" in out
     assert "accepted.request_id" in out
+
+
+def test_inputs_to_embed_are_no_prompt_with_an_output():
+    text = plain(response(TIMELINE[:5], max_tokens=0, num_choices=3, first_token_us=None))
+    assert "inputs       3 to embed; 6,264 tokens together\n" in text
+    assert "of output" not in text
+    assert "first token " not in text

@@ -159,11 +159,18 @@ class Sequence:
             self.table.write_kv(self.layout, page, i % LANES, self.keys[i].ctypes.data, self.values[i].ctypes.data)
 
     def attend(
-        self, cuts: list[int], *, spread: int = 0, from_first_seen: bool = False, row_start: int | None = None
+        self,
+        cuts: list[int],
+        *,
+        spread: int = 0,
+        from_first_seen: bool = False,
+        row_start: int | None = None,
+        num_nan: int = 0,
     ) -> Floats:
         """The outputs of the queries at positions [cuts[0], cuts[-1]), in tiles between the cuts; (T, heads, head_dim).
 
         spread: splits of an item, whose partial results are merged then; 0: an item has all of them.
+        num_nan: numbers that are none.
         """
         case = self.case
         output = np.full_like(self.queries, np.nan)
@@ -188,7 +195,7 @@ class Sequence:
                     self.table.attend(attention, row, item, scratch.ctypes.data, None)
         assert_guarded(scratch)
         done = output[token + cuts[0] - start : token + cuts[-1] - start, : self.width].copy()
-        assert np.isfinite(done).all()
+        assert (~np.isfinite(done)).sum() == num_nan
         output[token + cuts[0] - start : token + cuts[-1] - start, : self.width] = np.nan
         assert np.isnan(output).all(), "written outside of the queries"
         return done.reshape(len(done), case.num_heads, case.head_dim)
@@ -307,6 +314,33 @@ def test_what_a_format_costs_in_accuracy(table: Kernels, kv_format: Format, boun
     sequence.write(0, case.context)
     error = sequence.attend(sequence.tiles()) - sequence.expected(stored=False)[0]
     assert math.sqrt((error**2).mean()) < bound * sequence.values.std() / math.sqrt(8)
+
+
+@pytest.mark.parametrize("kv_format", [Format.F32, Format.BF16])
+@pytest.mark.parametrize("case", CASES[4:7], ids=str)
+@pytest.mark.parametrize("spread", [0, 1])
+def test_a_query_that_is_not_a_number_has_no_output(table: Kernels, kv_format: Format, case: Case, spread: int) -> None:
+    sequence = Sequence(table, kv_format, case)
+    sequence.write(0, case.context)
+    expected = sequence.attend(sequence.tiles())
+    expected[3, 1] = np.nan
+    sequence.queries[sequence.token + 3, case.head_dim + 2] = np.nan
+    got = sequence.attend(sequence.tiles(), spread=spread, num_nan=case.head_dim)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("kv_format", [Format.F32, Format.BF16])
+@pytest.mark.parametrize("case", CASES[4:7], ids=str)
+def test_a_key_that_is_not_a_number_shows_where_it_is_seen(table: Kernels, kv_format: Format, case: Case) -> None:
+    sequence = Sequence(table, kv_format, case)
+    position = case.start + 7
+    sequence.write(0, case.context)
+    expected = sequence.attend(sequence.tiles())
+    sequence.keys[position, 0, 1] = np.nan
+    sequence.write(position // LANES * LANES, case.context)
+    expected[7 : 7 + (case.window or case.num_queries), : case.group] = np.nan
+    got = sequence.attend(sequence.tiles(), num_nan=int(np.isnan(expected).sum()))
+    np.testing.assert_array_equal(got, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- the bits

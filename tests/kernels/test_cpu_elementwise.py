@@ -115,6 +115,19 @@ def test_gated(table, gate):
         assert (source.read() == out.read()).all()
 
 
+@pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU, Gate.GELU_TANH])
+def test_a_gate_that_is_not_a_number_gives_none_there_alone(table, gate):
+    for at in (0, 7, 18):
+        x = numbers(19)
+        plain, source, other = Guarded.poisoned(19), Guarded(x), Guarded(numbers(19, 1))
+        table.gated(source.address, other.address, 19, gate, plain.address)
+        x[at] = np.nan
+        out, source = Guarded.poisoned(19), Guarded(x)
+        table.gated(source.address, other.address, 19, gate, out.address)
+        assert np.flatnonzero(np.isnan(out.read())).tolist() == [at]
+        assert np.delete(out.read() == plain.read(), at).all()
+
+
 def test_rotate(table):
     for half in [*range(1, 40), 64, 128]:
         x, angles = numbers(2 * half), numbers(half, 1, spread=4.0).astype(np.float64)

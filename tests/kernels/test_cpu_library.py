@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from ctypes import Structure, sizeof
 from enum import IntEnum
 from pathlib import Path
@@ -80,6 +81,50 @@ def test_a_library_that_was_not_built_comes_with_the_remedy(tmp_path: Path, monk
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     with pytest.raises(cpu.LibraryMissing, match=r"no C\+\+ compiler worked .* apt-get install g\+\+"):
         cpu.load_library()
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Loads a library as if it was the first time in this process, the one beside the sources if none is named."""
+    cpu._load.cache_clear()
+
+    def load(path: Path) -> None:
+        cpu.load_library(path)
+
+    yield load
+    cpu._load.cache_clear()
+
+
+def test_a_library_of_other_sources_is_refused(
+    cpu_library: Path, load: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(cpu_library)
+    cpu._load.cache_clear()
+    monkeypatch.setattr(build_cpu, "digest", lambda: "another")
+    monkeypatch.setattr(cpu, "LIBRARY", cpu_library)
+    with pytest.raises(cpu.LibraryMissing, match=r"other sources than those .*: run make native"):
+        load(cpu_library)
+    monkeypatch.setattr(cpu, "LIBRARY", cpu_library.parent / "beside")
+    with pytest.raises(cpu.LibraryMissing, match=f"other sources .*: build it again, or leave {cpu.VARIABLE} out"):
+        load(cpu_library)
+
+
+def test_a_library_that_does_not_say_its_sources_is_refused(
+    compiler: list[str], load: Callable[[Path], None], tmp_path: Path
+) -> None:
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text('extern "C" void penstock_kernels() {}')
+    run([*compiler, "-shared", "-fPIC", str(source), "-o", str(library)])
+    with pytest.raises(cpu.LibraryMissing, match="other sources"):
+        load(library)
+
+
+def test_a_wheel_has_no_sources_to_compare_with(
+    cpu_library: Path, load: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build_cpu, "digest", lambda: "another")
+    monkeypatch.setattr(cpu, "SOURCES", tmp_path / "csrc")
+    load(cpu_library)
 
 
 def test_there_is_no_other_level(cpu_library: Path) -> None:

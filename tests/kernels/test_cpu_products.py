@@ -194,6 +194,17 @@ def test_gated_products(table, matrix_format, gate, width):
         np.testing.assert_array_equal(again, result[:m])
 
 
+@pytest.mark.parametrize("matrix_format", FORMATS)
+@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("row", [3, 16 + 3])
+def test_a_gate_or_what_it_lets_through_that_is_not_a_number_shows(table, matrix_format, gate, row):
+    weights = random(32, 40)
+    weights[row, 11] = np.nan
+    result = Packed(table, matrix_format, weights).multiply(random(9, 40), mode=OutputMode.GATED, gate=gate)
+    assert np.isnan(result[:, 3]).all()
+    assert np.isfinite(np.delete(result, 3, axis=1)).all()
+
+
 @pytest.mark.parametrize("columns", [1, 15, 600])
 def test_rows_come_back_as_they_were_packed(table, columns):
     weights = random(19, columns) * 10

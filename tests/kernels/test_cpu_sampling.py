@@ -29,7 +29,7 @@ def one_thread():
 
 
 def make_row(sampling, history=(1, 2, 3), num_prompt=None):
-    rows = RowTable(num_blocks=1, block_size=1 << 20)
+    rows = RowTable(num_blocks=1, block_size=1 << 20, hidden_size=8)
     rows.apply(
         StepPlan(0, [], [AddedRow(0, 0, list(history), num_prompt or len(history), 0, [0], sampling)], [], [], [])
     )

@@ -24,7 +24,7 @@ def plan(dropped=(), added=(), blocks=(), chunks=(), decodes=()):
 
 @pytest.fixture
 def table():
-    return RowTable(num_blocks=64, block_size=BLOCK)
+    return RowTable(num_blocks=64, block_size=BLOCK, hidden_size=8)
 
 
 def test_blocks_that_hold_no_cached_prefix_are_renewed(table):
@@ -41,7 +41,7 @@ def test_a_dropped_row_is_gone_before_the_same_number_is_added(table):
 
 
 def test_the_table_grows_with_rows_and_blocks():
-    table = RowTable(num_blocks=5000, block_size=BLOCK)
+    table = RowTable(num_blocks=5000, block_size=BLOCK, hidden_size=8)
     for row in range(100):
         table.apply(plan(added=[added(row, 1, [row])]))
     table.apply(plan(blocks=[RowBlocks(3, list(range(1000, 1300)))]))
@@ -101,7 +101,7 @@ def test_groups_compute_what_the_plain_reference_computes(window, limit, monkeyp
     # Row lengths and what is computed already; blocks in no order.
     spans = [(600, 599), (300, 299), (16, 15), (17, 16), (1, 0), (40, 0), (90, 32), (33, 31), (250, 249), (256, 255)]
     ids = torch.randperm(256).tolist()
-    table = RowTable(num_blocks=256, block_size=BLOCK)
+    table = RowTable(num_blocks=256, block_size=BLOCK, hidden_size=8)
     rows = [
         added(i, length, [ids.pop() for _ in range(-(-length // BLOCK))], num_computed=done)
         for i, (length, done) in enumerate(spans)

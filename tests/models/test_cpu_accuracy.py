@@ -18,6 +18,8 @@ from penstock.models.checkpoint import DEMO, resolve_model
 from penstock.models.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 
+pytestmark = pytest.mark.usefixtures("cpu_library")
+
 HELD_OUT = Path(__file__).parent / "heldout.jsonl"
 WINDOW = 1024
 """Tokens that are read as one text."""

@@ -2,6 +2,7 @@
 was said, and no more."""
 
 import ctypes
+import itertools
 import json
 from pathlib import Path
 
@@ -145,11 +146,23 @@ BASE_BYTES = 64 << 20
 """What a worker takes besides weights and KV: Python with numpy, and what a step works in."""
 
 
+HALF = {
+    **WIDE, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 14, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 512,
+}  # fmt: skip
+"""Half of Qwen3-0.6B, with a smaller vocabulary: weights of 478 MiB."""
+WHOLE = {**HALF, "num_hidden_layers": 28, "vocab_size": 151_936}
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
+    """A model of 63 million parameters."""
+    return write_model(tmp_path_factory.mktemp("wide"), WIDE)
+
+
+def write_model(path, config):
     """A model whose weights are all zeros, which are no bytes on the disk."""
-    path = tmp_path_factory.mktemp("wide")
-    (path / "config.json").write_text(json.dumps(WIDE))
+    (path / "config.json").write_text(json.dumps(config))
     spec = check_checkpoint(path, weights=False).spec
     header, end = {}, 0
     for name, shape in spec.tensors():
@@ -175,6 +188,34 @@ def needed(path, config):
     quantized = {"int8": Format.INT8, "int4": Format.INT4}.get(config.get("quantization", ""))
     formats = Formats(quantized or Format.BF16, Format.INT8 if quantized else Format.BF16, Format.BF16, Format.BF16)
     return max_weight_bytes(info.spec, formats, info.quantized, kernels)
+
+
+@pytest.mark.parametrize("model", [HALF, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["half", "whole"])
+async def test_a_worker_of_a_real_shape_takes_little_more_than_weights_and_kv(tmp_path, worker_config, model):
+    """At any time until its KV cache is full, nothing set apart. 1024 tokens of KV are little beside the weights, so
+    what else it takes has no room to hide."""
+    length, num_rows = 512, 2
+    kv_bytes = num_rows * length * 2 * 8 * 128 * 2 * model["num_hidden_layers"]
+    config = worker_config(
+        write_model(tmp_path, model), backend="cpu", dtype="bfloat16", kv_cache_bytes=kv_bytes, num_threads=2
+    )
+    worker = WorkerProcess(config)
+    facts = await worker.start()
+    try:
+        assert (facts.num_blocks * 16, facts.kv_bytes) == (num_rows * length, kv_bytes)
+        results, step = worker.results(), itertools.count()
+        for row in range(num_rows):
+            blocks = list(range(row * length // 16, (row + 1) * length // 16))
+            added = [AddedRow(row, 0, [7] * length, length, 0, blocks, SamplingParams(temperature=0.0))]
+            for begin in range(0, length, 256):
+                worker.submit(StepPlan(next(step), [], added, [], [Chunk(row, begin, begin + 256)], []))
+                added = []
+                await anext(results)
+        taken = most_ever_taken(worker.pid)
+    finally:
+        await worker.stop()
+    print(f"{taken / (facts.weight_bytes + facts.kv_bytes):.3f} of {facts.weight_bytes >> 20} MiB and KV")
+    assert facts.weight_bytes + facts.kv_bytes < taken <= 1.15 * (facts.weight_bytes + facts.kv_bytes)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", pytest.param("int4", marks=pytest.mark.soak)])

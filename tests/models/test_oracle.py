@@ -21,13 +21,18 @@ NUM_TOKENS = 24
 TOLERANCE = 1e-4
 
 
-BACKENDS = ["reference", "cpu"]
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request):
+    """Each that runs on a CPU, in turn."""
+    if request.param == "cpu":
+        request.getfixturevalue("cpu_library")
+    return request.param
 
 
-@pytest.fixture(params=BACKENDS)
-def on_cpu(request, in_process):
+@pytest.fixture
+def on_cpu(backend, in_process):
     """An executor in this process, over each backend in turn."""
-    return partial(in_process, backend=request.param)
+    return partial(in_process, backend=backend)
 
 
 def check(model, prompt, answer, num_tokens=NUM_TOKENS):
@@ -163,7 +168,6 @@ class TestDemoModel:
         texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in self.TEXTS]
         return SimpleNamespace(path=path, module=module.eval(), texts=texts, logits=lambda ids: logits_of(module, ids))
 
-    @pytest.mark.parametrize("backend", BACKENDS)
     async def test_alone_batched_chunked_cached_and_preempted(self, demo, worker_config, start_engine, backend):
         # 36 blocks hold two and a half of these requests.
         config = worker_config(demo.path, num_blocks=36, max_model_len=512, backend=backend)

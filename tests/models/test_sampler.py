@@ -13,7 +13,7 @@ VOCAB = 12
 
 
 def make_row(sampling, history=(1, 2, 3), num_prompt=None):
-    table = RowTable(num_blocks=8, block_size=16)
+    table = RowTable(num_blocks=8, block_size=16, hidden_size=8)
     added = AddedRow(0, 0, list(history), num_prompt or len(history), 0, [0], sampling)
     table.apply(StepPlan(0, [], [added], [], [], []))
     return table[0]

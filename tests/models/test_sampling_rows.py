@@ -17,7 +17,7 @@ class Rows:
     """A worker's rows, and the batches of them."""
 
     def __init__(self):
-        self.table = RowTable(num_blocks=1, block_size=1 << 20)
+        self.table = RowTable(num_blocks=1, block_size=1 << 20, hidden_size=8)
         self.sampling = SamplingRows()
 
     def add(self, number, sampling, history=(1, 2, 3), num_prompt=None, epoch=0):

@@ -128,6 +128,18 @@ async def test_a_restart_gives_the_same_facts(tiny_model, worker_config):
         await process.stop()
 
 
+async def test_that_it_is_slow_is_said_once_however_often_it_starts(tiny_model, worker_config, capfd):
+    config = worker_config(tiny_model("llama").path, backend="auto")
+    process = WorkerProcess(config, {"PENSTOCK_CPU_LIBRARY": "/none"})
+    try:
+        assert (await process.start()).backend == "reference"
+        await process.stop()
+        await process.start()
+    finally:
+        await process.stop()
+    assert capfd.readouterr().err.count("SLOW") == 1
+
+
 async def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, worker_config):
     process = WorkerProcess(worker_config(tmp_path))
     with pytest.raises(ExecutorError, match=r"config\.json: is missing") as caught:

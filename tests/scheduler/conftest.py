@@ -11,17 +11,19 @@ import pytest
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.choice import ChoiceState, sampling_of_choice
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, WorkerKilled, token_of_history
-from penstock.scheduler.plan import SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
+from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history, vector_of
+from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import (
     Accepted,
     Change,
     Delta,
+    Embedded,
     Event,
     Finished,
     FinishReason,
     Matched,
+    Prompt,
     PromptLogprobs,
     Refused,
     Released,
@@ -32,6 +34,7 @@ from penstock.scheduler.scheduler import Scheduler
 VOCAB_SIZE = 7
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 44
+HIDDEN_SIZE = 3
 
 
 class PlainText:
@@ -128,6 +131,7 @@ class Received:
     chosen: dict[int, list[float]] = field(default_factory=dict)
     ends: dict[int, Matched] = field(default_factory=dict)
     prompt_logprobs: list[float] = field(default_factory=list)
+    vectors: dict[int, bytes] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
     """What the choices' max_tokens came to be, where they were changed."""
     most_tokens: int = 0
@@ -154,6 +158,9 @@ class Received:
             case PromptLogprobs():
                 assert event.start == len(self.prompt_logprobs) + 1, "a gap or a repetition"
                 self.prompt_logprobs += event.logprobs.chosen
+            case Embedded():
+                assert event.choice not in self.vectors, "a vector for the second time"
+                self.vectors[event.choice] = event.vector
             case Finished():
                 self.finished = event
 
@@ -169,6 +176,9 @@ class Received:
         request = self.request
         assert self.finished is not None, "a request without an end"
         whole = self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.pooling is not None:
+            self._check_vectors(request.pooling, whole)
+            return
         num_tokens = 0
         for index in range(request.n):
             limit = self.limits.get(index)
@@ -192,6 +202,19 @@ class Received:
         assert self.prompt_logprobs == known[: len(self.prompt_logprobs)]
         assert not whole or self.prompt_logprobs == known
 
+    def _check_vectors(self, pooling: Pooling, whole: bool) -> None:
+        request, finished = self.request, self.finished
+        assert finished is not None
+        assert finished.context is None
+        assert not self.token_ids
+        for index, vector in self.vectors.items():
+            token_ids = request.prompt(index).token_ids
+            assert vector == vector_of([token_ids[at] for at in pooling.positions(len(token_ids))], HIDDEN_SIZE)
+        assert not whole or set(self.vectors) == set(range(request.n))
+        assert finished.usage.prompt_tokens == request.num_prompt_tokens
+        assert finished.usage.output_tokens == 0
+        assert finished.usage.cached_tokens == 0 or pooling is Pooling.LAST
+
 
 def make_request(
     name: str, prompt: list[int], tenant: str = "default", block_size: int = BLOCK_SIZE, **fields: Any
@@ -207,7 +230,7 @@ class World:
 
     def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
         rest = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens, "fake", "fake", "cpu", "float32", "float32")
-        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *rest, 0, 0)
+        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *rest, 0, 0, hidden_size=HIDDEN_SIZE)
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0
@@ -244,6 +267,9 @@ class World:
         """A request out of a few families that share prefixes, with features in every combination."""
         rng = random.Random(random_number)
         prompt = self._random_prompt(rng)
+        if rng.random() < 0.15:
+            self.add_pooled(rng, [prompt, *(self._random_prompt(rng) for _ in range(rng.choice((0, 0, 1, 5))))])
+            return
         sampling = SamplingParams(
             seed=rng.randrange(3),
             min_tokens=rng.choice((0, 0, 3)),
@@ -263,6 +289,22 @@ class World:
             retain_s=rng.choice((0.0, 0.0, 5.0, 20.0)),
             deadline=rng.choice((None, None, self.now + rng.randint(1, 80))),
             arrival=self.now,
+        )
+        self.add(request)
+
+    def add_pooled(self, rng: random.Random, prompts: list[list[int]]) -> None:
+        """A request whose prompts are embedded."""
+        salt = tenant_salt("fake", "a")
+        request = make_request(
+            str(len(self.received) + self.num_refused),
+            prompts[0],
+            tenant="a",
+            pooling=rng.choice(tuple(Pooling)),
+            more_prompts=[Prompt(prompt, hash_blocks(prompt, BLOCK_SIZE, salt)) for prompt in prompts[1:]],
+            n=len(prompts),
+            max_tokens=0,
+            priority=rng.randint(-1, 1),
+            deadline=rng.choice((None, None, self.now + rng.randint(1, 80))),
         )
         self.add(request)
 
@@ -294,7 +336,7 @@ class World:
 
     def update(self, random_number: int) -> None:
         """A caller changes a request."""
-        names = self.alive()
+        names = [name for name in self.alive() if self.received[name].request.pooling is None]
         if not names:
             return
         name = names[random_number % len(names)]
@@ -390,9 +432,12 @@ class World:
             assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
         live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
         assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
-        new = [choice for choice in waiting if choice.live.started_at is None]
-        assert planner.waiting.num_requests == len(new)
+        new = [choice for choice in waiting if choice.is_new]
+        assert planner.waiting.num_requests == sum(choice.index == 0 for choice in new)
         assert planner.waiting.num_tokens == sum(choice.num_prompt_tokens for choice in new)
+        pooled = [choice for choice in waiting if choice.is_pooled]
+        assert planner.waiting.num_pooled == len(pooled)
+        assert planner.waiting.num_pooled_tokens == sum(c.num_prompt_tokens for c in pooled if c.is_new)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
         for choice in running:
             assert choice.num_computed <= choice.num_planned or choice.state is ChoiceState.DECODING
@@ -401,7 +446,7 @@ class World:
             request = choice.live.request
             received = self.received[request.request_id]
             max_tokens = max(received.request.max_tokens, received.most_tokens, *received.limits.values())
-            limit = min(len(request.prompt_token_ids) + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
+            limit = min(choice.num_prompt_tokens + max_tokens, MAX_MODEL_LEN) + 2 * len(received.limits)
             assert choice.length_bound == len(choice.token_ids) + sum(choice.in_flight) <= limit
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
@@ -433,51 +478,6 @@ class World:
         assert not self.scheduler.kv._pending
         rows = self.scheduler._planner.rows
         assert rows.num_free + len(rows._dropped) == len(rows._holders), "row numbers are lost"
-
-
-class DeadlyWorld(World):
-    """Some requests kill the worker with their third token; nobody else is ever to blame."""
-
-    def is_killer(self, request: Request) -> bool:
-        return request.sampling.seed == 2 and len(request.prompt_token_ids) % 4 == 0
-
-    def kills(self, row: FakeRow) -> bool:
-        killing = row.sampling.seed == 2 and row.num_prompt_tokens % 4 == 0
-        return killing and len(row.history) - row.num_prompt_tokens >= 2
-
-    def answer(self) -> bool:
-        try:
-            return super().answer()
-        except WorkerKilled:
-            super().recover(blames_step=True)
-            return True
-
-    def recover(self, blames_step: bool) -> None:
-        super().recover(blames_step=False)
-
-    def schedule(self) -> bool:
-        planned = super().schedule()
-        on_trial, rows = self.scheduler._suspects.on_trial, self.scheduler._planner.rows
-        if planned and on_trial:
-            plan = self.plans[-1]
-            for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
-                request_id = rows.current(row).live.request.request_id
-                assert request_id in on_trial, f"request {request_id} runs beside those on trial"
-        return planned
-
-    def drain(self) -> None:
-        super().drain()
-        for name, received in self.received.items():
-            assert received.finished is not None
-            refused = received.finished.reason is FinishReason.KILLED_WORKER
-            assert not refused or self.is_killer(received.request), f"request {name} is innocent"
-        assert not self.scheduler._suspects
-        assert not self.scheduler._suspects._records
-
-
-@pytest.fixture(scope="session")
-def deadly_world_type() -> type[DeadlyWorld]:
-    return DeadlyWorld
 
 
 @pytest.fixture(scope="session")

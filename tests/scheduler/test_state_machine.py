@@ -18,9 +18,11 @@ from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.fake_worker import FakeRow, WorkerKilled
 from penstock.scheduler.giving_way import GivingWay
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.suspects import Suspects
@@ -141,6 +143,52 @@ def test_reliability_figure_1_2000_sequences(world_type):
 @pytest.mark.soak
 def test_reliability_figure_1_10000_sequences_of_200_operations(world_type):
     explore(world_type, 10_000, 200)
+
+
+@pytest.fixture(scope="session")
+def deadly_world_type(world_type):
+    """A world with requests that end their worker."""
+
+    class DeadlyWorld(world_type):  # type: ignore[valid-type, misc]
+        """Some requests kill the worker with their third token; nobody else is ever to blame."""
+
+        def is_killer(self, request: Request) -> bool:
+            return request.sampling.seed == 2 and len(request.prompt_token_ids) % 4 == 0
+
+        def kills(self, row: FakeRow) -> bool:
+            killing = row.sampling.seed == 2 and row.num_prompt_tokens % 4 == 0
+            return killing and len(row.history) - row.num_prompt_tokens >= 2
+
+        def answer(self):
+            try:
+                return super().answer()
+            except WorkerKilled:
+                super().recover(blames_step=True)
+                return True
+
+        def recover(self, blames_step: bool) -> None:
+            super().recover(blames_step=False)
+
+        def schedule(self):
+            planned = super().schedule()
+            on_trial, rows = self.scheduler._suspects.on_trial, self.scheduler._planner.rows
+            if planned and on_trial:
+                plan = self.plans[-1]
+                for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
+                    request_id = rows.current(row).live.request.request_id
+                    assert request_id in on_trial, f"request {request_id} runs beside those on trial"
+            return planned
+
+        def drain(self) -> None:
+            super().drain()
+            for name, received in self.received.items():
+                assert received.finished is not None
+                refused = received.finished.reason is FinishReason.KILLED_WORKER
+                assert not refused or self.is_killer(received.request), f"request {name} is innocent"
+            assert not self.scheduler._suspects
+            assert not self.scheduler._suspects._records
+
+    return DeadlyWorld
 
 
 def test_reliability_figure_14_200_sequences_with_killers(deadly_world_type):

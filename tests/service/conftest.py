@@ -1,7 +1,10 @@
 """A service on a real socket, over a fake worker and a tokenizer whose ids are bytes: fast, and each output is
 known."""
 
+import datetime
+import ipaddress
 import json
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -10,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jwt
 import pytest
 import tokenizers
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -23,6 +32,7 @@ from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
+from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2_grpc import ModelServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -82,6 +92,7 @@ class Service:
     """To the administration, where the test asked for one."""
 
     def __post_init__(self) -> None:
+        self.embedding = EmbeddingServiceStub(self.channel)
         self.generation = GenerationServiceStub(self.channel)
         self.model = ModelServiceStub(self.channel)
         self.tokenizer = TokenizerServiceStub(self.channel)
@@ -200,3 +211,83 @@ def details_of() -> Callable[[Any], Details]:
         return found
 
     return details_of
+
+
+class Issuer:
+    """An identity provider: a key of each kind, and the tokens that it signs."""
+
+    def __init__(self) -> None:
+        self.private: dict[str, Any] = {
+            "rsa": rsa.generate_private_key(65537, 2048),
+            "ec": ec.generate_private_key(ec.SECP256R1()),
+            "ed": ed25519.Ed25519PrivateKey.generate(),
+        }
+
+    def jwks(self) -> dict[str, Any]:
+        """What it publishes."""
+        to_jwk: dict[str, Any] = {
+            "rsa": jwt.algorithms.RSAAlgorithm.to_jwk,
+            "ec": jwt.algorithms.ECAlgorithm.to_jwk,
+            "ed": jwt.algorithms.OKPAlgorithm.to_jwk,
+        }
+        public = {kid: json.loads(to_jwk[kid](key.public_key())) for kid, key in self.private.items()}
+        return {"keys": [{**jwk, "kid": kid, "use": "sig"} for kid, jwk in public.items()]}
+
+    def claims(self, **changes: Any) -> dict[str, Any]:
+        """Good ones, but for the changes; None leaves a claim out."""
+        claims = {"iss": "https://id.example", "aud": "penstock", "exp": time.time() + 300, "tenant": "acme"} | changes
+        return {name: value for name, value in claims.items() if value is not None}
+
+    def token(self, kid: str = "ed", headers: dict[str, Any] | None = None, **changes: Any) -> str:
+        """Signed by a key."""
+        algorithm = {"rsa": "RS256", "ec": "ES256", "ed": "EdDSA"}[kid]
+        claims = self.claims(**changes)
+        return jwt.encode(claims, self.private[kid], algorithm=algorithm, headers={"kid": kid} | (headers or {}))
+
+
+@pytest.fixture(scope="session")
+def issuer() -> Issuer:
+    """The one that is trusted."""
+    return Issuer()
+
+
+@pytest.fixture(scope="session")
+def other_issuer() -> Issuer:
+    """Another one, whose keys have the same ids."""
+    return Issuer()
+
+
+class Authority:
+    """Signs certificates that are good for an hour, from an hour ago on."""
+
+    def __init__(self, name: str) -> None:
+        self._now = datetime.datetime.now(datetime.UTC)
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        is_authority = x509.BasicConstraints(ca=True, path_length=None)
+        self.pem = self._sign(self._name, self._key.public_key(), is_authority, -1, 1)
+        """Its own certificate."""
+
+    def issue(
+        self, name: str = "penstock.test", key: Any = None, begin_h: float = -1, end_h: float = 1
+    ) -> tuple[bytes, bytes]:
+        """A chain for this machine and its key, in PEM; good from and to so many hours from now."""
+        key = key or ec.generate_private_key(ec.SECP256R1())
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        )
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        chain = self._sign(subject, key.public_key(), names, begin_h, end_h)
+        return chain, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+    def _sign(self, subject: x509.Name, key: Any, extension: x509.ExtensionType, begin_h: float, end_h: float) -> bytes:
+        begin, end = (self._now + datetime.timedelta(hours=hours) for hours in (begin_h, end_h))
+        builder = x509.CertificateBuilder(self._name, subject, key, x509.random_serial_number(), begin, end)
+        signed = builder.add_extension(extension, critical=False).sign(self._key, hashes.SHA256())
+        return signed.public_bytes(Encoding.PEM)
+
+
+@pytest.fixture(scope="session")
+def new_authority() -> type[Authority]:
+    """Each has a key of its own."""
+    return Authority

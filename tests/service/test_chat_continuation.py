@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.models.checkpoint import DEMO, resolve_model
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import Message, Tokenizer
+from penstock.service.tokenizer import Chat, Message, Tokenizer
 
 ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -100,13 +100,13 @@ def assistant(content):
 def test_a_turn_has_the_tokens_of_the_whole_conversation(load, template, library, question):
     tokenizer = load(TEMPLATES[template], library)
     turns = [user("What is a penstock?"), assistant("A pipe."), user(question)]
-    whole = tokenizer.encode_chat(turns)
-    more = tokenizer.encode_chat_after(turns[2:])
+    whole = tokenizer.encode_chat(Chat(turns))
+    more = tokenizer.encode_chat_after(Chat(turns[2:]))
     assert whole[-len(more) :] == more
     before = tokenizer.decode(whole[: -len(more)], include_special_tokens=True)
     assert before.endswith("A pipe.")
     if library == "byte-level" and template != "plain":  # whose opening lacks the space before the answer
-        assert whole == tokenizer.encode_chat(turns[:1]) + tokenizer.encode_after("A pipe.") + more
+        assert whole == tokenizer.encode_chat(Chat(turns[:1])) + tokenizer.encode_after("A pipe.") + more
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama-3", "plain"])
@@ -114,8 +114,8 @@ def test_several_messages_of_any_role_and_no_opening(load, template):
     tokenizer = load(TEMPLATES[template])
     turns = [user("What?"), assistant("A pipe."), Message("tool", "42"), user("So?")]
     for opens_turn in (True, False):
-        more = tokenizer.encode_chat_after(turns[2:], opens_turn)
-        assert tokenizer.encode_chat(turns, opens_turn)[-len(more) :] == more
+        more = tokenizer.encode_chat_after(Chat(turns[2:], opens_turn))
+        assert tokenizer.encode_chat(Chat(turns, opens_turn))[-len(more) :] == more
 
 
 def test_the_demo_models_template():
@@ -128,8 +128,10 @@ def test_the_demo_models_template():
         user("?"),
     ]
     for end in (3, 5):
-        known = tokenizer.encode_chat(turns[: end - 2]) + tokenizer.encode_after(turns[end - 2].content)
-        assert tokenizer.encode_chat(turns[:end]) == known + tokenizer.encode_chat_after(turns[end - 1 : end])
+        known = tokenizer.encode_chat(Chat(turns[: end - 2])) + tokenizer.encode_after(turns[end - 2].content)
+        assert tokenizer.encode_chat(Chat(turns[:end])) == known + tokenizer.encode_chat_after(
+            Chat(turns[end - 1 : end])
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,14 @@ def test_the_demo_models_template():
 )
 def test_a_template_that_does_not_show_an_answer_as_it_is_cannot_follow_one(load, template):
     with pytest.raises(ServiceError, match="send the whole conversation without continue_from") as error:
-        load(template).encode_chat_after([user("x")])
+        load(template).encode_chat_after(Chat([user("x")]))
     assert error.value.reason is Reason.CHAT_NOT_CONTINUABLE
     assert error.value.code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_a_template_may_refuse_what_follows(load):
     with pytest.raises(ServiceError, match="roles must alternate") as error:
-        load(GEMMA).encode_chat_after([assistant("me again")])
+        load(GEMMA).encode_chat_after(Chat([assistant("me again")]))
     assert error.value.field == "chat"
 
 

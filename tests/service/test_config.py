@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.service.config import ConfigError, ServeConfig, parse_config
+from penstock.service.config import ServeConfig, parse_config
+from penstock.service.flags import ConfigError
 
 AS_IN_VLLM = [
     *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),
@@ -80,6 +81,24 @@ BAD = {
     "--device cuda:": "--device: must be auto, cpu, cuda or cuda:N; it is 'cuda:'",
     "--config /nowhere/x.yaml": "--config /nowhere/x.yaml: cannot be read (No such file or directory)",
 }
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--tls-cert=c"], "--tls-cert: says half of it; give --tls-key too"),
+        (["--tls-key=k"], "--tls-key: says half of it; give --tls-cert too"),
+        (["--tls-client-ca=a"], "--tls-client-ca: is for TLS; give --tls-cert and --tls-key too"),
+        (["--tls-cert=c", "--tls-key=k", "--listen=unix:/run/s"], "--tls-cert: a Unix socket has no TLS"),
+        (["--jwt-jwks-file=j", "--jwt-issuer=i"], "--jwt-jwks-file: whose tokens, for whom? give --jwt-issuer and"),
+        (["--jwt-issuer=i"], "--jwt-issuer, --jwt-audience: are for tokens; give --jwt-jwks-file too"),
+        (["--jwt-leeway=301"], "--jwt-leeway: must be 0 to 300; it is 301"),
+    ],
+)
+def test_flags_of_tls_and_tokens_go_together(flags, problem):
+    with pytest.raises(ConfigError) as error:
+        parse_config(flags)
+    assert str(error.value).startswith(problem)
 
 
 @pytest.mark.parametrize("arguments", BAD)

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.clients import Client
-from penstock.clients.requests import ChatMessage
+from penstock.clients.chat_messages import ChatMessage
 from penstock.service.local import local_service
 
 QUESTIONS = ["What does a kernel do?", "How does it know?", "And then?"]

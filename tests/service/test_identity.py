@@ -10,8 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.service.errors import ServiceError
-from penstock.service.identity import ACCESS, ApiKeys, Caller, KeyFileError
-from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.service.identity import ACCESS, ApiKeys, Caller
+from penstock.service.watched_files import FileError
+from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 KEY, GATEWAY_KEY = "k" * 40, "g" * 40
 
@@ -96,7 +97,7 @@ def test_anything_else_is_nobody(keys, metadata):
 def test_a_bad_key_file_is_named_by_line_and_shows_no_key(tmp_path, text, named):
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(KeyFileError, match=named) as error:
+    with pytest.raises(FileError, match=named) as error:
         ApiKeys.load(path)
     assert str(error.value).startswith(f"--api-keys-file {path}:")
     assert KEY not in str(error.value)
@@ -104,17 +105,17 @@ def test_a_bad_key_file_is_named_by_line_and_shows_no_key(tmp_path, text, named)
 
 def test_a_missing_key_file_is_named(tmp_path):
     with pytest.raises(
-        KeyFileError, match=r"^--api-keys-file .*missing-file: cannot be read \(No such file or directory\)"
+        FileError, match=r"^--api-keys-file .*missing-file: cannot be read \(No such file or directory\)"
     ):
         ApiKeys.load(tmp_path / "missing-file")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(KeyFileError, match=r"^--api-keys-file .*bytes: is no text; echo"):
+    with pytest.raises(FileError, match=r"^--api-keys-file .*bytes: is no text in UTF-8"):
         ApiKeys.load(tmp_path / "bytes")
 
 
 def test_the_line_that_an_error_shows_makes_a_key(tmp_path):
     (tmp_path / "keys").write_text("nonsense")
-    with pytest.raises(KeyFileError) as error:
+    with pytest.raises(FileError) as error:
         ApiKeys.load(tmp_path / "keys")
     command = str(error.value).partition("; ")[2].removesuffix(" makes a line")
     made = subprocess.run(["bash", "-c", command], env={"KEY": KEY}, capture_output=True, text=True, check=True)
@@ -194,16 +195,6 @@ async def test_without_a_key_file_nobody_names_a_tenant(start_service):
         await service.generation.Complete(pb.CompleteRequest(start=start(tenant="other").start))
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert await service.generation.Complete(pb.CompleteRequest(start=start(tenant="default").start))
-
-
-def test_every_served_method_has_a_rule():
-    ours = {
-        f"/{service.full_name}/{method.name}"
-        for file in (admin_pb2, pb, model_pb2, tokenizer_pb2, health_pb2)
-        for service in file.DESCRIPTOR.services_by_name.values()
-        for method in service.methods
-    }
-    assert ours <= set(ACCESS)
 
 
 async def test_a_method_without_a_rule_is_denied(start_service, monkeypatch):

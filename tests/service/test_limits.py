@@ -13,10 +13,11 @@ from google.protobuf.message import Message
 from penstock.service import bounds
 from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
+MODULES = (admin_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
 
 
 def request_messages() -> dict[str, Descriptor]:
@@ -31,7 +32,7 @@ def request_messages() -> dict[str, Descriptor]:
             if field.message_type is not None:
                 visit(field.message_type)
 
-    for file in (admin_pb2, pb, model_pb2, tokenizer_pb2):
+    for file in MODULES:
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 visit(method.input_type)
@@ -57,6 +58,32 @@ def bad_numbers(bound: bounds.Number, field: FieldDescriptor) -> Iterator[float]
         yield high + 1
 
 
+def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
+    """Lists that are too long, in items or in bytes, or have an item that is out of its own bounds."""
+    high = bound.high
+    match bound:
+        case bounds.Messages(max_bytes=max_bytes):
+            yield [pb.ChatMessage(role="user")] * (high + 1), ""
+            yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
+            call = pb.ToolCall(name="x", arguments="x" * max_bytes)
+            yield [pb.ChatMessage(role="assistant", content="x", tool_calls=[call])], ""
+            yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
+        case bounds.Texts(max_bytes=max_bytes):
+            yield ["x"] * (high + 1), ""
+            yield ["x", ""], "[1]"
+            yield ["x" * (max_bytes // 2 + 1)] * 2, ""
+        case bounds.Items() if of_what == "ToolCall":
+            yield [pb.ToolCall(name="x")] * (high + 1), ""
+            yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
+        case bounds.Items() if of_what == "EmbedInput":
+            yield [embedding_pb2.EmbedInput(text="x")] * (high + 1), ""
+            foreign = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0, LIMITS.vocab_size]))
+            yield [embedding_pb2.EmbedInput(text="x"), foreign], "[1].token_ids.ids[1]"
+        case _:
+            yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
+            yield [admin_pb2.TenantSettings(tenant="x"), admin_pb2.TenantSettings(weight=-1)], "[1].weight"
+
+
 def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
     """Values just outside a bound, each with what is added to the field's path."""
     match bound:
@@ -74,9 +101,11 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
             yield ["x"] * (high + 1), ""
             yield [""], "[0]"
             yield ["x", "x" * (each.high + 1)], "[1]"
-        case bounds.Items(high=high, each=bounds.Nested()):
-            yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
-            yield [admin_pb2.TenantSettings(tenant="x"), admin_pb2.TenantSettings(weight=-1)], "[1].weight"
+        case bounds.Messages() | bounds.Texts() | bounds.Items(each=bounds.Nested()):
+            yield from bad_lists(bound, field.message_type.name if field.message_type is not None else "")
+        case bounds.NestedIds(ids=bounds.Ids(high=high)):
+            yield pb.TokenIds(ids=[0] * (int(LIMITS.resolve(high)) + 1)), ".ids"
+            yield pb.TokenIds(ids=[LIMITS.vocab_size]), ".ids[0]"
         case bounds.Ids(high=high):
             high = int(LIMITS.resolve(high))
             yield [0] * (high + 1), ""
@@ -88,10 +117,6 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
             yield {LIMITS.vocab_size: 0.0}, f"[{LIMITS.vocab_size}]"
             for value in (math.nan, math.inf, -math.inf, most * 1.01, -most * 1.01):
                 yield {3: value}, "[3]"
-        case bounds.Messages(high=high, max_bytes=max_bytes):
-            yield [pb.ChatMessage(role="user")] * (high + 1), ""
-            yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
-            yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
         case bounds.Refs(high=high):
             yield [0] * (high + 1), ""
         case bounds.Nested() | bounds.Free():
@@ -104,6 +129,8 @@ def set_field(message: Any, name: str, value: Any) -> None:
     field = getattr(message, name)
     if isinstance(value, list):
         field.extend(value)
+    elif isinstance(value, Message):
+        field.CopyFrom(value)
     elif isinstance(value, dict):
         for key, entry in value.items():
             field[key] = entry
@@ -111,9 +138,22 @@ def set_field(message: Any, name: str, value: Any) -> None:
         setattr(message, name, int(value) if isinstance(field, int) and not isinstance(value, str) else value)
 
 
+def complete(message: Any) -> None:
+    """Sets what a part of a conversation needs besides the field that is tried."""
+    match message:
+        case pb.Chat() if not message.messages:
+            message.messages.add(role="user")
+        case pb.ChatMessage():
+            message.role = message.role or "user"
+        case pb.ToolCall():
+            message.name = message.name or "x"
+        case embedding_pb2.EmbedRequest() if not message.inputs:
+            message.inputs.add(text="x")
+
+
 def message_types() -> dict[str, Any]:
     return {
-        name: getattr(module, name) for module in (admin_pb2, pb, model_pb2, tokenizer_pb2) for name in FIELD_BOUNDS
+        name: getattr(module, name) for module in MODULES for name in FIELD_BOUNDS
         if hasattr(module, name)
     }  # fmt: skip
 
@@ -145,12 +185,20 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             start.chat.CopyFrom(bad)
             path = f"chat.{path}"
         case pb.ChatMessage():
-            if not bad.role:
-                bad.role = "user"
+            complete(bad)
             start.chat.messages.append(bad)
             path = f"chat.messages[0].{path}"
+        case pb.ToolCall():
+            complete(bad)
+            start.chat.messages.add(role="assistant", tool_calls=[bad])
+            path = f"chat.messages[0].tool_calls[0].{path}"
         case admin_pb2.TenantSettings():
             return "UpdateSettings", admin_pb2.UpdateSettingsRequest(tenants=[bad]), f"tenants[0].{path}"
+        case embedding_pb2.EmbedInput():
+            return "Embed", embedding_pb2.EmbedRequest(inputs=[bad]), f"inputs[0].{path}"
+        case embedding_pb2.EmbedRequest():
+            complete(bad)
+            return "Embed", bad, path
         case pb.Cancel():
             return "Generate", pb.GenerateRequest(cancel=bad), path
         case pb.Update():
@@ -172,6 +220,8 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.Generate(iter([request])).read()
     elif method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
+    elif method == "Embed":
+        await service.embedding.Embed(request)
     elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:
         call = getattr(service.admin, method)(request)
         await (call.read() if method.startswith("Watch") else call)
@@ -183,8 +233,7 @@ async def send(service: Any, method: str, request: Any) -> None:
 def test_reliability_figure_11_validator_refuses_at_once(bad, path):
     """By itself: what it costs the loop, too."""
     validator = Validator(LIMITS)
-    if isinstance(bad, pb.ChatMessage) and not bad.role:
-        bad.role = "user"
+    complete(bad)
     field = path.partition("[")[0]
     ids = getattr(bad, field) if isinstance(FIELD_BOUNDS[type(bad).__name__].get(field), bounds.Ids) else []
     seconds = math.inf
@@ -275,8 +324,12 @@ def test_the_bounds_themselves_are_allowed(name):
                 good = list(numbers)
             case bounds.Items(high=high, each=bounds.Text() as each):
                 good = [["x" * each.high] * high]
+            case bounds.Texts(high=high, max_bytes=max_bytes):
+                good = [["x"] * high, ["x" * max_bytes]]
             case bounds.Ids(high=high):
                 good = [[LIMITS.vocab_size - 1] * int(LIMITS.resolve(high))]
+            case bounds.NestedIds(ids=bounds.Ids(high=high)):
+                good = [pb.TokenIds(ids=[LIMITS.vocab_size - 1] * int(LIMITS.resolve(high)))]
             case bounds.Biases(most=most):
                 good = [dict.fromkeys(range(LIMITS.vocab_size), most), {0: -most}]
             case bounds.Refs(high=high):
@@ -284,10 +337,9 @@ def test_the_bounds_themselves_are_allowed(name):
         for value in good:
             message = message_types()[name]()
             set_field(message, field_name, value)
-            if name == "ChatMessage":
-                message.role = "user"
+            complete(message)
             validator.check(message)
 
 
 def test_limits_of_the_model_are_what_is_checked():
-    assert [LIMITS.resolve(limit) for limit in Limit] == [4095]
+    assert [LIMITS.resolve(limit) for limit in Limit] == [4095, 4096]

@@ -189,9 +189,3 @@ async def test_a_service_that_has_stopped_samples_no_more(start_service):
     sampled = service.server._loop_lag.num_samples
     await asyncio.sleep(5 * PERIOD_S)
     assert service.server._loop_lag.num_samples == sampled
-
-
-async def test_without_an_administration_nothing_is_sampled(start_service):
-    service = await start_service()
-    await asyncio.sleep(5 * PERIOD_S)
-    assert service.server._loop_lag.num_samples == 0

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
-from penstock.service import backlog as backlog_module, outbox as outbox_module
+from penstock.service import alarm as alarm_module, backlog as backlog_module, outbox as outbox_module
 from penstock.service.backlog import Backlog, Pacer
 from penstock.service.batch import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.service.errors import Reason, ServiceError
@@ -229,7 +229,7 @@ async def test_many_streams_take_turns_but_first_tokens_and_ends_go_at_once(make
 
 
 async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox, monkeypatch):
-    monkeypatch.setattr(outbox_module, "TURN_S", 1e4)
+    monkeypatch.setattr(alarm_module, "TURN_S", 1e4)
     pacer = Pacer(write_cost_s=5.0)
     pacer.add(1)
     waiting = []
@@ -238,12 +238,12 @@ async def test_streams_that_wait_leave_in_the_same_turn_of_the_loop(make_outbox,
         await turns()
         await asyncio.sleep(0.002)
         outbox.delta(1, delta(), TEXT, False)
-        waiting.append(outbox)
-    timers = [outbox._timer.when() for outbox in waiting]
-    assert len({outbox._due for outbox in waiting}) == 3
+        waiting.append(outbox._alarm)
+    timers = [alarm._timer.when() for alarm in waiting]
+    assert len({alarm._due for alarm in waiting}) == 3
     assert len(set(timers)) == 1
     assert timers[0] % 1e4 == 0
-    assert all(outbox._due <= timers[0] for outbox in waiting)
+    assert all(alarm._due <= timers[0] for alarm in waiting)
 
 
 async def test_only_streams_with_live_requests_count(make_outbox):

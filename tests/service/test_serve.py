@@ -1,6 +1,7 @@
 """``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
 
 import asyncio
+import hashlib
 import json
 import re
 import shlex
@@ -25,7 +26,7 @@ from penstock.clients.errors import RequestFailed
 from penstock.kernels.cpu import LEVELS, find_kernels
 from penstock.models.checkpoint import DEMO, resolve_model
 from penstock.service import serve
-from penstock.service.calls import Calls
+from penstock.service.calls import Administration, Calls, Transport
 from penstock.service.listen import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -158,6 +159,52 @@ def test_a_call_fits_where_the_service_listens():
     assert "penstock chat" in str(calls("unix:/run/socket", takes_chat=True))
 
 
+def test_a_call_has_what_tls_asks_for():
+    def calls(transport):
+        return Calls(Address.parse("10.0.0.5:80"), takes_chat=True, wants_key=False, transport=transport)
+
+    one_way, mutual = calls(Transport.TLS), calls(Transport.MUTUAL_TLS)
+    assert 'import Client, Tls; client = Client("10.0.0.5:80", tls=Tls(ca="CA.pem"))' in one_way.python
+    assert "curl --protocol grpc --cacert CA.pem -d " in one_way.buf
+    assert " https://10.0.0.5:80/" in one_way.buf
+    assert one_way.grpcurl.startswith("grpcurl -cacert CA.pem -d ")
+    assert one_way.chat.endswith("penstock chat --tls-ca CA.pem --target 10.0.0.5:80")
+    assert 'tls=Tls(ca="CA.pem", certificate="CLIENT.pem", key="CLIENT.key")' in mutual.python
+    assert " --cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d " in mutual.buf
+    assert mutual.grpcurl.startswith("grpcurl -cacert CA.pem -cert CLIENT.pem -key CLIENT.key -d ")
+    admin = str(Administration(Address.parse("10.0.0.5:81"), wants_key=True, transport=Transport.TLS))
+    assert "penstock top --tls-ca CA.pem --admin 10.0.0.5:81" in admin
+
+
+def test_with_tls_and_keys_the_printed_call_works_and_sighup_reads_files_again(small_model, tmp_path, new_authority):
+    authority = new_authority("ours")
+    chain, private_key = authority.issue()
+    for name, content in (("CA.pem", authority.pem), ("server.pem", chain), ("server.key", private_key)):
+        (tmp_path / name).write_bytes(content)
+
+    def write_key(key):
+        (tmp_path / "keys").write_text(f"sha256:{hashlib.sha256(key.encode()).hexdigest()} acme\n")
+
+    write_key("first")
+    files = (
+        f"--tls-cert={tmp_path}/server.pem",
+        f"--tls-key={tmp_path}/server.key",
+        f"--api-keys-file={tmp_path}/keys",
+    )
+    flags = ("--port=0", "--admin-listen=off", "--kv-cache-memory-bytes=64M", *files)
+    with serving(small_model, *flags, stdin=subprocess.DEVNULL) as (process, greeting):
+        line = line_of(greeting, shlex.quote(sys.executable))
+        assert "tls=Tls(" in line
+        paste(f"cd {tmp_path}; {line.replace('YOUR_KEY', 'first')}")
+        write_key("second")
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        assert any("changed, and in use from now on" in logged for logged in process.stderr)
+        paste(f"cd {tmp_path}; {line.replace('YOUR_KEY', 'second')}")
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     port = target_of(greeting).rpartition(":")[2]
     assert serve.serve(["--port", port]) == 1
@@ -279,7 +326,7 @@ BAD_STARTS = {
 
 
 def one_line(said):
-    lines = [line for line in said.splitlines() if "loading" not in line]
+    lines = [line for line in said.splitlines() if "loading" not in line and "SLOW" not in line]
     assert len(lines) == 1, said
     assert lines[0].startswith("penstock serve: ")
     return lines[0]

@@ -233,6 +233,12 @@ class TestItself:
         assert (await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[*ids, 256]))).text == text
         shown = tokenizer_pb2.DetokenizeRequest(token_ids=[256], include_special_tokens=True)
         assert (await stub.Detokenize(shown)).text == "<|end|>"
+        described = await stub.DescribeTokens(tokenizer_pb2.DescribeTokensRequest(token_ids=[97, 0xC3, 256]))
+        assert [(token.text, token.is_special) for token in described.tokens] == [
+            (b"a", False),
+            (b"\xc3", False),
+            (b"<|end|>", True),
+        ]
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
         rendered = await stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
         assert rendered.text == "<|turn|>user\nhi<|end|><|turn|>assistant\n"

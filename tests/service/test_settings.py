@@ -70,6 +70,11 @@ class TestTheStart:
         with pytest.raises(ModelError, match="--quantization awq: the checkpoint is not quantised: leave the flag out"):
             prepare(parse_config(["--port=0", "--quantization=awq"]))
 
+    def test_a_quantised_checkpoint_cannot_be_made_up(self):
+        flags = ["--port=0", "--quantization=gptq", "--load-format=dummy"]
+        with pytest.raises(ModelError, match=r"--quantization gptq: with --load-format dummy .* int8 or int4"):
+            prepare(parse_config(flags))
+
     def test_defaults_are_the_schedulers_own(self):
         server = prepare(parse_config(["--port=0"])).server
         assert server.scheduler == SchedulerConfig()

@@ -3,7 +3,8 @@
 import pytest
 
 from penstock.scheduler.config import TenantLimits
-from penstock.service.tenants_file import Tenants, TenantsFileError, load_tenants
+from penstock.service.tenants_file import TENANTS_FLAG, Tenants, parse_tenants
+from penstock.service.watched_files import FileError, NamedFile
 
 
 @pytest.fixture
@@ -11,8 +12,7 @@ def load(tmp_path):
     path = tmp_path / "tenants.yaml"
 
     def load(text):
-        path.write_text(text)
-        return load_tenants(path)
+        return parse_tenants(NamedFile(TENANTS_FLAG, path), text.encode())
 
     return load
 
@@ -21,10 +21,11 @@ def test_a_key_for_each_tenant_and_one_for_all_others(load):
     tenants = load(
         "# the rest\ndefault: {max-live-requests: 200}\n"
         "acme:\n  weight: 2.5\n  max_prompt_tokens: 8000\n  max-tokens: 1_000\n"
+        "zenith: {requests-per-second: 0.5, tokens-per-minute: 100_000}\n"
     )
-    assert tenants == Tenants(
-        TenantLimits(max_live_requests=200), {"acme": TenantLimits(2.5, max_prompt_tokens=8000, max_tokens=1000)}
-    )
+    acme = TenantLimits(2.5, max_prompt_tokens=8000, max_tokens=1000)
+    zenith = TenantLimits(requests_per_second=0.5, tokens_per_minute=100_000)
+    assert tenants == Tenants(TenantLimits(max_live_requests=200), {"acme": acme, "zenith": zenith})
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
@@ -51,7 +52,7 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
         (f"{'a' * 65}: {{}}", "is no tenant's name"),
         (
             "acme: {wait: 2}",
-            "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests",
+            "acme: wait: is no key; there are weight, max-prompt-tokens, max-tokens, max-live-requests, requests-per-",
         ),
         ("acme: {weight: 0}", "acme: weight: must be 0.001 to 1,000; it is 0"),
         ("acme: {weight: .nan}", "acme: weight: must be a number of 0.001 to 1,000; it is '.nan'"),
@@ -60,6 +61,8 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
         ("acme: {max-tokens: 1.5}", "acme: max-tokens: must be a whole number of 1 to 16,777,216; it is '1.5'"),
         ("acme: {max-tokens: }", "acme: max-tokens: must be a whole number of 1 to 16,777,216; it is 'none'"),
         ("acme: {max-tokens: [1]}", "acme: max-tokens: must be a whole number"),
+        ("acme: {requests-per-second: 0}", "acme: requests-per-second: must be 0.001 to 1,000,000"),
+        ("acme: {tokens-per-minute: 0}", "acme: tokens-per-minute: must be 1 to 1,099,511,627,776; it is 0"),
         ("acme: {max-live-requests: 0}", "acme: max-live-requests: must be 1 to 1,048,576; it is 0"),
         ("default: {max-prompt-tokens: -1}", "default: max-prompt-tokens: must be 1 to 16,777,216; it is -1"),
         ("acme: {weight: 1, weight: 2}", "acme: weight: is there twice; remove one of them"),
@@ -67,7 +70,7 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
     ],
 )
 def test_what_is_wrong_is_one_line_with_file_tenant_and_key(load, text, problem, tmp_path):
-    with pytest.raises(TenantsFileError) as error:
+    with pytest.raises(FileError) as error:
         load(text)
     assert str(error.value).startswith(f"--tenants-file {tmp_path}/tenants.yaml: ")
     assert problem in str(error.value)
@@ -75,13 +78,11 @@ def test_what_is_wrong_is_one_line_with_file_tenant_and_key(load, text, problem,
 
 
 def test_too_many_tenants(load):
-    with pytest.raises(TenantsFileError, match=r"names 16,385 tenants; at most 16,384 are possible"):
+    with pytest.raises(FileError, match=r"names 16,385 tenants; at most 16,384 are possible"):
         load("".join(f"t{number}:\n" for number in range(16_385)))
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(TenantsFileError, match=r"missing: cannot be read \(No such file or directory\)"):
-        load_tenants(tmp_path / "missing")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(TenantsFileError, match="bytes: is no YAML"):
-        load_tenants(tmp_path / "bytes")
+def test_a_file_that_is_no_text(tmp_path):
+    file = NamedFile(TENANTS_FLAG, tmp_path / "bytes")
+    with pytest.raises(FileError, match="bytes: is no text in UTF-8"):
+        parse_tenants(file, b"\xff\xfe\xff")

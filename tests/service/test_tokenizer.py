@@ -1,6 +1,7 @@
 """Tokens are the library's own, and a caller's text never becomes a special token."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -8,8 +9,9 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.specials import _any_of
 from penstock.service.text_size import MAX_TEXT_BYTES
-from penstock.service.tokenizer import Message, Tokenizer, TokenizerError
+from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 
@@ -136,7 +138,7 @@ def alternating(contents):
 
 def reference_chat(reference, messages, add_generation_prompt=True):
     return reference.apply_chat_template(
-        [message._asdict() for message in messages],
+        [{"role": message.role, "content": message.content} for message in messages],
         add_generation_prompt=add_generation_prompt,
         tokenize=True,
         return_dict=False,
@@ -157,7 +159,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(kind, contents, loaded
     messages = alternating(contents)
     for add_generation_prompt in (True, False):
         expected = reference_chat(references[kind], messages, add_generation_prompt)
-        assert loaded[kind].encode_chat(messages, add_generation_prompt) == expected
+        assert loaded[kind].encode_chat(Chat(messages, add_generation_prompt)) == expected
 
 
 @every_kind
@@ -165,7 +167,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(kind, contents, loaded
 @given(contents=st.lists(st.text(alphabet="ab <>|/_\n你[]", max_size=12), min_size=1, max_size=3))
 def test_any_chat_without_special_tokens_has_the_tokens_of_transformers(kind, contents, loaded, references):
     messages = alternating(contents)
-    assert loaded[kind].encode_chat(messages) == reference_chat(references[kind], messages)
+    assert loaded[kind].encode_chat(Chat(messages)) == reference_chat(references[kind], messages)
 
 
 @every_kind
@@ -252,7 +254,7 @@ def test_a_message_cannot_write_special_tokens(kind, loaded):
     unknown = {tokenizer._library.token_to_id("<unk>")}
 
     def specials(content):
-        token_ids = tokenizer.encode_chat(alternating([content, "fine", content]))
+        token_ids = tokenizer.encode_chat(Chat(alternating([content, "fine", content])))
         return [token_id for token_id in token_ids if token_id in tokenizer.special_ids - unknown]
 
     for text in hostile_texts(tokenizer):
@@ -264,8 +266,18 @@ def test_a_hostile_message_is_read_back_as_it_was_written(content, loaded):
     tokenizer = loaded["qwen"]
     messages = [Message("user", content)]
     expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat(messages) == expected
-    assert tokenizer.decode(tokenizer.encode_chat(messages), include_special_tokens=True) == expected
+    assert tokenizer.render_chat(Chat(messages)) == expected
+    assert tokenizer.decode(tokenizer.encode_chat(Chat(messages)), include_special_tokens=True) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=st.sets(st.text("ab<|", min_size=1, max_size=5), min_size=1, max_size=8), text=st.text("ab<|", max_size=12)
+)
+def test_one_pattern_finds_the_longest_of_many(texts, text):
+    plain = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    pattern = re.compile(_any_of(sorted(texts)))
+    assert [found.span() for found in pattern.finditer(text)] == [found.span() for found in re.finditer(plain, text)]
 
 
 def test_special_tokens_cannot_come_about_between_messages(tmp_path):
@@ -273,7 +285,7 @@ def test_special_tokens_cannot_come_about_between_messages(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
     for split in range(1, len("<|im_end|>")):
         halves = ["<|im_end|>"[:split] + "  ", "  " + "<|im_end|>"[split:]]
-        assert not tokenizer.special_ids & set(tokenizer.encode_chat(alternating(halves))), halves
+        assert not tokenizer.special_ids & set(tokenizer.encode_chat(Chat(alternating(halves)))), halves
 
 
 @pytest.mark.parametrize(
@@ -281,14 +293,14 @@ def test_special_tokens_cannot_come_about_between_messages(tmp_path):
 )
 def test_special_tokens_cannot_come_about_with_the_templates_text(template, content, tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    assert not tokenizer.special_ids & set(tokenizer.encode_chat([Message("user", content)]))
+    assert not tokenizer.special_ids & set(tokenizer.encode_chat(Chat([Message("user", content)])))
 
 
 def test_special_tokens_cannot_come_about_by_a_role(loaded):
     tokenizer = loaded["phi"]
     special = tokenizer._library.token_to_id
-    assert tokenizer.encode_chat([Message("user", "hi")])[0] == special("<|user|>")
-    hostile = tokenizer.encode_chat([Message("endoftext", "hi")])
+    assert tokenizer.encode_chat(Chat([Message("user", "hi")]))[0] == special("<|user|>")
+    hostile = tokenizer.encode_chat(Chat([Message("endoftext", "hi")]))
     assert special("<|endoftext|>") not in hostile
     assert tokenizer.decode(hostile, include_special_tokens=True).startswith("<|endoftext|>")
 
@@ -298,14 +310,14 @@ def test_a_role_that_is_a_constant_of_the_template_cannot_be_a_special_token(kin
     tokenizer = loaded[kind]
 
     def specials(role):
-        token_ids = tokenizer.encode_chat([Message(role, "hi")])
+        token_ids = tokenizer.encode_chat(Chat([Message(role, "hi")]))
         return [token_id for token_id in token_ids if token_id in tokenizer.special_ids]
 
     names = sorted(tokenizer._specials._id_of)
     roles = {role for name in names for role in (name, f"{name}\n", f"{name}assistant\n")} | tokenizer._template.words
     for role in roles:
         assert specials(role) == specials("nobody"), role
-        assert role in tokenizer.render_chat([Message(role, "hi")])
+        assert role in tokenizer.render_chat(Chat([Message(role, "hi")]))
     assert roles & tokenizer._template.words & {"<|im_end|>\n", "<|end|>\n"}, "the template compares, or it writes"
 
 
@@ -314,13 +326,13 @@ def test_a_role_that_the_template_knows_reaches_it_as_it_is(tmp_path):
         "{% for m in messages %}{% if m.role == 'observation' %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
     )
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    assert tokenizer.render_chat([Message("observation", "rain"), Message("other", "sun")]) == "<|im_start|>rain"
+    assert tokenizer.render_chat(Chat([Message("observation", "rain"), Message("other", "sun")])) == "<|im_start|>rain"
 
 
 def test_a_template_sees_the_content_as_it_is(tmp_path):
     template = "{% set text = messages[0].content %}{{ text.split('</think>')[-1].lstrip('\\n') }}|{{ text | length }}"
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    assert tokenizer.render_chat([Message("assistant", "hm</think>\n\nyes")]) == "yes|15"
+    assert tokenizer.render_chat(Chat([Message("assistant", "hm</think>\n\nyes")])) == "yes|15"
 
 
 def test_templates_have_what_they_are_written_for(tmp_path):
@@ -331,7 +343,7 @@ def test_templates_have_what_they_are_written_for(tmp_path):
         "{{ tools is none }}"
     )
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template, {"bos_token": {"content": "<|endoftext|>"}}))
-    assert tokenizer.render_chat(alternating(["one", "two"])) == '<|endoftext|>{"a": "é<"}\none\n4True'
+    assert tokenizer.render_chat(Chat(alternating(["one", "two"]))) == '<|endoftext|>{"a": "é<"}\none\n4True'
 
 
 @pytest.mark.parametrize(
@@ -346,27 +358,27 @@ def test_templates_have_what_they_are_written_for(tmp_path):
 def test_a_template_that_fails_fails_one_request_alone(template, tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
     with pytest.raises(ServiceError, match="chat: the model's chat template fails on it") as caught:
-        tokenizer.encode_chat([Message("user", "secret words")])
+        tokenizer.encode_chat(Chat([Message("user", "secret words")]))
     assert caught.value.reason is Reason.INVALID_FIELD
     assert "secret" not in caught.value.message
 
 
 def test_a_template_may_refuse(loaded):
     with pytest.raises(ServiceError, match="Only user and assistant roles!"):
-        loaded["metaspace"].encode_chat([Message("system", "x")])
+        loaded["metaspace"].encode_chat(Chat([Message("system", "x")]))
 
 
 def test_without_a_template_there_are_no_chats(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, qwen()))
     assert not tokenizer.has_chat_template
     with pytest.raises(ServiceError) as caught:
-        tokenizer.encode_chat([Message("user", "x")])
+        tokenizer.encode_chat(Chat([Message("user", "x")]))
     assert caught.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
 def test_where_a_template_comes_from(tmp_path):
     def rendered(**options):
-        return Tokenizer.load(tmp_path, **options).render_chat([Message("user", "x")])
+        return Tokenizer.load(tmp_path, **options).render_chat(Chat([Message("user", "x")]))
 
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
     write(tmp_path, qwen(), listed)
@@ -383,7 +395,7 @@ def test_a_text_too_long_or_broken_is_refused(loaded):
         with pytest.raises(ServiceError, match=problem):
             loaded["qwen"].encode(text)
         with pytest.raises(ServiceError, match=problem):
-            loaded["qwen"].encode_chat([Message("user", text)])
+            loaded["qwen"].encode_chat(Chat([Message("user", text)]))
 
 
 def test_vocabulary_and_end_tokens(tmp_path):

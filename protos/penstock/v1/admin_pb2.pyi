@@ -521,6 +521,8 @@ class TenantSettings(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """1 to 64 characters of [A-Za-z0-9_.-]; empty for the default."""
     weight: _builtins.float
@@ -533,6 +535,16 @@ class TenantSettings(_message.Message):
     """Output tokens of a choice at most: 1 to 16,777,216. Default: no cap."""
     max_live_requests: _builtins.int
     """Requests that are live at a time: 1 to 1,048,576. Default: no cap."""
+    requests_per_second: _builtins.float
+    """Requests admitted a second, on average: 0.001 to 1,000,000. As many may come at once as come in a second, and one at
+    least; one more is refused with RESOURCE_EXHAUSTED and the time after which it would be taken. Default: no limit.
+    """
+    tokens_per_minute: _builtins.int
+    """Tokens of prompts and outputs a minute, as `usage` counts them: 1 to 1,099,511,627,776. As many may be used at once
+    as are gained in a minute. A prompt is taken from it when its request is admitted, and refused as above where too
+    little is left (one that is longer than all there can be waits for a full minute's tokens); an output is taken as it
+    comes, and may leave a debt. Default: no limit.
+    """
     def __init__(
         self,
         *,
@@ -541,10 +553,12 @@ class TenantSettings(_message.Message):
         max_prompt_tokens: _builtins.int | None = ...,
         max_tokens: _builtins.int | None = ...,
         max_live_requests: _builtins.int | None = ...,
+        requests_per_second: _builtins.float | None = ...,
+        tokens_per_minute: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_live_requests", b"_max_live_requests", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_tokens", b"_max_tokens", "_weight", b"_weight", "max_live_requests", b"max_live_requests", "max_prompt_tokens", b"max_prompt_tokens", "max_tokens", b"max_tokens", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_live_requests", b"_max_live_requests", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_tokens", b"_max_tokens", "_requests_per_second", b"_requests_per_second", "_tokens_per_minute", b"_tokens_per_minute", "_weight", b"_weight", "max_live_requests", b"max_live_requests", "max_prompt_tokens", b"max_prompt_tokens", "max_tokens", b"max_tokens", "requests_per_second", b"requests_per_second", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_live_requests", b"_max_live_requests", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_tokens", b"_max_tokens", "_weight", b"_weight", "max_live_requests", b"max_live_requests", "max_prompt_tokens", b"max_prompt_tokens", "max_tokens", b"max_tokens", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_live_requests", b"_max_live_requests", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_tokens", b"_max_tokens", "_requests_per_second", b"_requests_per_second", "_tokens_per_minute", b"_tokens_per_minute", "_weight", b"_weight", "max_live_requests", b"max_live_requests", "max_prompt_tokens", b"max_prompt_tokens", "max_tokens", b"max_tokens", "requests_per_second", b"requests_per_second", "tenant", b"tenant", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_live_requests: _TypeAlias = _typing.Literal["max_live_requests"]  # noqa: Y015
     _WhichOneofArgType__max_live_requests: _TypeAlias = _typing.Literal["_max_live_requests", b"_max_live_requests"]  # noqa: Y015
@@ -552,6 +566,10 @@ class TenantSettings(_message.Message):
     _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__requests_per_second: _TypeAlias = _typing.Literal["requests_per_second"]  # noqa: Y015
+    _WhichOneofArgType__requests_per_second: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_minute: _TypeAlias = _typing.Literal["tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_minute: _TypeAlias = _typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     @_typing.overload
@@ -560,6 +578,10 @@ class TenantSettings(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_per_second) -> _WhichOneofReturnType__requests_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 

@@ -34,10 +34,10 @@ class EmbedRequest(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     dimensions: _builtins.int
     """Only the first so many values of each vector, which then has length 1 again where `normalize` is set: 1 to the
-    model's hidden size. For models that were trained for it. Default: all.
+    model's `embedding_size`. For models that were trained for it. Default: all.
     """
     normalize: _builtins.bool
-    """Whether each vector is scaled to a length of 1. Default: true."""
+    """Whether each vector is scaled to a length of 1. Default: as the model's modules.json has it; true without one."""
     priority: _builtins.int
     """Under the `priority` policy lower runs first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
     tenant: _builtins.str
@@ -48,7 +48,9 @@ class EmbedRequest(_message.Message):
     """The caller's own id: echoed in logs, never used as a key. At most 128 bytes of printable ASCII."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
-        """1 to 2,048; together at most 1,048,576 tokens and 4 MiB of UTF-8. Inputs x dimensions is at most 900,000."""
+        """1 to 2,048; together at most 1,048,576 tokens and 4 MiB of UTF-8. Inputs x dimensions is at most 900,000, where the
+        default of `dimensions` counts as well.
+        """
 
     def __init__(
         self,
@@ -89,7 +91,9 @@ class EmbedInput(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Plain text, tokenized by the server as a prompt is; special tokens written in it are ordinary text."""
+    """Plain text of 1 token to the model's context, tokenized by the server as a prompt is, with what the tokenizer puts
+    around it; special tokens written in it are ordinary text.
+    """
     @_builtins.property
     def token_ids(self) -> _generation_pb2.TokenIds:
         """Token ids; 1 to the model's context, each below the tokenizer's vocabulary size."""

@@ -29,7 +29,9 @@ class EmbeddingServiceStub(object):
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     def __init__(self, channel):
@@ -49,11 +51,14 @@ class EmbeddingServiceServicer(object):
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     def Embed(self, request, context):
-        """Answers a request whole, below 4 MiB. The call's deadline is the request's, and cancelling the call ends it.
+        """Answers a request whole, below 4 MiB: all inputs, or none. The call's deadline is the request's, and cancelling the
+        call ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,7 +84,9 @@ class EmbeddingService(object):
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     @staticmethod

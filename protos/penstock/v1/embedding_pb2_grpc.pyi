@@ -30,7 +30,9 @@ class EmbeddingServiceStub:
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     @_typing.overload
@@ -38,25 +40,33 @@ class EmbeddingServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EmbeddingServiceAsyncStub: ...
     Embed: _grpc.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]
-    """Answers a request whole, below 4 MiB. The call's deadline is the request's, and cancelling the call ends it."""
+    """Answers a request whole, below 4 MiB: all inputs, or none. The call's deadline is the request's, and cancelling the
+    call ends it.
+    """
 
 @_typing.type_check_only
 class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Embed: _aio.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Answers a request whole, below 4 MiB. The call's deadline is the request's, and cancelling the call ends it."""
+    """Answers a request whole, below 4 MiB: all inputs, or none. The call's deadline is the request's, and cancelling the
+    call ends it.
+    """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Embeds texts by the loaded model: one vector each, of the hidden states after the model's last norm.
 
     Embedding shares steps, limits and the prefix cache's blocks with generation; a request's inputs are computed
-    together where there is room.
+    together where there is room. An input's vector depends on nothing but the input. Which hidden states it is made of is
+    the operator's choice (`--pooling`), or that of the model's 1_Pooling/config.json: the last token's, the first
+    token's, or the mean of all.
     """
 
     @_abc_1.abstractmethod
@@ -65,6 +75,8 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _embedding_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_embedding_pb2.EmbedResponse, _abc.Awaitable[_embedding_pb2.EmbedResponse]]:
-        """Answers a request whole, below 4 MiB. The call's deadline is the request's, and cancelling the call ends it."""
+        """Answers a request whole, below 4 MiB: all inputs, or none. The call's deadline is the request's, and cancelling the
+        call ends it.
+        """
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -490,20 +490,22 @@ class Chat(_message.Message):
     `continue_final_message`.
     """
     template_variables: _builtins.str
-    """Further variables of the template as the JSON text of an object, such as {"enable_thinking": false}. At most 64 KiB;
-    a variable that this message sets by a field of its own is INVALID_ARGUMENT. Default: none.
+    """Further variables of the template as the JSON text of an object, such as {"enable_thinking": false}. At most 64 KiB,
+    nested at most 64 deep; a variable that this message sets by a field of its own is INVALID_ARGUMENT. Default: none.
     """
     continue_final_message: _builtins.bool
-    """The last message, of the assistant's, is open: the output goes on where it ends. Not with `add_generation_prompt`."""
+    """The last message, of the assistant's, is open: the output goes on where it ends. It has content and no tool_calls.
+    Not with `add_generation_prompt`. FAILED_PRECONDITION where the template does not show the message as it is.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order; 1 to 4,096, together at most 4 MiB of UTF-8."""
+        """In order; 1 to 4,096, contents and arguments together at most 4 MiB of UTF-8."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the model may call: each the JSON text of a tool as chat templates take them, {"type": "function", "function":
-        {"name", "description", "parameters"}}. At most 128, together with the messages at most 4 MiB of UTF-8.
-        FAILED_PRECONDITION where the template shows no tools.
+        {"name", "description", "parameters"}}. At most 128, nested at most 64 deep, together with the
+        messages at most 4 MiB of UTF-8. FAILED_PRECONDITION where the template shows no tools.
         """
 
     def __init__(
@@ -579,7 +581,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Of the function. 1 to 256 bytes."""
     arguments: _builtins.str
-    """The JSON text of an object. Templates get it as the object."""
+    """The JSON text of an object, nested at most 64 deep. Templates get it as the object. Default: {}."""
     def __init__(
         self,
         *,

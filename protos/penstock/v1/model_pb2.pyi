@@ -54,6 +54,7 @@ class GetModelResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, as `--served-model-name` gave it; otherwise the directory's or the hub's."""
     architecture: _builtins.str
@@ -74,6 +75,8 @@ class GetModelResponse(_message.Message):
     """How the weights are quantised: "none", "int8", "int4", "gptq", "awq" or "compressed-tensors"."""
     kv_cache_dtype: _builtins.str
     """The type of keys and values in the KV cache: "int8", or as in `dtype`."""
+    embedding_size: _builtins.int
+    """Numbers in an embedding of EmbeddingService, where a request doesn't ask for fewer: the hidden size."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output unless `sampling.ignore_eos` is set."""
@@ -102,10 +105,11 @@ class GetModelResponse(_message.Message):
         version: _builtins.str = ...,
         quantization: _builtins.str = ...,
         kv_cache_dtype: _builtins.str = ...,
+        embedding_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

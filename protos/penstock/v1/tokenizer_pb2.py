@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import generation_pb2 as penstock_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x1cpenstock/v1/generation.proto\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"F\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1e\n\x16include_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"4\n\x11RenderChatRequest\x12\x1f\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Chat\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\xf9\x01\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.penstock.v1.RenderChatRequest\x1a\x1f.penstock.v1.RenderChatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x1cpenstock/v1/generation.proto\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"F\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1e\n\x16include_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"4\n\x11RenderChatRequest\x12\x1f\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Chat\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"*\n\x15\x44\x65scribeTokensRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"G\n\x16\x44\x65scribeTokensResponse\x12-\n\x06tokens\x18\x01 \x03(\x0b\x32\x1d.penstock.v1.TokenDescription\"4\n\x10TokenDescription\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x12\x12\n\nis_special\x18\x02 \x01(\x08\x32\xd4\x02\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1f.penstock.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.penstock.v1.RenderChatRequest\x1a\x1f.penstock.v1.RenderChatResponse\x12Y\n\x0e\x44\x65scribeTokens\x12\".penstock.v1.DescribeTokensRequest\x1a#.penstock.v1.DescribeTokensResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +44,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENDERCHATREQUEST']._serialized_end=362
   _globals['_RENDERCHATRESPONSE']._serialized_start=364
   _globals['_RENDERCHATRESPONSE']._serialized_end=417
-  _globals['_TOKENIZERSERVICE']._serialized_start=420
-  _globals['_TOKENIZERSERVICE']._serialized_end=669
+  _globals['_DESCRIBETOKENSREQUEST']._serialized_start=419
+  _globals['_DESCRIBETOKENSREQUEST']._serialized_end=461
+  _globals['_DESCRIBETOKENSRESPONSE']._serialized_start=463
+  _globals['_DESCRIBETOKENSRESPONSE']._serialized_end=534
+  _globals['_TOKENDESCRIPTION']._serialized_start=536
+  _globals['_TOKENDESCRIPTION']._serialized_end=588
+  _globals['_TOKENIZERSERVICE']._serialized_start=591
+  _globals['_TOKENIZERSERVICE']._serialized_end=931
 # @@protoc_insertion_point(module_scope)

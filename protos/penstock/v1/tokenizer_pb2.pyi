@@ -174,3 +174,79 @@ class RenderChatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenderChatResponse: _TypeAlias = RenderChatResponse  # noqa: Y015
+
+@_typing.final
+class DescribeTokensRequest(_message.Message):
+    """Asks what tokens stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 to 65,536 ids, each below the vocabulary size."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTokensRequest: _TypeAlias = DescribeTokensRequest  # noqa: Y015
+
+@_typing.final
+class DescribeTokensResponse(_message.Message):
+    """What tokens stand for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDescription]:
+        """One for each id, in their order."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___TokenDescription] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTokensResponse: _TypeAlias = DescribeTokensResponse  # noqa: Y015
+
+@_typing.final
+class TokenDescription(_message.Message):
+    """One token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_SPECIAL_FIELD_NUMBER: _builtins.int
+    text: _builtins.bytes
+    """What it adds to a text, a special token its name. Not always whole characters of UTF-8: several tokens may make one.
+    Empty for an id that names no token.
+    """
+    is_special: _builtins.bool
+    """Whether a text without special tokens leaves it out."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.bytes = ...,
+        is_special: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_special", b"is_special", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenDescription: _TypeAlias = TokenDescription  # noqa: Y015

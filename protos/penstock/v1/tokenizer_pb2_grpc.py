@@ -50,6 +50,11 @@ class TokenizerServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_tokenizer__pb2.RenderChatRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_tokenizer__pb2.RenderChatResponse.FromString,
                 _registered_method=True)
+        self.DescribeTokens = channel.unary_unary(
+                '/penstock.v1.TokenizerService/DescribeTokens',
+                request_serializer=penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensResponse.FromString,
+                _registered_method=True)
 
 
 class TokenizerServiceServicer(object):
@@ -77,6 +82,13 @@ class TokenizerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeTokens(self, request, context):
+        """What each of some token ids stands for by itself, as log-probabilities show it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TokenizerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.RenderChat,
                     request_deserializer=penstock_dot_v1_dot_tokenizer__pb2.RenderChatRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_tokenizer__pb2.RenderChatResponse.SerializeToString,
+            ),
+            'DescribeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTokens,
+                    request_deserializer=penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class TokenizerService(object):
             '/penstock.v1.TokenizerService/RenderChat',
             penstock_dot_v1_dot_tokenizer__pb2.RenderChatRequest.SerializeToString,
             penstock_dot_v1_dot_tokenizer__pb2.RenderChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.TokenizerService/DescribeTokens',
+            penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensRequest.SerializeToString,
+            penstock_dot_v1_dot_tokenizer__pb2.DescribeTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class TokenizerServiceStub:
     """Token ids to text."""
     RenderChat: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]
     """Messages to the prompt that the chat template makes of them."""
+    DescribeTokens: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DescribeTokensRequest, _tokenizer_pb2.DescribeTokensResponse]
+    """What each of some token ids stands for by itself, as log-probabilities show it."""
 
 @_typing.type_check_only
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
@@ -51,6 +53,8 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     """Token ids to text."""
     RenderChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]  # type: ignore[assignment]
     """Messages to the prompt that the chat template makes of them."""
+    DescribeTokens: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DescribeTokensRequest, _tokenizer_pb2.DescribeTokensResponse]  # type: ignore[assignment]
+    """What each of some token ids stands for by itself, as log-probabilities show it."""
 
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Turns text into tokens and back, exactly as generation does."""
@@ -78,5 +82,13 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.RenderChatResponse, _abc.Awaitable[_tokenizer_pb2.RenderChatResponse]]:
         """Messages to the prompt that the chat template makes of them."""
+
+    @_abc_1.abstractmethod
+    def DescribeTokens(
+        self,
+        request: _tokenizer_pb2.DescribeTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.DescribeTokensResponse, _abc.Awaitable[_tokenizer_pb2.DescribeTokensResponse]]:
+        """What each of some token ids stands for by itself, as log-probabilities show it."""
 
 def add_TokenizerServiceServicer_to_server(servicer: TokenizerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

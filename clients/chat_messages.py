@@ -1,0 +1,147 @@
+"""A conversation in the form that OpenAI's clients and chat templates have it in, as the contract's ``Chat``."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, Required, TypedDict
+
+from google.protobuf.message import Message
+
+from penstock.clients.errors import InvalidOption, shown
+from penstock.v1 import generation_pb2 as pb
+
+
+class CalledFunction(TypedDict):
+    """A function, and what it was called with: the JSON text of an object, or the object."""
+
+    name: str
+    arguments: str | Mapping[str, Any]
+
+
+class ToolCall(TypedDict, total=False):
+    """A call that the model made."""
+
+    id: str
+    type: str
+    """"function"; there is no other."""
+    function: Required[CalledFunction]
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation."""
+
+    role: str
+    """Who speaks: "system", "user", "assistant", "tool", or whatever else the model's template knows."""
+    content: NotRequired[str | None]
+    """May be left out, or None, of a message with ``tool_calls`` alone."""
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """What an answer of the assistant's called."""
+    tool_call_id: NotRequired[str]
+    """The call that a tool's message answers."""
+    name: NotRequired[str]
+
+
+class ChatOptions(TypedDict, total=False):
+    """What else a conversation may have; the contract's comments have meaning, default and bounds."""
+
+    add_generation_prompt: bool | None
+    tools: Iterable[Mapping[str, Any] | str] | None
+    """Each as chat templates take them, {"type": "function", "function": {"name", "description", "parameters"}}, or the
+    JSON text of that."""
+    template_variables: Mapping[str, Any] | str | None
+    """Further variables of the template, such as {"enable_thinking": False}, or the JSON text of them."""
+    continue_final_message: bool | None
+
+
+CHAT_OPTION_NAMES = frozenset(ChatOptions.__annotations__)
+
+_KEYS = frozenset(ChatMessage.__annotations__)
+_CALL_KEYS = frozenset(ToolCall.__annotations__)
+
+
+def build_chat(messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> pb.Chat:
+    """A conversation. Raises InvalidOption."""
+    chat = pb.Chat()
+    for index, message in enumerate(messages):
+        _add_message(chat, message, f"messages[{index}]")
+    for name, value in (options or {}).items():
+        if value is not None:
+            set_chat_option(chat, name, value)
+    return chat
+
+
+def set_chat_option(chat: pb.Chat, name: str, value: object) -> None:
+    """Sets one of ChatOptions. Raises InvalidOption."""
+    if name == "tools":
+        if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+            raise InvalidOption(name, f"expected a list of objects, got {shown(value)}")
+        chat.tools.extend(_json(tool, f"tools[{index}]") for index, tool in enumerate(value))
+    elif name == "template_variables":
+        chat.template_variables = _json(value, name)
+    elif not isinstance(value, bool):
+        raise InvalidOption(name, f"expected true or false, got {shown(value)}")
+    else:
+        setattr(chat, name, value)
+
+
+def _add_message(chat: pb.Chat, message: ChatMessage, where: str) -> None:
+    if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise InvalidOption(where, f"expected an object with role and content, got {shown(message)}")
+    _refuse_others(message, _KEYS, where)
+    added = chat.messages.add()
+    _set_text(added, "role", message["role"], where)
+    if message.get("content") is not None or not message.get("tool_calls"):
+        _set_text(added, "content", message.get("content"), where)
+    for name in ("tool_call_id", "name"):
+        if message.get(name) is not None:
+            _set_text(added, name, message[name], where)
+    for index, call in enumerate(_list(message.get("tool_calls"), f"{where}.tool_calls")):
+        _add_call(added, call, f"{where}.tool_calls[{index}]")
+
+
+def _add_call(message: pb.ChatMessage, call: Any, where: str) -> None:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise InvalidOption(where, f"expected an object with a function, got {shown(call)}")
+    _refuse_others(call, _CALL_KEYS, where)
+    if call.get("type", "function") != "function":
+        raise InvalidOption(f"{where}.type", f"expected function, got {shown(call['type'])}")
+    added = message.tool_calls.add()
+    if call.get("id") is not None:
+        _set_text(added, "id", call["id"], where)
+    function = call["function"]
+    _set_text(added, "name", function.get("name"), f"{where}.function")
+    added.arguments = _json(function.get("arguments") or {}, f"{where}.function.arguments")
+
+
+def _refuse_others(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise InvalidOption(f"{where}.{name}", f"there is no such field; there are {', '.join(sorted(known))}")
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidOption(where, f"expected a list of calls, got {shown(value)}")
+    return value
+
+
+def _json(value: object, where: str) -> str:
+    """The JSON text of an object, which may be given as that already."""
+    if not isinstance(value, Mapping | str):
+        raise InvalidOption(where, f"expected an object, got {shown(value)}")
+    try:
+        text = value if isinstance(value, str) else json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidOption(where, f"it is no JSON: {error}") from None
+    return text
+
+
+def _set_text(message: Message, name: str, value: object, where: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidOption(f"{where}.{name}", f"expected text, got {shown(value)}")
+    try:
+        setattr(message, name, value)
+    except ValueError as error:  # half of a surrogate pair
+        raise InvalidOption(where, str(error)) from None

@@ -1,0 +1,79 @@
+"""From texts to the contract's ``EmbedRequest``, and from its answer to vectors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, cast
+
+from penstock.clients.errors import InvalidOption, shown
+from penstock.clients.events import Usage
+from penstock.clients.requests import MAX_START_BYTES, set_field
+from penstock.v1 import embedding_pb2 as pb
+
+Input = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Everything that a request may say besides its inputs and timeout, under the contract's names; the contract's
+    comments have meaning, default and bounds. None means the default."""
+
+    dimensions: int | None
+    normalize: bool | None
+    priority: int | None
+    tenant: str | None
+    traceparent: str | None
+    client_request_id: str | None
+
+
+_OPTIONS = {name: field for name, field in pb.EmbedRequest.DESCRIPTOR.fields_by_name.items() if name != "inputs"}
+
+
+@dataclass(slots=True)
+class Embeddings:
+    """The answer to one request."""
+
+    vectors: list[list[float]]
+    """One for each input, in their order."""
+    usage: Usage
+    request_id: str
+    """The service's id of the request."""
+
+    @classmethod
+    def from_proto(cls, message: pb.EmbedResponse) -> "Embeddings":
+        """The same, copied."""
+        usage = Usage(message.usage.prompt_tokens, message.usage.cached_tokens, message.usage.output_tokens)
+        return cls([list(embedding.values) for embedding in message.embeddings], usage, message.request_id)
+
+
+def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.EmbedRequest:
+    """An ``EmbedRequest``. Raises InvalidOption."""
+    if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Iterable):
+        raise InvalidOption("inputs", f"expected a text or a list of inputs, got {shown(inputs)}")
+    request = pb.EmbedRequest()
+    for index, item in enumerate([inputs] if isinstance(inputs, str) else inputs):
+        _add_input(request, f"inputs[{index}]", item)
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise InvalidOption(name, f"there is no such field; there are {', '.join(sorted(_OPTIONS))}")
+        if value is not None:
+            set_field(request, _OPTIONS[name], value)
+    if (size := request.ByteSize()) > MAX_START_BYTES:
+        raise InvalidOption("inputs", f"the request has {size:,} bytes; it may have {MAX_START_BYTES:,}")
+    return request
+
+
+def _add_input(request: pb.EmbedRequest, where: str, item: object) -> None:
+    added = request.inputs.add()
+    try:
+        if isinstance(item, str):
+            added.text = item
+            return
+        if isinstance(item, Mapping | bytes) or not isinstance(item, Iterable):
+            raise InvalidOption(where, f"expected text or a list of token ids, got {shown(item)}")
+        ids = list(item)
+        if bool in map(type, ids):
+            raise TypeError("expected token ids, got a bool")
+        added.token_ids.SetInParent()
+        added.token_ids.ids.extend(cast(list[int], ids))
+    except (TypeError, ValueError) as error:  # half of a surrogate pair, or no token id
+        raise InvalidOption(where, str(error)) from None

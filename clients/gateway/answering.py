@@ -1,0 +1,194 @@
+"""Answers an HTTP request by an exchange with the service, streamed or whole: one path for both.
+
+What is sent whole is folded from exactly the chunks that would have been streamed. A caller who goes away cancels.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.exchange import Abandoned, Arrival, Exchange
+
+Json = dict[str, Any]
+"""An object on its way to a caller."""
+
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx passes each part on as it comes
+)
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+_encode = msgspec.json.encode
+
+
+class Whole(Protocol):
+    """Folds chunks into one answer."""
+
+    def add(self, chunk: Json) -> None:
+        """The next chunk, which is taken over."""
+        ...
+
+    def result(self) -> Json:
+        """The answer."""
+        ...
+
+
+class AnswerWriter(Protocol):
+    """Turns what comes from the service into the chunks of an answer."""
+
+    def begin(self, request_id: str) -> list[Json]:
+        """Before any output, when the service has taken the request."""
+        ...
+
+    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """What events add. Raises RequestFailed."""
+        ...
+
+    def end(self) -> list[Json]:
+        """After the last event of a request that succeeded."""
+        ...
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """Instead of ``end``, when a streamed answer breaks off."""
+        ...
+
+    def whole(self) -> Whole:
+        """For an answer that is not streamed."""
+        ...
+
+
+class AnswerResponse(Response):
+    """The response of a route. The status line waits until the service has taken the request, so that a refusal has its
+    own."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        writer: AnswerWriter,
+        *,
+        stream: bool,
+        keepalive_s: float,
+        renamed: Mapping[str, str] | None = None,
+        ends_with_done: bool = True,
+    ) -> None:
+        """``renamed``: the caller's names of fields by the contract's. A chunk with a key ``type`` is sent as the event
+        of that name, as the Responses API has it."""
+        super().__init__()
+        self._exchange = exchange
+        self._writer = writer
+        self._stream = stream
+        self._keepalive_s = keepalive_s
+        self._renamed = renamed
+        self._ends_with_done = ends_with_done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers. A caller who is gone is told nothing, and costs nothing any more."""
+        watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
+        watcher.add_done_callback(lambda _: self._exchange.abandon())
+        has_begun = False
+        try:
+            self._exchange.begin()
+            await self._exchange.accepted()
+            if self._stream:
+                has_begun = True
+                await self._send_stream(send)
+            else:
+                await self._send_whole(scope, receive, send)
+        except Abandoned:
+            pass
+        except (GatewayError, RequestFailed) as failure:
+            error = as_gateway_error(failure, self._renamed)
+            if has_begun:
+                last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
+                await _send_part(send, last, more=False)
+            else:
+                await error.response()(scope, receive, send)
+        finally:
+            self._exchange.close()
+            watcher.cancel()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
+        chunks = writer.begin(exchange.request_id)
+        chunks += await writer.add(await exchange.take(rest=True))
+        chunks += writer.end()
+        for chunk in chunks:
+            whole.add(chunk)
+        headers = {"x-request-id": exchange.request_id}
+        await Response(_encode(whole.result()), 200, headers, "application/json")(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        exchange, writer = self._exchange, self._writer
+        headers = [*_SSE_HEADERS, (b"x-request-id", exchange.request_id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        pending = _events(writer.begin(exchange.request_id))
+        with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
+            while not exchange.is_done:
+                arrivals = await exchange.take()
+                if data := pending + _events(await writer.add(arrivals)):
+                    pending = b""
+                    ticks.postpone()
+                    await _send_part(send, data)
+                elif not arrivals:
+                    await _send_part(send, _COMMENT)
+        last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
+        await _send_part(send, last, more=False)
+
+
+class _Ticks:
+    """Calls ``tick`` after so many seconds in which nobody postponed it, again and again."""
+
+    def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._tick = tick
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> "_Ticks":
+        self.postpone()
+        self._timer = self._loop.call_at(self._due, self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def postpone(self) -> None:
+        """The time begins anew. Sets no timer: it is called for each token."""
+        self._due = self._loop.time() + self._seconds
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._due:
+            self._tick()
+            self.postpone()
+        self._timer = self._loop.call_at(self._due, self._look)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the caller has gone away, after the request's body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _events(chunks: Sequence[Json]) -> bytes:
+    """Server-sent events, as HTML's living standard has them in 9.2; JSON never holds a line's end."""
+    return b"".join([_event(chunk) for chunk in chunks])
+
+
+def _event(chunk: Json) -> bytes:
+    kind = chunk.get("type")
+    if kind is None:
+        return b"data: %b\n\n" % _encode(chunk)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(chunk))

@@ -1,0 +1,56 @@
+"""The certificate of HTTPS, read again when its files change, so that its renewal needs no restart."""
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+
+_LOOK_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Certificate:
+    """A chain and its private key, as PEM, in an SSL context."""
+
+    def __init__(self, context: ssl.SSLContext, chain: Path, key: Path) -> None:
+        """``context`` has what is in the files now."""
+        self._context = context
+        self._chain = chain
+        self._key = key
+        self._seen = self._versions()
+
+    async def watch(self, interval_s: float = _LOOK_S) -> None:
+        """Looks at the files for as long as it runs."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.look()
+
+    def look(self) -> None:
+        """Takes changed files into use, for connections from now on. A pair that cannot be used is logged once, and the
+        last good one stays."""
+        versions = self._versions()
+        if versions == self._seen:
+            return
+        self._seen = versions
+        try:
+            # First into a context that nobody uses: a key of another certificate would leave half of both.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._chain, self._key)
+            self._context.load_cert_chain(self._chain, self._key)
+        except (OSError, ssl.SSLError):
+            _log.error(
+                "%s and %s cannot be used together; the certificate from before stays in use", self._chain, self._key
+            )
+        else:
+            _log.warning("%s was read again", self._chain)
+
+    def _versions(self) -> list[tuple[int, int, int] | None]:
+        found: list[tuple[int, int, int] | None] = []
+        for path in (self._chain, self._key):
+            try:
+                status = path.stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        return found

@@ -1,0 +1,103 @@
+"""Reads the answer to a chat as it comes: text becomes content, reasoning and calls; tokens become log-probabilities.
+
+Both chat endpoints stand on it. Knows no chunks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.clients.events import ChoiceEnd, Delta
+from penstock.clients.gateway.answer import AnswerParser, Piece
+from penstock.clients.gateway.exchange import Arrival
+from penstock.clients.gateway.schemas_common import GenerationBody
+from penstock.clients.gateway.service_link import Caller
+from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
+from penstock.clients.gateway.token_logprobs import TokenNames, chat_entries, named_ids
+from penstock.v1.tokenizer_pb2 import TokenDescription
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Part:
+    """What came of one choice."""
+
+    choice: int
+    piece: Piece
+    logprobs: list[Json] = field(default_factory=list)
+    """Chat's entries, of all tokens since the last part."""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """Of a choice's last part alone."""
+    stop_reason: int | str | None = None
+
+
+class _Choice:
+    """How far one choice has come."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parser = parser
+        self.has_calls = False
+        self.logprobs: list[Json] = []
+        self.token_ids: list[int] = []
+
+
+class ChatReader:
+    """Of one request. While a parser holds text back, so are the tokens and log-probabilities that belong to it."""
+
+    def __init__(
+        self,
+        body: GenerationBody,
+        caller: Caller,
+        new_parser: Callable[[], AnswerParser],
+        *,
+        with_reasoning: bool = True,
+    ) -> None:
+        """``new_parser`` makes one for each choice; ``with_reasoning``: whether reasoning is shown."""
+        self._body = body
+        self._caller = caller
+        self._eos = frozenset(caller.model.eos_token_ids)
+        self._choices = [_Choice(new_parser()) for _ in range(body.num_choices)]
+        self._with_reasoning = with_reasoning
+
+    async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
+        """What events add to the answer. Raises RequestFailed."""
+        deltas = [event for _, event in arrivals if isinstance(event, Delta)]
+        names = TokenNames(await self._describe(deltas), as_ids=bool(self._body.return_tokens_as_token_ids))
+        parts = (self._read(delta, names) for delta in deltas)
+        return [part for part in parts if part is not None]
+
+    async def _describe(self, deltas: Sequence[Delta]) -> Mapping[int, TokenDescription]:
+        ids: set[int] = set()
+        for delta in deltas:
+            ids |= stop_token(delta, self._body)
+            if delta.logprobs is not None:
+                ids |= named_ids(delta.token_ids, delta.logprobs)
+        return await self._caller.describe(ids) if ids else {}
+
+    def _read(self, delta: Delta, names: TokenNames) -> Part | None:
+        choice = self._choices[delta.choice]
+        choice.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            choice.logprobs += chat_entries(delta.token_ids, delta.logprobs, names)
+        piece = self._shown(choice.parser.feed(with_stop(delta, self._body, names)))
+        if delta.end is not None:
+            piece += self._shown(choice.parser.end())
+        choice.has_calls = choice.has_calls or bool(piece.calls)
+        if not piece and delta.end is None:
+            return None
+        part = Part(delta.choice, piece, choice.logprobs, choice.token_ids)
+        choice.logprobs, choice.token_ids = [], []
+        if delta.end is not None:
+            part.finish_reason = self._finish_reason(choice, delta.end)
+            part.stop_reason = stop_reason(delta.end, self._eos)
+        return part
+
+    def _shown(self, piece: Piece) -> Piece:
+        return piece if self._with_reasoning or not piece.reasoning else Piece(piece.content, calls=piece.calls)
+
+    @staticmethod
+    def _finish_reason(choice: _Choice, end: ChoiceEnd) -> str | None:
+        reason = finish_reason(end)
+        return "tool_calls" if reason == "stop" and choice.has_calls else reason

@@ -1,0 +1,120 @@
+"""A chat request's body as the contract's ``Start``."""
+
+import json
+from collections.abc import Mapping
+
+from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling
+from penstock.clients.gateway.schemas_chat import ChatRequest, Message, MessageToolCall, TextPart
+from penstock.clients.gateway.service_link import Caller
+from penstock.clients.gateway.start import check_model, new_start
+from penstock.clients.gateway.unsupported import NOT_YET
+from penstock.v1 import generation_pb2 as pb
+
+_ROLES = {"developer": "system"}
+"""OpenAI's newer name of a role that templates know by its old one."""
+
+
+def check_chat(body: ChatRequest, caller: Caller) -> None:
+    """Raises GatewayError for what cannot be done, or makes no sense together."""
+    check_stream_fields(body)
+    check_model(body.model, caller)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise _not_yet("response_format", "of another type than text")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise _not_yet("tool_choice", 'other than "auto" and "none"')
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "only with logprobs: true")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise invalid("max_tokens", "differs from max_completion_tokens, which means the same; send one of them")
+    if body.max_tokens == 0 or body.max_completion_tokens == 0:
+        raise invalid(max_tokens_name(body), "must be at least 1")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid("continue_final_message", "not with add_generation_prompt: true")
+    if body.echo and not body.continue_final_message:
+        raise invalid("echo", "only with continue_final_message: true")
+
+
+def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+    """The request to the service. Raises GatewayError."""
+    start = new_start(body, headers, caller.settings)
+    start.chat.CopyFrom(build_chat(body))
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    fill_sampling(start.sampling, body, max_tokens)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    fill_output(start.output, body, logprobs, body.prompt_logprobs)
+    return start
+
+
+def build_chat(body: ChatRequest) -> pb.Chat:
+    """The conversation, with its tools and the template's variables."""
+    chat = pb.Chat()
+    for at, message in enumerate(body.messages):
+        _add_message(chat, message, f"messages[{at}]")
+    if uses_tools(body):
+        for tool in body.tools or ():
+            chat.tools.append(json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False))
+    if variables := template_variables(body):
+        chat.template_variables = variables
+    if body.continue_final_message:
+        chat.continue_final_message = True
+    elif body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    return chat
+
+
+def uses_tools(body: ChatRequest) -> bool:
+    """Whether the model may call anything."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def template_variables(body: ChatRequest) -> str:
+    """As the contract has them; empty if there are none."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.documents is not None:
+        variables.setdefault("documents", body.documents)
+    return json.dumps(variables) if variables else ""
+
+
+def max_tokens_name(body: ChatRequest) -> str:
+    """Which of the two names the caller used."""
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+
+
+def renamed_fields(body: ChatRequest) -> Mapping[str, str]:
+    """The caller's names of the contract's fields."""
+    return {
+        "chat": "messages",
+        "max_tokens": max_tokens_name(body),
+        "template_variables": "chat_template_kwargs",
+        "logprobs": "top_logprobs",
+    }
+
+
+def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
+    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=_text(message.content, where))
+    if message.name is not None:
+        added.name = message.name
+    if message.tool_call_id is not None:
+        added.tool_call_id = message.tool_call_id
+    for call in message.tool_calls or ():
+        added.tool_calls.append(_call(call))
+
+
+def _call(call: MessageToolCall) -> pb.ToolCall:
+    return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+
+
+def _text(content: str | list[TextPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for at, part in enumerate(content):
+        if part.text is None:
+            raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
+    return "\n".join(part.text for part in content if part.text is not None)
+
+
+def _not_yet(field: str, what: str) -> GatewayError:
+    return invalid(field, f"{what} {NOT_YET}", code="unsupported_parameter")

@@ -1,0 +1,182 @@
+"""``penstock gateway``: OpenAI's HTTP API in front of a running service."""
+
+import argparse
+import logging
+import re
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.clients.command_parser import CommandParser
+from penstock.clients.connection import TARGET_VARIABLE, Connection, add_connection_flags, connection, default_target
+from penstock.clients.errors import PenstockError
+from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.http_server import HttpSettings, serve
+from penstock.clients.gateway.reasoning import REASONING_FORMATS
+from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
+from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+
+_EXAMPLES = """\
+examples:
+  penstock gateway                                 the service on this machine, on http://127.0.0.1:8000/v1
+  penstock gateway --target 10.0.0.7:50051 --host 0.0.0.0 --port 80
+  penstock gateway --tls-ca ca.pem --target llm.internal:443
+  penstock gateway --api-key-file key --tenant-header x-tenant    behind a proxy that knows who calls
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+       -d '{"messages": [{"role": "user", "content": "Hi!"}]}'
+
+It may start before the service does: it answers 503 until that serves. /docs describes the API.
+"""
+_HEADER = re.compile(r"[a-z0-9-]{1,64}")
+
+
+def main(argv: list[str]) -> int:
+    """Serves until it is told to stop; returns the exit status. Raises PenstockError."""
+    arguments = make_parser().parse_args(argv)
+    settings, http = gateway_settings(arguments), http_settings(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    return serve(create_app(settings), http, f"in front of {settings.service.target}")
+
+
+def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
+    """What the flags say of the app. Raises PenstockError."""
+    target = arguments.target or default_target()
+    service = connection(arguments, target)
+    if arguments.api_key_file is None:
+        # A key in the environment is a person's: whoever reaches the gateway would call under it.
+        service = Connection(service.target, None, service.tls)
+    return GatewaySettings(
+        service=service,
+        tenant_header=arguments.tenant_header or "",
+        metrics_target=arguments.metrics_target or "",
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        max_body_bytes=arguments.max_body_mib << 20,
+        request_timeout_s=arguments.request_timeout,
+        max_callers=arguments.max_callers,
+    )
+
+
+def http_settings(arguments: argparse.Namespace) -> HttpSettings:
+    """What the flags say of the listener. Raises PenstockError."""
+    certificate, key = arguments.http_tls_cert, arguments.http_tls_key
+    if (certificate is None) != (key is None):
+        missing, given = ("cert", "key") if certificate is None else ("key", "cert")
+        raise PenstockError(f"--http-tls-{given}: give --http-tls-{missing} as well")
+    if certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        except (OSError, ssl.SSLError) as error:
+            raise PenstockError(
+                f"--http-tls-cert {certificate}, --http-tls-key {key}: cannot be used ({error.strerror or error}); "
+                "they must be a certificate chain and its private key, both as PEM"
+            ) from None
+    return HttpSettings(
+        host=arguments.host,
+        port=arguments.port,
+        unix_path=arguments.unix_socket,
+        descriptor=arguments.fd,
+        certificate=certificate,
+        private_key=key,
+        max_connections=arguments.max_connections,
+        shutdown_s=arguments.shutdown_grace,
+    )
+
+
+def make_parser() -> CommandParser:
+    """The flags."""
+    parser = CommandParser(
+        "gateway",
+        "OpenAI's HTTP API in front of a running service: completions, chats, models, a chat page.",
+        _EXAMPLES,
+    )
+    add_connection_flags(
+        parser,
+        f"where the service is, or unix:PATH; otherwise ${TARGET_VARIABLE} (default: {default_target()})",
+        of_key="file with a key of the gateway's own, for all requests: whoever reaches the gateway then calls under "
+        "it, so put it behind what knows the callers (default: each caller's own key is passed on)",
+    )
+    flags = parser.add_argument_group("HTTP")
+    flags.add_argument(
+        "--host", default="127.0.0.1", help="where to listen; 0.0.0.0 is everywhere (default: %(default)s)"
+    )
+    flags.add_argument("--port", type=_number(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
+    flags.add_argument("--unix-socket", type=Path, metavar="PATH", help="listen on a Unix socket instead")
+    flags.add_argument("--fd", type=_number(0, 2**20), metavar="N", help="listen on a socket that was opened already")
+    flags.add_argument("--http-tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this chain, as PEM")
+    flags.add_argument("--http-tls-key", type=Path, metavar="FILE", help="its private key")
+    flags.add_argument(
+        "--max-connections",
+        type=_number(1, 10**6),
+        default=4096,
+        metavar="N",
+        help="more get 503 (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--max-body-mib", type=_number(1, 1024), default=16, metavar="N", help="the largest body (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--shutdown-grace", type=_number(0, 86_400), default=10, metavar="SECONDS",
+        help="what answers have to finish after a signal to stop (default: %(default)s)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--metrics-target",
+        type=_host_and_port,
+        metavar="HOST:PORT",
+        help="the service's --metrics-listen: its metrics are shown at /metrics, without the names of tenants, to "
+        "whoever reaches the gateway (default: none)",
+    )
+    requests = parser.add_argument_group("requests")
+    requests.add_argument(
+        "--tenant-header",
+        type=_header,
+        metavar="NAME",
+        help="the HTTP header that names a request's tenant, for keys that may act for others (default: none)",
+    )
+    requests.add_argument(
+        "--max-callers",
+        type=_number(1, 10_000),
+        default=64,
+        metavar="N",
+        help="keys in use at once (default: %(default)s)",
+    )
+    requests.add_argument(
+        "--request-timeout",
+        type=_number(1, 86_400),
+        metavar="SECONDS",
+        help="end every generation after so long (default: when its caller gives up)",
+    )
+    for flag, known, of_what in (
+        ("--tool-call-parser", TOOL_FORMATS, "tool calls"),
+        ("--reasoning-parser", REASONING_FORMATS, "reasoning"),
+    ):
+        requests.add_argument(
+            flag,
+            choices=(AUTO, NONE, *known),
+            default=AUTO,
+            help=f"how the model writes {of_what}; auto asks the chat template (default: %(default)s)",
+        )
+    return parser
+
+
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"must be {low:,} to {high:,}; it is {text!r}")
+        return int(text)
+
+    return read
+
+
+def _host_and_port(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT; it is {text!r}")
+    return text
+
+
+def _header(text: str) -> str:
+    name = text.lower()
+    if not _HEADER.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"must be 1 to 64 letters, digits and '-'; it is {text!r}")
+    return name

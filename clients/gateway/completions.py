@@ -1,0 +1,248 @@
+"""POST /v1/completions: continues texts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.clients.events import Delta, PromptLogprobs
+from penstock.clients.gateway.answering import AnswerResponse, Json
+from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.prompts import Prompt, read_prompts
+from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling
+from penstock.clients.gateway.schemas_completions import Completion, CompletionRequest
+from penstock.clients.gateway.service_link import Caller
+from penstock.clients.gateway.start import check_model, new_start
+from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
+from penstock.clients.gateway.tally import Tally
+from penstock.clients.gateway.token_logprobs import (
+    CompletionEntries,
+    TokenNames,
+    cut,
+    named_ids,
+    prompt_entries,
+)
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import TokenDescription
+
+RENAMED = {"text": "prompt", "token_ids": "prompt"}
+"""The caller's names of the contract's fields."""
+
+
+def make_router() -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=CallerRoute, tags=["generation"])
+
+    @router.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses=ERRORS,
+        summary="Continue one or more texts",
+        description="OpenAI's completions, with vLLM's additional fields. With `stream` the answer is server-sent "
+        "events, each a chunk of the same form with what is new, and then `[DONE]`; the chunks put together are the "
+        "answer that comes without it.",
+    )
+    async def complete(body: CompletionRequest, request: Request, caller: CallerDep) -> Response:
+        _check(body)
+        check_model(body.model, caller)
+        prompts = await read_prompts(body, caller)
+        starts = [_start(prompt, body, request.headers, caller) for prompt in prompts]
+        return AnswerResponse(
+            Exchange(caller, starts),
+            CompletionWriter(body, prompts, caller),
+            stream=bool(body.stream),
+            keepalive_s=caller.settings.keepalive_s,
+            renamed=RENAMED,
+        )
+
+    return router
+
+
+def _check(body: CompletionRequest) -> None:
+    check_stream_fields(body)
+    if body.suffix:
+        raise invalid("suffix", "is not supported: the model writes on, not in between", code="unsupported_parameter")
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise invalid("best_of", "must be n or absent: every choice that is made is returned")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "must be at least 1; 0 is for echo alone")
+
+
+def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+    start = new_start(body, headers, caller.settings)
+    prompt.put_into(start)
+    # What is only scored costs a token all the same, which is not shown.
+    fill_sampling(start.sampling, body, 1 if body.max_tokens == 0 else body.max_tokens)
+    wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+    fill_output(start.output, body, body.logprobs, max(wanted, default=None))
+    return start
+
+
+class _Choice:
+    """How far one choice has come."""
+
+    def __init__(self, index: int, *, specials: bool) -> None:
+        self.index = index
+        self.entries = CompletionEntries(specials=specials)
+
+
+class CompletionWriter:
+    """The chunks of a completion's answer."""
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[Prompt], caller: Caller) -> None:
+        self._body = body
+        self._prompts = prompts
+        self._caller = caller
+        self._tally = Tally(body, caller, "text_completion", "cmpl-")
+        self._eos = frozenset(caller.model.eos_token_ids)
+        self._shows_ids = bool(body.return_token_ids)
+        self._scores_alone = body.max_tokens == 0
+        n, specials = body.num_choices, body.skip_special_tokens is False
+        self._choices = [[_Choice(at * n + i, specials=specials) for i in range(n)] for at in range(len(prompts))]
+        self._begun = False
+
+    def begin(self, request_id: str) -> list[Json]:
+        """Nothing is known yet that a caller would see."""
+        self._tally.begin(request_id)
+        return []
+
+    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """The prompts, if they are shown, and what is new."""
+        names = TokenNames(await self._describe(arrivals), as_ids=bool(self._body.return_tokens_as_token_ids))
+        chunks: list[Json] = []
+        if not self._begun:
+            self._begun = True
+            chunks = self._show_prompts(names)
+        for at, event in arrivals:
+            self._tally.count(event)
+            if isinstance(event, Delta):
+                chunks += self._delta(self._choices[at][event.choice], event, names)
+            elif isinstance(event, PromptLogprobs):
+                chunks += self._prompt_part(at, event, names)
+        return chunks
+
+    def end(self) -> list[Json]:
+        """The usage."""
+        return self._tally.last_chunk(without_output=self._scores_alone)
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """As OpenAI's clients understand it."""
+        return [error.body()]
+
+    def whole(self) -> "WholeCompletion":
+        """For an answer in one piece."""
+        return WholeCompletion()
+
+    async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
+        """The tokens that will be named; none, if nothing of the answer names any."""
+        ids: set[int] = set()
+        if not self._begun and self._names_prompts:
+            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
+        for _, event in arrivals:
+            if isinstance(event, Delta):
+                ids |= stop_token(event, self._body)
+                if event.logprobs is not None:
+                    ids |= named_ids(event.token_ids, event.logprobs)
+            elif isinstance(event, PromptLogprobs):
+                ids |= named_ids((), event.logprobs)
+        wanted = ids or self._names_prompts  # those of the prompts are known since the first call
+        return await self._caller.describe(ids) if wanted else {}
+
+    @property
+    def _names_prompts(self) -> bool:
+        return self._body.prompt_logprobs is not None or self._echoes_logprobs
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return bool(self._body.echo) and self._body.logprobs is not None
+
+    def _show_prompts(self, names: TokenNames) -> list[Json]:
+        if not (self._body.echo or self._shows_ids or self._names_prompts):
+            return []
+        chunks = []
+        for prompt, choices in zip(self._prompts, self._choices, strict=True):
+            for choice in choices:
+                shown = self._empty(choice)
+                if self._body.echo:
+                    shown["text"] = prompt.text
+                if self._shows_ids:
+                    shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
+                if self._echoes_logprobs and prompt.token_ids:
+                    shown["logprobs"] = choice.entries.first_of_prompt(prompt.token_ids[0], names)
+                if self._body.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = [None]
+                chunks.append(self._tally.chunk([shown]))
+        return chunks
+
+    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
+        token_ids = self._prompts[at].token_ids
+        assert token_ids is not None, "read_prompts has the ids of prompts whose log-probabilities are asked for"
+        ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
+        chunks = []
+        for choice in self._choices[at]:
+            shown = self._empty(choice)
+            if self._echoes_logprobs:
+                logprobs = cut(part.logprobs, self._body.logprobs or 0)
+                shown["logprobs"] = choice.entries.add(ids, logprobs, names)
+            if self._body.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
+            chunks.append(self._tally.chunk([shown]))
+        return chunks
+
+    def _delta(self, choice: _Choice, delta: Delta, names: TokenNames) -> list[Json]:
+        shown = self._empty(choice)
+        if delta.end is not None:
+            shown["finish_reason"] = finish_reason(delta.end)
+            shown["stop_reason"] = stop_reason(delta.end, self._eos)
+        if self._scores_alone:
+            return [self._tally.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
+        shown["text"] = with_stop(delta, self._body, names)
+        if delta.logprobs is not None:
+            shown["logprobs"] = choice.entries.add(delta.token_ids, delta.logprobs, names)
+        if self._shows_ids:
+            shown["token_ids"] = delta.token_ids
+        return [self._tally.chunk([shown])]
+
+    @staticmethod
+    def _empty(choice: _Choice) -> Json:
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+
+class WholeCompletion:
+    """Chunks put together."""
+
+    def __init__(self) -> None:
+        self._answer: Json = {}
+        self._choices: dict[int, Json] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, chunk: Json) -> None:
+        """The next chunk."""
+        self._answer = chunk
+        for part in chunk["choices"]:
+            index = part["index"]
+            self._texts.setdefault(index, []).append(part.pop("text"))
+            _fold(self._choices.setdefault(index, {}), part)
+
+    def result(self) -> Json:
+        """The answer; the last chunk has all that belongs to none of the choices."""
+        choices = [
+            {"index": index, "text": "".join(self._texts[index])} | choice
+            for index, choice in sorted(self._choices.items())
+        ]
+        return {**self._answer, "choices": choices}
+
+
+def _fold(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Adds a part to what it continues: lists grow, those of an object too, and the last word on all else holds."""
+    for name, value in part.items():
+        before = whole.get(name)
+        if isinstance(before, list) and isinstance(value, list):
+            before += value
+        elif isinstance(before, dict) and isinstance(value, dict):
+            _fold(before, value)
+        elif value is not None or name not in whole:
+            whole[name] = value

@@ -1,0 +1,104 @@
+"""POST /v1/embeddings, over ``EmbeddingService.Embed``."""
+
+import asyncio
+import base64
+import struct
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.answering import Json, until_gone
+from penstock.clients.gateway.errors import GatewayError, from_failure
+from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.sampling import client_request_id
+from penstock.clients.gateway.schemas_embeddings import Embeddings, EmbeddingsRequest
+from penstock.clients.gateway.start import check_model, traceparent
+from penstock.v1 import embedding_pb2 as pb
+from penstock.v1.generation_pb2 import TokenIds
+
+T = TypeVar("T")
+_RENAMED = {"inputs": "input", "client_request_id": "request_id"}
+"""The callers' names of the contract's fields."""
+_GONE = 499
+"""What nginx logs of a client that went away; nobody is sent it."""
+
+
+def make_router() -> APIRouter:
+    """The endpoint."""
+    router = APIRouter(route_class=CallerRoute, tags=["embeddings"], responses=ERRORS)
+
+    @router.post("/v1/embeddings", response_model=Embeddings)
+    async def embed(body: EmbeddingsRequest, caller: CallerDep, request: Request) -> Response:
+        """Tells a vector for each text."""
+        check_model(body.model, caller)
+        message = embed_request(body, request.headers, caller.tenant)
+        try:
+            embed = caller.call(caller.stubs.embedding.Embed, message, is_short=False)
+            response = await while_connected(request, embed)
+        except RequestFailed as failure:
+            raise from_failure(failure, _RENAMED) from None
+        answer = answer_of(response, caller.model.name, body.encoding_format == "base64")
+        headers = {"x-request-id": response.request_id}
+        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+    return router
+
+
+def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
+    """The contract's form of a request."""
+    given = [body.input] if isinstance(body.input, str) else body.input
+    # All of them are of one kind.
+    inputs = [pb.EmbedInput(text=each) for each in given if isinstance(each, str)]
+    inputs += [pb.EmbedInput(token_ids=TokenIds(ids=each)) for each in given if isinstance(each, list)]
+    if ids := [each for each in given if isinstance(each, int)]:
+        inputs.append(pb.EmbedInput(token_ids=TokenIds(ids=ids)))
+    return pb.EmbedRequest(
+        inputs=inputs,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+        priority=body.priority,
+        tenant=tenant,
+        traceparent=traceparent(headers),
+        client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
+    )
+
+
+def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:
+    """OpenAI's form of an answer."""
+    encode = as_base64 if in_base64 else list[float]
+    num_tokens = response.usage.prompt_tokens
+    return {
+        "object": "list",
+        "id": f"embd-{response.request_id}",
+        "created": int(time.time()),
+        "model": model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": encode(embedding.values)}
+            for index, embedding in enumerate(response.embeddings)
+        ],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def as_base64(values: Sequence[float]) -> str:
+    """32-bit floats, little-endian, as OpenAI's clients expect them."""
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """What ``work`` gives; it is cancelled when the caller goes away."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(until_gone(request.receive), name="penstock-gateway-watch")
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GatewayError(_GONE, "the caller went away")
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()

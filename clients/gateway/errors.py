@@ -1,0 +1,237 @@
+"""What callers get to see of a failure: OpenAI's shape, the HTTP code, and when to try again.
+
+A message is the service's own, which was written for callers, or one of this package's; an exception's text never is.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
+
+_Code = grpc.StatusCode
+_HTTP_CODES: Mapping[grpc.StatusCode, int] = {
+    _Code.INVALID_ARGUMENT: 400,
+    _Code.FAILED_PRECONDITION: 400,
+    _Code.OUT_OF_RANGE: 400,
+    _Code.UNAUTHENTICATED: 401,
+    _Code.PERMISSION_DENIED: 403,
+    _Code.NOT_FOUND: 404,
+    _Code.ALREADY_EXISTS: 409,
+    _Code.ABORTED: 409,
+    _Code.RESOURCE_EXHAUSTED: 429,
+    _Code.CANCELLED: 499,
+    _Code.UNIMPLEMENTED: 501,
+    _Code.UNAVAILABLE: 503,
+    _Code.DEADLINE_EXCEEDED: 504,
+}
+"""Every other code is 500."""
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_NAMES = {"UNAUTHENTICATED": "invalid_api_key"}
+"""Of the service's reasons those that OpenAI has a name for."""
+_DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
+_BROKEN = "the connection to the service broke before the answer was done; try again"
+_RETRY_DOWN_S = 1.0
+_PREFIXES = ("start.", "sampling.", "output.", "chat.")
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="For people.")
+    type: str = Field(description="The kind of error, such as invalid_request_error.")
+    param: str | None = Field(None, description="The field that is wrong, if one is.")
+    code: str | None = Field(None, description="The error's name for programs, such as queue_full.")
+
+
+class ErrorBody(BaseModel):
+    """An error, as OpenAI has it."""
+
+    error: ErrorDetail
+
+
+class GatewayError(Exception):
+    """An error as the caller gets it; ``message`` is sent as it is."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        may_retry: bool | None = None,
+        request_id: str = "",
+    ) -> None:
+        """``may_retry``: whether the same request may succeed later; None leaves the judgement to the HTTP code."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.may_retry = may_retry
+        self.request_id = request_id
+
+    @property
+    def type(self) -> str:
+        """The kind, by the HTTP code."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """As JSON has it."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """Besides those of every answer."""
+        headers = {}
+        if self.retry_after_s is not None:
+            # Seconds are the standard's, milliseconds what the OpenAI clients look at first.
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(round(self.retry_after_s * 1000))
+        if self.may_retry is not None:
+            headers["x-should-retry"] = "true" if self.may_retry else "false"
+        if self.request_id:
+            headers["x-request-id"] = self.request_id
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def response(self) -> Response:
+        """The whole HTTP answer."""
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers(), "application/json")
+
+
+def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayError:
+    """A field that is wrong: ``problem`` says what would be right."""
+    return GatewayError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def from_failure(failure: RequestFailed, renamed: Mapping[str, str] | None = None) -> GatewayError:
+    """What the service said, or that it said nothing. ``renamed`` has the caller's names of fields by the contract's,
+    where they differ."""
+    if isinstance(failure, Unreachable):
+        return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=_RETRY_DOWN_S, may_retry=True)
+    status = _HTTP_CODES.get(failure.code, 500)
+    message, param = failure.message, None
+    if failure.violations:
+        field = failure.violations[0][0]
+        param = _caller_name(field, renamed or {})
+        message = param + message.removeprefix(field) if message.startswith(f"{field}:") else message
+    code = _NAMES.get(failure.reason, failure.reason.lower()) or None
+    if not failure.reason and (isinstance(failure, StreamBroken) or status >= 500):
+        message, code = _BROKEN, "service_unavailable"  # gRPC's own words are for logs
+        status = status if status in (501, 504) else 503
+    retry_after = failure.retry_after
+    if status == 503 and retry_after is None and not failure.is_final:
+        retry_after = _RETRY_DOWN_S
+    may_retry = failure.retryable if status in (429, 503) else False if status >= 500 else None
+    return GatewayError(
+        status,
+        message,
+        param=param,
+        code=code,
+        retry_after_s=None if failure.is_final else retry_after,
+        may_retry=may_retry,
+        request_id=failure.request_id,
+    )
+
+
+def as_gateway_error(error: Exception, renamed: Mapping[str, str] | None = None) -> GatewayError:
+    """Any exception as its caller may see it."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, RequestFailed):
+        return from_failure(error, renamed)
+    if isinstance(error, InvalidOption):
+        return invalid(_caller_name(error.field, renamed or {}), error.problem)
+    if isinstance(error, UnicodeEncodeError):
+        return GatewayError(400, "the body holds half of a surrogate pair, which is no text", code="invalid_unicode")
+    return GatewayError(
+        500, "an error of the gateway; report it to its operator with the request id", code="internal", may_retry=False
+    )
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Has every error that the app knows answered in OpenAI's shape."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        return as_gateway_error(error).response()
+
+    async def of_validation(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return from_validation(error.errors()).response()
+
+    async def of_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {404: "there is no such path here", 405: "this path has another method"}
+        response = GatewayError(error.status_code, words.get(error.status_code, str(error.detail))).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    for kind in (GatewayError, RequestFailed, InvalidOption, UnicodeEncodeError):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)
+
+
+def from_validation(errors: Sequence[Any]) -> GatewayError:
+    """The first thing that is wrong with a body. Among the members of a union the one that went furthest is meant."""
+    first = max(errors, key=_depth) if errors else None
+    if first is None:
+        return GatewayError(400, "the request is not valid")
+    if first["type"] == "json_invalid":
+        return GatewayError(400, "the body is no valid JSON", code="invalid_json")
+    param = _path(first["loc"])
+    problem = str(first["msg"]).removeprefix("Value error, ")
+    return invalid(param, problem) if param else GatewayError(400, problem)
+
+
+def _depth(error: Any) -> tuple[int, int]:
+    location = error["loc"]
+    last = location[-1] if location else 0
+    return len(location), last if isinstance(last, int) else 0
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """A place in a body as a caller would write it: messages[0].content. The names of a union's members are left out:
+    they are types, and what is no name of a field."""
+    path = ""
+    for part in location[1:] if location and location[0] == "body" else location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part.islower() and part not in _UNION_MEMBERS:
+            path += f".{part}" if path else part
+    return path
+
+
+_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
+
+
+def _caller_name(field: str, renamed: Mapping[str, str]) -> str:
+    for prefix in _PREFIXES:
+        field = field.removeprefix(prefix)
+    field = re.sub(r"^token_ids\.ids(\[\d+\])?", "token_ids", field)
+    head, dot, rest = field.partition(".")
+    name, bracket, index = head.partition("[")
+    return f"{renamed.get(name, name)}{bracket}{index}{dot}{rest}"

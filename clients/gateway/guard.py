@@ -1,0 +1,74 @@
+"""The outermost layer: an id for every answer, a bound on every body, and an end for every error of our own."""
+
+import logging
+import secrets
+import traceback
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.settings import GatewaySettings
+
+_log = logging.getLogger(__name__)
+
+
+class Guard:
+    """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+        self._app = app
+        self._max_body_bytes = settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+        num_bytes = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
+            await send(message)
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        try:
+            if int(Headers(scope=scope).get("content-length") or 0) > self._max_body_bytes:
+                raise self._too_large()
+            await self._app(scope, receive_bounded, send_with_id)
+        except Exception as error:
+            if not isinstance(error, GatewayError):
+                _log_without_text(error)
+            if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
+                raise _Cut from None
+            await as_gateway_error(error).response()(scope, receive, send_with_id)
+
+    def _too_large(self) -> GatewayError:
+        return GatewayError(
+            413, f"the body may have {self._max_body_bytes:,} bytes; send less at once", code="request_too_large"
+        )
+
+
+class _Cut(Exception):
+    """Ends an answer that has begun; the cause was logged."""
+
+
+def _log_without_text(error: Exception) -> None:
+    frames = " < ".join(
+        f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__)[-12:])
+    )
+    _log.error("%s in the gateway: %s", type(error).__name__, frames)

@@ -1,0 +1,159 @@
+"""Where and how the gateway listens: the socket, the ASGI server, its beginning and its end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from penstock.clients.errors import PenstockError
+from penstock.clients.event_loop import loop_factory
+from penstock.clients.gateway.certificate import Certificate
+
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Where and how to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    unix_path: Path | None = None
+    """A Unix socket instead of host and port."""
+    descriptor: int | None = None
+    """A socket that listens already, instead of either."""
+    certificate: Path | None = None
+    """TLS: the chain, as PEM; ``private_key`` belongs to it."""
+    private_key: Path | None = None
+    keep_alive_s: int = 75
+    """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
+    max_connections: int = 4096
+    """More are answered with 503."""
+    shutdown_s: int = 10
+    """How long answers may go on after a signal to stop."""
+
+
+def serve(app: ASGIApp, http: HttpSettings, what: str) -> int:
+    """Serves until a signal; returns the exit status. ``what`` is served is told when it is. Raises PenstockError."""
+    with _listening(http) as (listener, address):
+        server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(server.serve([listener]))
+        return 0 if server.started else 1
+
+
+@contextlib.contextmanager
+def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
+    """The socket and its address, bound before anything else so that a port in use is told in one line."""
+    scheme = "http" if http.certificate is None else "https"
+    try:
+        if http.descriptor is not None:
+            listener = socket.socket(fileno=http.descriptor)
+        elif http.unix_path is not None:
+            listener = _unix_socket(http.unix_path)
+        else:
+            family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        where_to = http.unix_path or (
+            f"--fd {http.descriptor}" if http.descriptor is not None else f"{http.host}:{http.port}"
+        )
+        # A name that is not found has a number of its own, and Python adds the address to the words of others.
+        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
+        raise PenstockError(f"cannot listen on {where_to}: {why}") from None
+    with listener:
+        name = listener.getsockname()
+        address = f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{_host(name[0])}:{name[1]}"
+        try:
+            yield listener, address
+        finally:
+            if http.unix_path is not None:
+                http.unix_path.unlink(missing_ok=True)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Replaces what a gateway left behind that was killed."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.is_socket() and probe.connect_ex(str(path)) != 0:
+            path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class HttpServer(uvicorn.Server):
+    """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
+
+    def __init__(self, app: ASGIApp, http: HttpSettings, greeting: str = "") -> None:
+        super().__init__(_config(app, http))
+        self._greeting = greeting
+        self._watching: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """On the loop; uvicorn's own would raise the signal again at the end, which makes an orderly end look like
+        another."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self._stop)
+        try:
+            yield
+        finally:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(each)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it serves, when it does."""
+        await super().startup(sockets)
+        if self.started and self._greeting:
+            print(self._greeting, flush=True)
+            context, chain, key = self.config.ssl, self.config.ssl_certfile, self.config.ssl_keyfile
+            if context is not None and chain and key:
+                self._watching = asyncio.create_task(Certificate(context, Path(chain), Path(key)).watch())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes nothing new, and lets answers end."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await super().shutdown(sockets)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _config(app: ASGIApp, http: HttpSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        interface="asgi3",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_certfile=http.certificate,
+        ssl_keyfile=http.private_key,
+        timeout_keep_alive=http.keep_alive_s,
+        timeout_graceful_shutdown=http.shutdown_s,
+        limit_concurrency=http.max_connections,
+    )

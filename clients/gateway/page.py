@@ -1,0 +1,60 @@
+"""The chat page: one HTML file, served as it is, under a policy that lets it run its own script and nothing else."""
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
+_INLINE = {kind: re.compile(rf"<{kind}>(.*?)</{kind}>", re.DOTALL) for kind in ("script", "style")}
+
+
+def make_router() -> APIRouter:
+    """The page at ``/``."""
+    html, headers = _page()
+    router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    return router
+
+
+def _page() -> tuple[str, dict[str, str]]:
+    """The file and the headers that it is served with."""
+    html = files("penstock.clients.gateway").joinpath("page.html").read_text(encoding="utf-8")
+    return html, {
+        "Content-Security-Policy": content_security_policy(html),
+        "Cache-Control": "no-cache",  # a new version of the gateway is seen at once
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def content_security_policy(html: str) -> str:
+    """What the page may do: run and wear exactly what stands in it, and ask the server that it came from. Text never
+    becomes markup: `trusted-types` makes browsers that know it refuse innerHTML and its like."""
+    own = {kind: " ".join(map(_hash, pattern.findall(html))) for kind, pattern in _INLINE.items()}
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {own['script']}",
+            f"style-src {own['style']}",
+            "connect-src 'self'",
+            "img-src data:",  # the empty icon, so that no browser asks for one
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+def _hash(inline: str) -> str:
+    """An inline element's source expression (Content Security Policy level 3, section 6.7.3)."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"

@@ -1,0 +1,43 @@
+"""What a part of an answer's text turned out to be."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A part of a tool call: ``id`` and ``name`` are on a call's first piece alone, ``arguments`` are appended."""
+
+    index: int
+    """Which call of the answer, from 0."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
+    """Appends a piece. One that goes on with the last call is put together with it: the openai package takes a second
+    entry of one chunk for another call."""
+    if calls and calls[-1].index == piece.index:
+        last = calls.pop()
+        piece = CallPiece(last.index, last.id, last.name, last.arguments + piece.arguments)
+    calls.append(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a part of an answer added to it; each is appended to what came before."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether it adds anything."""
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __add__(self, more: "Piece") -> "Piece":
+        """Both, one after the other."""
+        calls = list(self.calls)
+        for call in more.calls:
+            append_call(calls, call)
+        return Piece(self.content + more.content, self.reasoning + more.reasoning, tuple(calls))

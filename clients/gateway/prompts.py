@@ -1,0 +1,68 @@
+"""The prompts of a completion, with their text and tokens where the answer shows them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.schemas_completions import CompletionRequest
+from penstock.clients.gateway.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
+
+MAX_PROMPTS = 1024
+"""In one HTTP request: each is a request of its own to the service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. Text or tokens is what the caller sent; the other is there if it was needed."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+
+    def put_into(self, start: pb.Start) -> None:
+        """Tokens go before text: they are what the answer speaks of."""
+        if self.token_ids is not None:
+            start.token_ids.ids.extend(self.token_ids)
+        else:
+            assert self.text is not None
+            start.text = self.text
+
+
+async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
+    """All of a request. Raises GatewayError, and RequestFailed."""
+    prompts = _listed(body)
+    needs_ids = (
+        body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
+    )
+    if not needs_ids:
+        return prompts
+    return list(await asyncio.gather(*(_complete(prompt, body, caller) for prompt in prompts)))
+
+
+def _listed(body: CompletionRequest) -> list[Prompt]:
+    given = body.prompt
+    if isinstance(given, str):
+        return [Prompt(text=given)]
+    if not given:
+        raise invalid("prompt", "is empty")
+    if isinstance(given[0], int):
+        return [Prompt(token_ids=given)]
+    if len(given) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS:,} prompts; there are {len(given):,}")
+    return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
+
+
+async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller) -> Prompt:
+    tokenizer = caller.stubs.tokenizer
+    if prompt.token_ids is None:
+        assert prompt.text is not None
+        adds = body.add_special_tokens is not False
+        tokens = await caller.call(tokenizer.Tokenize, TokenizeRequest(text=prompt.text, add_special_tokens=adds))
+        return Prompt(prompt.text, tokens.token_ids)
+    if not body.echo:
+        return prompt
+    shows_specials = body.skip_special_tokens is False
+    request = DetokenizeRequest(token_ids=prompt.token_ids, include_special_tokens=shows_specials)
+    return Prompt((await caller.call(tokenizer.Detokenize, request)).text, prompt.token_ids)

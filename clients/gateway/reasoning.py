@@ -1,0 +1,106 @@
+"""Tells a model's reasoning from its answer."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.clients.gateway.piece import Piece
+
+if TYPE_CHECKING:
+    from penstock.clients.gateway.answer import AnswerParser
+
+
+class ReasoningFormat(NamedTuple):
+    """How a model marks its reasoning, at the beginning of an answer."""
+
+    opens: str
+    closes: str
+    has_special_markers: bool = False
+    """Whether the markers are special tokens, which a text lacks unless they are asked for."""
+
+    def is_open_in(self, text: str) -> bool:
+        """Whether a text ends within reasoning that it has opened."""
+        return text.rfind(self.opens) > text.rfind(self.closes)
+
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
+}
+"""By the names that ``--reasoning-parser`` takes."""
+
+
+class ReasoningParser:
+    """Splits off the reasoning; the rest goes to another parser. White space next to the markers is dropped."""
+
+    def __init__(self, form: ReasoningFormat, answer: "AnswerParser", in_reasoning: bool) -> None:
+        """``in_reasoning``: the prompt has the opening marker already."""
+        self._form = form
+        self._answer = answer
+        self._held = ""
+        """May be the beginning of a marker, or white space before one."""
+        self._may_open = True
+        self._in_reasoning = in_reasoning
+        self._is_begun = False
+        """Whether anything of the reasoning, or else of the answer, has been sent."""
+
+    def feed(self, text: str) -> Piece:
+        """See AnswerParser."""
+        if not self._may_open and not self._in_reasoning:
+            return self._answer_piece(text)
+        self._held += text
+        if self._may_open:
+            self._open()
+        if self._may_open:
+            return Piece()
+        return self._reasoning_piece() if self._in_reasoning else self._answer_piece(self._take_held())
+
+    def end(self) -> Piece:
+        """See AnswerParser."""
+        if self._in_reasoning:
+            return Piece(reasoning=self._take_held())
+        self._is_begun = self._is_begun or self._may_open
+        return self._answer_piece(self._take_held()) + self._answer.end()
+
+    def _open(self) -> None:
+        """Decides whether an answer begins with reasoning, once that can be told."""
+        begun = self._held.lstrip()
+        if begun.startswith(self._form.opens):
+            self._held = begun.removeprefix(self._form.opens)
+            self._in_reasoning, self._may_open = True, False
+        elif begun and not self._form.opens.startswith(begun):
+            self._may_open = False
+            self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
+
+    def _reasoning_piece(self) -> Piece:
+        reasoning, marker, answer = self._held.partition(self._form.closes)
+        if not self._is_begun:
+            reasoning = reasoning.lstrip()
+        if marker:
+            self._held, self._in_reasoning, self._is_begun = "", False, False
+            after = self._answer_piece(answer)
+            return Piece(after.content, reasoning.rstrip(), after.calls)
+        end = len(reasoning) - num_held(reasoning, self._form.closes)
+        end = len(reasoning[:end].rstrip())
+        self._held = reasoning[end:]
+        self._is_begun = self._is_begun or end > 0
+        return Piece(reasoning=reasoning[:end])
+
+    def _answer_piece(self, text: str) -> Piece:
+        if not self._is_begun:
+            text = text.lstrip()
+        if not text:
+            return Piece()
+        self._is_begun = True
+        return self._answer.feed(text)
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def num_held(text: str, marker: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

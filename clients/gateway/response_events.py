@@ -1,0 +1,209 @@
+"""An answer as the Responses API has it: items of output, and the typed events that tell how they grow.
+
+One writer serves both forms: what is sent whole is the response that the last event of a stream would carry. Knows
+neither HTTP nor the service.
+"""
+
+import time
+
+from penstock.clients.gateway.answering import Json
+from penstock.clients.gateway.piece import CallPiece, Piece
+
+
+class ResponseEvents:
+    """Of one response: takes the parts of its answer, and gives the events that follow from them."""
+
+    def __init__(self, response: Json) -> None:
+        """``response`` has the fields that the request settles; output, status and usage are filled in here."""
+        self.response = response | {
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "error": None,
+            "incomplete_details": None,
+            "completed_at": None,
+        }
+        self._num_events = 0
+        self._open: _Item | None = None
+        """The item that grows; those before it are whole."""
+
+    def begin(self) -> list[Json]:
+        """Before any output."""
+        return [self._of_response("response.created"), self._of_response("response.in_progress")]
+
+    def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
+        """More of the answer; ``logprobs`` are of the piece's tokens."""
+        events: list[Json] = []
+        calls = list(piece.calls)
+        while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
+            events += self._call(calls.pop(0))
+        if piece.reasoning:
+            events += self._turn_to(_Reasoning)
+            events.append(self._delta(piece.reasoning))
+        if piece.content:
+            events += self._turn_to(_Message)
+        if isinstance(self._open, _Message) and (piece.content or logprobs):  # the text of some tokens is cut
+            self._open.logprobs += logprobs
+            events.append(self._delta(piece.content, logprobs=logprobs))
+        for call in calls:
+            events += self._call(call)
+        return events
+
+    def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
+        """The end of the answer; ``is_cut`` says that it reached its limit of tokens."""
+        events = [] if self._open or self.response["output"] else self._turn_to(_Message)
+        events += self._close("incomplete" if is_cut else "completed")
+        self.response |= {
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "completed_at": None if is_cut else int(time.time()),
+            "usage": usage,
+        }
+        return [*events, self._of_response(f"response.{self.response['status']}")]
+
+    def fail(self, code: str, message: str) -> list[Json]:
+        """The end of an answer that broke off; what came of it stays."""
+        events = self._close("incomplete")
+        self.response |= {"status": "failed", "error": {"code": code, "message": message}}
+        return [*events, self._of_response("response.failed")]
+
+    def _call(self, piece: CallPiece) -> list[Json]:
+        events: list[Json] = []
+        if piece.id:
+            events = self._close("completed")
+            events += self._start(_Call(self._next_id("fc"), piece.id, piece.name))
+        if piece.arguments:
+            assert isinstance(self._open, _Call), "a call's first piece has its id"
+            events.append(self._delta(piece.arguments))
+        return events
+
+    def _turn_to(self, kind: "type[_Message | _Reasoning]") -> list[Json]:
+        """Has the open item be one of this kind."""
+        if isinstance(self._open, kind):
+            return []
+        return [*self._close("completed"), *self._start(kind(self._next_id(kind.prefix)))]
+
+    def _start(self, item: "_Item") -> list[Json]:
+        self._open = item
+        added = self._event("response.output_item.added", {"item": item.as_json("in_progress")})
+        if not item.has_part:
+            return [added]
+        return [added, self._of_item("response.content_part.added", {"part": item.part()})]
+
+    def _close(self, status: str) -> list[Json]:
+        item = self._open
+        if item is None:
+            return []
+        events = [self._of_item(f"{item.event}.done", item.whole())]
+        if item.has_part:
+            events.append(self._of_item("response.content_part.done", {"part": item.part()}))
+        done = item.as_json(status)
+        events.append(self._event("response.output_item.done", {"item": done}))
+        self.response["output"].append(done)
+        self._open = None
+        return events
+
+    def _delta(self, text: str, **more: object) -> Json:
+        assert self._open is not None
+        self._open.texts.append(text)
+        return self._of_item(f"{self._open.event}.delta", {"delta": text, **more})
+
+    def _of_item(self, kind: str, fields: Json) -> Json:
+        assert self._open is not None
+        where = {"content_index": 0} if self._open.has_part else {}
+        return self._event(kind, {"item_id": self._open.id, **where, **fields})
+
+    def _event(self, kind: str, fields: Json) -> Json:
+        return self._numbered({"type": kind, "output_index": len(self.response["output"]), **fields})
+
+    def _of_response(self, kind: str) -> Json:
+        return self._numbered({"type": kind, "response": self.response | {"output": list(self.response["output"])}})
+
+    def _numbered(self, event: Json) -> Json:
+        self._num_events += 1
+        return event | {"sequence_number": self._num_events - 1}
+
+    def _next_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.response['id'].removeprefix('resp_')}{len(self.response['output'])}"
+
+
+class _Item:
+    """An item of output that grows; its kinds differ in names."""
+
+    prefix: str
+    event: str
+    """What its own events are called, before ``.delta`` and ``.done``."""
+    has_part = True
+    """Whether its text is in a content part."""
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self.texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self) -> Json:
+        """Its only content part, so far."""
+        raise NotImplementedError
+
+    def whole(self) -> Json:
+        """What its ``.done`` event tells."""
+        return {"text": self.text}
+
+    def as_json(self, status: str) -> Json:
+        """The item; while it is in progress its content is left to the events."""
+        raise NotImplementedError
+
+    def _content(self, status: str) -> list[Json]:
+        return [] if status == "in_progress" else [self.part()]
+
+
+class _Message(_Item):
+    prefix = "msg"
+    event = "response.output_text"
+
+    def __init__(self, item_id: str) -> None:
+        super().__init__(item_id)
+        self.logprobs: list[Json] = []
+
+    def part(self) -> Json:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def whole(self) -> Json:
+        return {"text": self.text, "logprobs": list(self.logprobs)}
+
+    def as_json(self, status: str) -> Json:
+        content = self._content(status)
+        return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": content}
+
+
+class _Reasoning(_Item):
+    prefix = "rs"
+    event = "response.reasoning_text"
+
+    def part(self) -> Json:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def as_json(self, status: str) -> Json:
+        content = self._content(status)
+        return {"type": "reasoning", "id": self.id, "summary": [], "status": status, "content": content}
+
+
+class _Call(_Item):
+    prefix = "fc"
+    event = "response.function_call_arguments"
+    has_part = False
+
+    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+        super().__init__(item_id)
+        self._call_id = call_id
+        self._name = name
+
+    def whole(self) -> Json:
+        return {"name": self._name, "arguments": self.text}
+
+    def as_json(self, status: str) -> Json:
+        named = {"type": "function_call", "id": self.id, "call_id": self._call_id, "name": self._name}
+        return named | {"arguments": self.text, "status": status}

@@ -1,0 +1,183 @@
+"""POST /v1/responses: answers conversations as OpenAI's newer API has it, by the same path as chat completions."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.events import Finished, Usage
+from penstock.clients.gateway.answering import AnswerResponse, Json
+from penstock.clients.gateway.chat_reader import ChatReader
+from penstock.clients.gateway.chat_request import build_chat_start, check_chat
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.formats import parser_maker
+from penstock.clients.gateway.response_events import ResponseEvents
+from penstock.clients.gateway.response_input import RENAMED, as_chat
+from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas_responses import ResponsesRequest
+from penstock.clients.gateway.service_link import Caller
+from penstock.v1.tokenizer_pb2 import TokenizeRequest
+
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""What OpenAI's API calls a failure in a response, by its HTTP code; all else is server_error."""
+
+
+def make_router() -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=CallerRoute, tags=["generation"])
+
+    @router.post(
+        "/v1/responses",
+        response_model=dict[str, Any],
+        responses=ERRORS,
+        summary="Answer a conversation, in OpenAI's newer form",
+        description="The stateless part of OpenAI's Responses API: nothing is stored, so that each request has its "
+        "whole input. With `stream` the answer is OpenAI's typed events; the last has what comes without `stream`.",
+    )
+    async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
+        chat = as_chat(body)
+        check_chat(chat, caller)
+        new_parser, shows_specials = await parser_maker(chat, caller)
+        start = build_chat_start(chat, request.headers, caller)
+        if shows_specials:
+            start.output.include_special_tokens = True
+        return AnswerResponse(
+            Exchange(caller, [start]),
+            ResponseWriter(body, caller, ChatReader(chat, caller, new_parser)),
+            stream=bool(body.stream),
+            keepalive_s=caller.settings.keepalive_s,
+            renamed=RENAMED,
+            ends_with_done=False,
+        )
+
+    return router
+
+
+class ResponseWriter:
+    """The events of a response."""
+
+    def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader) -> None:
+        self._settled = _settled(body, caller.model.name)
+        self._caller = caller
+        self._reader = reader
+        self._events = ResponseEvents(self._settled)
+        self._usage = Usage()
+        self._is_cut = False
+        self._reasoning: list[str] = []
+        self._num_reasoning_tokens = 0
+
+    def begin(self, request_id: str) -> list[Json]:
+        """The response, before any output."""
+        self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled)
+        return self._events.begin()
+
+    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """What is new."""
+        for _, event in arrivals:
+            if isinstance(event, Finished):
+                self._usage = event.usage
+        events: list[Json] = []
+        for part in await self._reader.read(arrivals):
+            self._is_cut = part.finish_reason == "length"
+            self._reasoning.append(part.piece.reasoning)
+            events += self._events.add(part.piece, part.logprobs)
+        if any(isinstance(event, Finished) for _, event in arrivals):
+            await self._count_reasoning()
+        return events
+
+    def end(self) -> list[Json]:
+        """The whole response."""
+        return self._events.end(self._usage_json(), is_cut=self._is_cut)
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """The response as far as it came, and why no further."""
+        return self._events.fail(_CODES.get(error.status, "server_error"), error.message)
+
+    def whole(self) -> "WholeResponse":
+        """For an answer in one piece."""
+        return WholeResponse()
+
+    async def _count_reasoning(self) -> None:
+        """By its text, as the tokenizer has it: the service tells the tokens of an answer in all."""
+        text = "".join(self._reasoning)
+        if not text:
+            return
+        try:
+            request = TokenizeRequest(text=text, add_special_tokens=False)
+            response = await self._caller.call(self._caller.stubs.tokenizer.Tokenize, request)
+        except RequestFailed:
+            return  # the answer stands without this figure
+        self._num_reasoning_tokens = len(response.token_ids)
+
+    def _usage_json(self) -> Json:
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        }
+
+
+class WholeResponse:
+    """The response that the last event has."""
+
+    def __init__(self) -> None:
+        self._response: Json = {}
+
+    def add(self, chunk: Json) -> None:
+        """The next event."""
+        self._response = chunk.get("response", self._response)
+
+    def result(self) -> Json:
+        """The response."""
+        return self._response
+
+
+def _settled(body: ResponsesRequest, model: str) -> Json:
+    """What the request settles of a response. Most of it is the request's own."""
+    given = body.model_dump(exclude_none=True, include=_RETURNED)
+    return {
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": False,
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "user": None,
+        **given,
+    }
+
+
+_RETURNED = {
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "reasoning",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+}
+"""Fields of a request that its response shows again."""

@@ -1,0 +1,204 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.clients.gateway.schemas_common import GenerationBody, PromptLogprobs, UInt32, Usage
+
+_LENIENT = ConfigDict(strict=True, extra="ignore")
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; there is text alone."""
+
+    model_config = _LENIENT
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(BaseModel):
+    """A function with arguments."""
+
+    model_config = _LENIENT
+
+    name: str
+    arguments: str = Field(description="The JSON text of an object.")
+
+
+class MessageToolCall(BaseModel):
+    """A call that the model made."""
+
+    model_config = _LENIENT
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One message of the conversation."""
+
+    model_config = _LENIENT
+
+    role: str = Field(description="system, developer, user, assistant or tool.")
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, description="Passed over: templates drop what was reasoned before."
+    )
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+
+
+class Tool(BaseModel):
+    """What the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer must have."""
+
+    model_config = _LENIENT
+
+    type: str
+
+
+class ChatRequest(GenerationBody):
+    """Answer a conversation."""
+
+    messages: list[Message] = Field(min_length=1, description="In order.")
+    max_tokens: UInt32 | None = Field(None, description="The same as max_completion_tokens, which is newer.")
+    max_completion_tokens: UInt32 | None = Field(
+        None, description="The most tokens of each choice. Default: all that the context leaves."
+    )
+    logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
+    top_logprobs: UInt32 | None = Field(None, description="And with so many alternatives, to 20.")
+    tools: list[Tool] | None = Field(None, description="What the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
+    parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
+    response_format: ResponseFormat | None = Field(None, description='Of type "text"; others are not supported yet.')
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
+    include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
+    add_generation_prompt: bool | None = Field(None, description="Whether the assistant's turn is opened.")
+    continue_final_message: bool | None = Field(
+        None, description="The output goes on with the last message, the assistant's. Not with add_generation_prompt."
+    )
+    echo: bool | None = Field(None, description="Puts the last message before the output, where that goes on with it.")
+    add_special_tokens: Literal[False] | None = Field(None, description="The template has them all.")
+
+
+class FunctionPiece(BaseModel):
+    """A function's name, on a call's first chunk, and what is new of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPiece(BaseModel):
+    """A call, or what is new of it."""
+
+    index: int | None = Field(None, description="Which call; in chunks alone.")
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionPiece
+
+
+class AnswerMessage(BaseModel):
+    """The answer, or what a chunk adds to it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = Field(None, description="What the model wrote before its answer, where it does.")
+    tool_calls: list[ToolCallPiece] | None = None
+    refusal: str | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of all tokens of the answer, those of reasoning and calls included."""
+
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended it.")
+    token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+
+
+class ChatCompletion(BaseModel):
+    """The answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int = Field(description="Seconds since 1970.")
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="With prompt_logprobs.")
+
+
+class ChunkChoice(BaseModel):
+    """What a chunk adds to a choice."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """A part of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,103 @@
+"""What requests for completions and for chats share, and the parts of their answers."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.clients.gateway.unsupported import without_foreign_fields
+
+UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[UInt32], Field(fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+"""A list that is another thing says so with its first item, not with an error for each."""
+
+
+class StreamOptions(BaseModel):
+    """What a streamed answer tells besides."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="Whether a last chunk, without choices, has the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Whether every chunk has the usage so far. An extension of vLLM's."
+    )
+
+
+class Body(BaseModel):
+    """Of any request: a field is known, or it is named in the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = Field(None, description="The served model's name, as GET /v1/models has it. Default: that one.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_fields(cls, body: Any) -> Any:
+        return without_foreign_fields(body, cls.model_fields)
+
+
+class SamplingBody(Body):
+    """How an answer is chosen. All bounds are those of the gRPC contract, and the service names the field."""
+
+    temperature: float | None = Field(None, description="0 takes the most likely token. Default: 1.")
+    top_p: float | None = Field(None, description="Only the most likely tokens whose probabilities reach this sum.")
+    stop: str | list[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
+    seed: int | None = Field(
+        None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, as far as the backend is."
+    )
+    presence_penalty: float | None = Field(None, description="Of each token in the output, once: -2 to 2.")
+    frequency_penalty: float | None = Field(None, description="For each time a token is in the output: -2 to 2.")
+    logit_bias: dict[str, float] | None = Field(None, description="Added to the logits of tokens, by their ids.")
+    top_k: int | None = Field(None, ge=-1, le=2**32 - 1, description="Only the k most likely tokens; 0 or -1: all.")
+    min_p: float | None = Field(None, description="Only tokens at least this likely, as a share of the likeliest.")
+    repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output. Default: 1.")
+    min_tokens: UInt32 | None = Field(None, description="No end of sequence before so many tokens.")
+    stop_token_ids: list[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
+    ignore_eos: bool | None = Field(None, description="Goes on past the model's own end of sequence.")
+    bad_words: list[str] | None = Field(None, description="Strings that the output does not complete.")
+    allowed_token_ids: list[UInt32] | None = Field(None, description="Only these tokens may be chosen.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keeps what ended the output in the text.")
+    skip_special_tokens: bool | None = Field(None, description="Leaves special tokens out of the text. Default: true.")
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="Lower runs first, where the service schedules by priority."
+    )
+    request_id: str | None = Field(None, description="The caller's own id, for the service's logs.")
+
+
+class GenerationBody(SamplingBody):
+    """Fields of completions and chats."""
+
+    n: UInt32 | None = Field(None, description="How many choices: 1 to 64. Default: 1.")
+    stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="Log-probabilities of the prompt's tokens and of so many alternatives. Not with stream."
+    )
+    return_token_ids: bool | None = Field(None, description="Adds the token ids of prompt and output to the answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description='Names tokens "token_id:N" in logprobs.')
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return 1 if self.n is None else self.n
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int = Field(description="Those that came from the prefix cache.")
+
+
+class Usage(BaseModel):
+    """Tokens used."""
+
+    prompt_tokens: int
+    completion_tokens: int = Field(description="Of all choices; stopping tokens count.")
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+"""vLLM's form: for each token of the prompt (the first has none) the token and alternatives by id, with ``logprob``,
+``rank`` and ``decoded_token``."""

@@ -1,0 +1,42 @@
+"""What the gateway is told when it starts: frozen, complete, checked by ``command``."""
+
+from dataclasses import dataclass, field
+
+from penstock.clients.channel import DEFAULT_TARGET
+from penstock.clients.connection import Connection
+
+AUTO, NONE = "auto", "none"
+"""Of a parser: chosen by the model's name, and none at all."""
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """All that the app depends on."""
+
+    service: Connection = field(default_factory=lambda: Connection(DEFAULT_TARGET))
+    """Where the gRPC service is. With an ``api_key`` here every request is sent under that key, whatever its caller
+    shows; without one each caller's own key is passed on."""
+    tenant_header: str = ""
+    """The HTTP header, in small letters, that names the tenant of a request; empty: none does."""
+    metrics_target: str = ""
+    """``host:port`` of the service's metrics; empty: the gateway shows none."""
+    tool_call_parser: str = AUTO
+    """A format of tool calls, or AUTO or NONE."""
+    reasoning_parser: str = AUTO
+    """A format of reasoning, or AUTO or NONE."""
+    max_body_bytes: int = 16 << 20
+    """Of an HTTP request. A prompt of 4 MiB, the most that the service takes, may be larger in JSON."""
+    body_timeout_s: float = 30.0
+    """How long a request's body may take to arrive."""
+    request_timeout_s: float | None = None
+    """The deadline of a generation; None leaves it to the caller's patience."""
+    call_timeout_s: float = 30.0
+    """The deadline of a short call to the service: its model, its tokenizer."""
+    max_callers: int = 64
+    """Keys that may be in use at once: each has a stream of its own, of which the service takes a bounded number."""
+    idle_caller_s: float = 60.0
+    """How long a key's stream is kept open without a request."""
+    recheck_caller_s: float = 30.0
+    """How long a key that the service took is believed to be good before it is asked again."""
+    keepalive_s: float = 15.0
+    """A streamed answer with nothing to say for so long sends a comment, so that no proxy takes it for dead."""

@@ -1,0 +1,92 @@
+"""What a tenant may still have at a time: a rate of requests and a budget of tokens, each a bucket that fills steadily.
+
+The token bucket of RFC 2697 in its simplest form: it holds ``capacity`` at most and gains ``per_s`` a second. What is
+only known afterwards, an output, is taken when it is there, even where the bucket then owes some: whoever comes next
+waits until that is made up for. Knows no clock: the time is handed in, by ``time.monotonic()``.
+"""
+
+from penstock.scheduler.config import TenantLimits
+
+MIN_BURST = 1.0
+"""Requests that may come at once, however low the rate is."""
+_S_PER_MINUTE = 60.0
+
+
+class Bucket:
+    """Full at first."""
+
+    __slots__ = ("_at", "_level", "capacity", "per_s")
+
+    def __init__(self, capacity: float, per_s: float, now: float) -> None:
+        self.capacity = capacity
+        self.per_s = per_s
+        self._level = capacity
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What is in it; below 0 is owed."""
+        self._level = min(self.capacity, self._level + (now - self._at) * self.per_s)
+        self._at = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        """Also what it does not have."""
+        self._level = self.level(now) - amount
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """How long until it has so much, or is full; 0 where it has."""
+        return max(0.0, (min(amount, self.capacity) - self.level(now)) / self.per_s)
+
+    def resize(self, capacity: float, per_s: float, now: float) -> None:
+        """What is owed stays owed, and what was left of a smaller one is what there is of a larger one."""
+        self._level = min(capacity, self.level(now))
+        self.capacity, self.per_s = capacity, per_s
+
+
+class Allowance:
+    """A tenant's two buckets, where its limits ask for them."""
+
+    __slots__ = ("_requests", "_tokens")
+
+    def __init__(self, limits: TenantLimits, now: float) -> None:
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.reconfigure(limits, now)
+
+    def reconfigure(self, limits: TenantLimits, now: float) -> None:
+        """``limits`` hold from now on."""
+        rate, budget = limits.requests_per_second, limits.tokens_per_minute
+        self._requests = _sized(self._requests, None if rate is None else max(MIN_BURST, rate), rate, now)
+        self._tokens = _sized(self._tokens, budget, None if budget is None else budget / _S_PER_MINUTE, now)
+
+    def request_wait_s(self, now: float) -> float:
+        """How long until a request may come."""
+        return 0.0 if self._requests is None else self._requests.wait_s(1.0, now)
+
+    def token_wait_s(self, num_tokens: int, now: float) -> float:
+        """How long until there are so many tokens, or as many as there can be."""
+        return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
+
+    def take_request(self, num_prompt_tokens: int, now: float) -> None:
+        """A request was admitted."""
+        if self._requests is not None:
+            self._requests.take(1.0, now)
+        self.take_tokens(num_prompt_tokens, now)
+
+    def take_tokens(self, num_tokens: int, now: float) -> None:
+        """So many were used."""
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, now)
+
+    def is_full(self, now: float) -> bool:
+        """Whether nothing would be lost if this were made anew."""
+        return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in (self._requests, self._tokens))
+
+
+def _sized(bucket: Bucket | None, capacity: float | None, per_s: float | None, now: float) -> Bucket | None:
+    if capacity is None or per_s is None:
+        return None
+    if bucket is None:
+        return Bucket(capacity, per_s, now)
+    bucket.resize(capacity, per_s, now)
+    return bucket

@@ -1,0 +1,33 @@
+"""Where a service's metrics go: a page for Prometheus, a collector, both or nowhere."""
+
+from collections.abc import Mapping
+
+from penstock.service.listen import Address
+from penstock.service.metrics_page import MetricsPage
+from penstock.service.metrics_push import push_from
+from penstock.service.metrics_reader import LoopReader, MetricsReader
+
+
+class MetricsOutlets:
+    """For the event loop that it is made on, after the worker was started: threads begin here."""
+
+    def __init__(self, reader: MetricsReader, address: Address | None, environ: Mapping[str, str]) -> None:
+        """``address``: the page's, None for no page. ``environ`` is read by OpenTelemetry's own names."""
+        self._reader = reader
+        from_threads = LoopReader(reader.read)
+        self._page = None if address is None else MetricsPage(address, from_threads)
+        self._push = push_from(environ, from_threads)
+
+    def start(self) -> str | None:
+        """From here on; returns where the page is, if there is one. Raises ListenError."""
+        target = None if self._page is None else self._page.start()
+        if self._push is not None:
+            self._push.start()
+        return target
+
+    def stop(self) -> None:
+        """Sends the last numbers, and ends both. Safe to call before ``start``, and twice."""
+        if self._page is not None:
+            self._page.stop()
+        if self._push is not None:
+            self._push.stop(self._reader.read())

@@ -1,0 +1,309 @@
+"""Services with the HTTP gateway in front, as ``penstock serve --http-port`` starts it: one on the demo model, and one
+whose model says what it is told to."""
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+from fastapi import FastAPI
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.clients.connection import Connection
+from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.http_server import HttpServer, HttpSettings
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.state import EngineStats
+from penstock.service.http_gateway import HttpGateway
+from penstock.service.listen import Address
+from penstock.service.server import Server, ServerConfig
+from penstock.service.tokenizer import Tokenizer
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+
+
+@dataclass
+class Served:
+    """A running service."""
+
+    http: str
+    """The base of its HTTP addresses."""
+    target: str
+    """Of gRPC."""
+    greeting: str
+    process: "subprocess.Popen[str]"
+
+    @property
+    def openai(self) -> str:
+        """The base of OpenAI's API."""
+        return f"{self.http}/v1"
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[Served]:
+    """``penstock serve`` with HTTP, on free ports; killed at the end if it still runs."""
+    command = [str(PENSTOCK), "serve", "--port=0", "--http-port=0", "--kv-cache-memory-bytes=64M", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl-C ends it." in line:
+                break
+        else:
+            pytest.fail(f"it never served: {process.communicate()[1]}")
+        greeting = "".join(lines)
+        target, base = re.search(r"serves \S+ on (\S+)", greeting), re.search(r"base is (\S+)/v1", greeting)
+        assert target is not None
+        assert base is not None, greeting
+        yield Served(base[1], target[1], greeting, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def start_serving() -> Callable[..., AbstractContextManager[Served]]:
+    """For tests that need a process of their own."""
+    return serving
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Served]:
+    """The demo model. Without a prefix cache, so that one request computes as another does."""
+    with serving("--no-enable-prefix-caching") as served:
+        yield served
+
+
+SCRIPTED_NAME = "gpt-4o"
+"""LlamaIndex calls models by OpenAI's names alone."""
+SAY = b"SAY "
+TURN_ENDS, TURN = 256, 257
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def _write_tokenizer(directory: Path, template: str = TEMPLATE) -> Path:
+    """Id i is byte i; 256 ends an output, 257 begins a turn."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|end|>", "<|turn|>"])
+    library.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def say(history: Sequence[int], sampling: SamplingParams) -> int:
+    """What the last ``SAY`` of a chat says, byte for byte, then the end."""
+    if TURN not in history:
+        return TURN_ENDS
+    last_turn = len(history) - 1 - list(reversed(history)).index(TURN)
+    prompt = bytes(token for token in history[:last_turn] if token < TURN_ENDS)
+    said = len(history) - last_turn - 1 - len(b"assistant\n")
+    wanted = prompt.rpartition(SAY)[2]
+    return wanted[said] if said < len(wanted) else TURN_ENDS
+
+
+@pytest.fixture(scope="session")
+def scripted_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of the models that say what they are told to."""
+    return Tokenizer.load(_write_tokenizer(tmp_path_factory.mktemp("scripted")))
+
+
+@contextmanager
+def _scripted(tokenizer: Tokenizer, scheduler: SchedulerConfig | None = None, **settings: Any) -> Iterator[str]:
+    ready, stop = threading.Event(), list[Callable[[], object]]()
+    where = []
+    config = scheduler or SchedulerConfig()
+
+    async def serve() -> None:
+        http = HttpGateway(Address("127.0.0.1"), ["--tool-call-parser=hermes", "--reasoning-parser=think"])
+        engine = Engine(FakeExecutor(vocab_size=258, next_token=say, seconds_per_step=0.002), config)
+        given = ServerConfig(SCRIPTED_NAME, "127.0.0.1:0", scheduler=config, **settings)
+        server = Server(given, engine, tokenizer, http)
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        stop.append(lambda: loop.call_soon_threadsafe(done.set))
+        await server.start()
+        where.append(f"http://{server.http_target}")
+        ready.set()
+        await done.wait()
+        await server.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield where[0]
+    finally:
+        stop[0]()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def scripted(scripted_tokenizer: Tokenizer) -> Iterator[str]:
+    """A service whose model says what a prompt tells it to after ``SAY``, a byte a token: the base of its HTTP
+    addresses. Tool calls are as Hermes writes them, reasoning stands between <think> and </think>."""
+    with _scripted(scripted_tokenizer) as base:
+        yield base
+
+
+@pytest.fixture(scope="session")
+def start_scripted(scripted_tokenizer: Tokenizer) -> Callable[..., AbstractContextManager[str]]:
+    """The same for tests with settings of ``ServerConfig`` of their own."""
+    return partial(_scripted, scripted_tokenizer)
+
+
+def next_letter(history: Sequence[int], sampling: SamplingParams) -> int:
+    """a, b, c ... by the length of the history."""
+    return ord("a") + len(history) % 26
+
+
+@dataclass
+class Gateway:
+    """A service and a gateway on the test's own loop, on real sockets, and an HTTP client."""
+
+    app: FastAPI
+    engine: Engine
+    executor: FakeExecutor
+    service: Server
+    http: httpx.AsyncClient
+
+    @property
+    def base(self) -> str:
+        """Of OpenAI's API."""
+        return f"{self.http.base_url}/v1"
+
+    async def until(self, has: Callable[[EngineStats], bool]) -> None:
+        """Waits until the engine's statistics say so."""
+        while not has(self.engine.stats()):  # noqa: ASYNC110 - the engine tells nobody
+            await asyncio.sleep(0.005)
+
+    async def post(self, path: str, /, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        """A JSON body."""
+        return await self.http.post(path, json=body, headers=headers)
+
+    async def chunks(self, path: str, /, **body: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer, without its [DONE], which has to be there."""
+        response = await self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data:")]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+
+StartGateway = Callable[..., Awaitable[Gateway]]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its ids are bytes."""
+    return Tokenizer.load(_write_tokenizer(tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.fixture
+def tokenizer_with(tmp_path: Path) -> Callable[[str], Tokenizer]:
+    """The same with another chat template."""
+    return lambda template: Tokenizer.load(_write_tokenizer(tmp_path, template))
+
+
+@asynccontextmanager
+async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+    """A gateway on a free port."""
+    service = Connection(target, settings.pop("api_key", None))
+    app = create_app(GatewaySettings(service=service, **settings))
+    http = HttpServer(app, HttpSettings(shutdown_s=1))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(http.serve([listener]))
+        while not http.started:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(0.001)
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+            yield app, client
+        http.should_exit = True
+        await serving
+
+
+@pytest.fixture
+async def start_gateway(byte_tokenizer: Tokenizer) -> AsyncIterator[StartGateway]:
+    """Starts services with gateways; they are stopped after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            next_token: Any = next_letter,
+            tokenizer: Tokenizer | None = None,
+            service: dict[str, Any] | None = None,
+            scheduler: SchedulerConfig | None = None,
+            seconds_per_step: float = 0.0,
+            **settings: Any,
+        ) -> Gateway:
+            scheduler = scheduler or SchedulerConfig()
+            executor = FakeExecutor(vocab_size=258, next_token=next_token, seconds_per_step=seconds_per_step)
+            engine = Engine(executor, scheduler)
+            given: dict[str, Any] = {"listen": "127.0.0.1:0", "scheduler": scheduler} | (service or {})
+            config = ServerConfig("bytes", **given)
+            server = Server(config, engine, tokenizer or byte_tokenizer)
+            target = await server.start()
+            stack.push_async_callback(server.stop)
+            app, client = await stack.enter_async_context(http_in_front_of(target, **settings))
+            return Gateway(app, engine, executor, server, client)
+
+        yield start
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def http_before() -> Callable[..., AbstractAsyncContextManager[tuple[FastAPI, httpx.AsyncClient]]]:
+    """For tests that have a service of their own, or none."""
+    return http_in_front_of
+
+
+@pytest.fixture(name="say")
+def say_fixture() -> Callable[[Sequence[int], SamplingParams], int]:
+    """What a fake model answers that says what it is told to."""
+    return say
+
+
+@pytest.fixture
+async def gateway(start_gateway: StartGateway) -> Gateway:
+    """As it starts by itself."""
+    return await start_gateway()

@@ -1,0 +1,106 @@
+"""``penstock gateway``: its flags, what it says when it cannot start, and the API's description."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from penstock.clients import cli
+from penstock.clients.connection import KEY_VARIABLE
+from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.command import gateway_settings, http_settings, make_parser
+from penstock.clients.gateway.settings import GatewaySettings
+
+
+def test_help_has_examples_and_every_flag(capsys):
+    assert cli.main(["gateway", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples:\n  penstock gateway " in shown
+    for flag in ("--target", "--api-key-file", "--tenant-header", "--fd", "--unix-socket", "--tool-call-parser"):
+        assert flag in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "70000"], "--port: must be 0 to 65,535; it is '70000'"),
+        (["--tenant-header", "x tenant"], "--tenant-header: must be 1 to 64 letters"),
+        (["--tool-call-parser", "best"], "--tool-call-parser: invalid choice"),
+        (["--http-tls-key", "key.pem"], "--http-tls-key: give --http-tls-cert as well"),
+        (["--http-tls-cert", "/none", "--http-tls-key", "/none"], "/none: cannot be used (No such file"),
+        (["--api-key-file", "/none"], "--api-key-file: cannot read /none"),
+        (["--unix-socket", "/none/socket"], "cannot listen on /none/socket: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, flags, said):
+    assert cli.main(["gateway", *flags]) in (1, 2)
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_port_in_use_is_named(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["gateway", "--port", str(port)]) == 1
+    assert capsys.readouterr().err == f"penstock gateway: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_a_key_in_the_environment_is_not_the_gateways(monkeypatch, tmp_path):
+    monkeypatch.setenv(KEY_VARIABLE, "a person's")
+    parser = make_parser()
+    assert gateway_settings(parser.parse_args([])).service.api_key is None
+    file = tmp_path / "key"
+    file.write_text("the gateway's\n")
+    assert gateway_settings(parser.parse_args(["--api-key-file", str(file)])).service.api_key == "the gateway's"
+
+
+def test_flags_become_settings():
+    arguments = make_parser().parse_args(
+        ["--target=unix:/x", "--tenant-header=X-Tenant", "--max-body-mib=2", "--request-timeout=5", "--host=::1"]
+    )
+    settings = gateway_settings(arguments)
+    assert settings.service.target == "unix:/x"
+    assert settings.tenant_header == "x-tenant"
+    assert settings.max_body_bytes == 2 << 20
+    assert settings.request_timeout_s == 5
+    assert http_settings(arguments).host == "::1"
+
+
+def test_it_starts_without_a_service_and_ends_in_order(tmp_path):
+    path = tmp_path / "socket"
+    code = "import sys; from penstock.clients.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "gateway", "--target", "127.0.0.1:1", "--unix-socket", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert f"http+unix:{path}/v1 in front of 127.0.0.1:1" in process.stdout.readline()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway") as http:
+            assert http.get("/version").status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert not path.exists()
+
+
+def test_the_description_is_whole():
+    described = create_app(GatewaySettings()).openapi()
+    schemas = described["components"]["schemas"]
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            assert operation.get("summary"), (method, path)
+    for name in re.findall(r"#/components/schemas/(\w+)", str(described)):
+        assert name in schemas
+    assert {"ChatRequest", "ChatCompletion", "ChatChunk", "CompletionRequest", "ErrorBody"} <= schemas.keys()
+    undescribed = [
+        f"{name}.{field}"
+        for name in ("ChatRequest", "CompletionRequest")
+        for field, shape in schemas[name]["properties"].items()
+        if not shape.get("description") and "$ref" not in str(shape)
+    ]
+    assert undescribed == []

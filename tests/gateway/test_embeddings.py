@@ -1,0 +1,203 @@
+"""POST /v1/embeddings, by the openai package, over a service that embeds as it is told to."""
+
+import asyncio
+import base64
+import json
+import math
+import struct
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from penstock.clients.connection import Connection
+from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc, model_pb2, model_pb2_grpc
+from penstock.v1.generation_pb2 import Usage
+
+VALUES = [0.5, -0.25, 1 / 3, 1e-20]
+
+
+class Embedder(embedding_pb2_grpc.EmbeddingServiceServicer, model_pb2_grpc.ModelServiceServicer):
+    """The n-th vector begins with n."""
+
+    def __init__(self):
+        self.target = ""
+        self.requests = []
+        self.metadata = {}
+        self.hangs = False
+        self.cancelled = asyncio.Event()
+        self.began = asyncio.Event()
+
+    async def GetModel(self, request, context):
+        return model_pb2.GetModelResponse(name="embedder", max_model_len=64)
+
+    async def Embed(self, request, context):
+        self.requests.append(request)
+        self.metadata = dict(context.invocation_metadata())
+        self.began.set()
+        if self.hangs:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        if request.dimensions > len(VALUES):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "dimensions: must be at most 4")
+        vectors = [pb.Embedding(values=[float(i), *VALUES[1:]]) for i in range(len(request.inputs))]
+        return pb.EmbedResponse(request_id="R1", embeddings=vectors, usage=Usage(prompt_tokens=7))
+
+
+@pytest.fixture
+async def service():
+    embedder, server = Embedder(), grpc.aio.server()
+    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(embedder, server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(embedder, server)
+    embedder.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield embedder
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def gateway(service, **settings):
+    app = create_app(GatewaySettings(service=Connection(service.target), tenant_header="x-tenant", **settings))
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@pytest.fixture
+async def http(service):
+    async with gateway(service) as app:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            yield http
+
+
+@pytest.fixture
+def client(http):
+    return openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http, max_retries=0)
+
+
+async def test_a_text_gets_its_vector(client, service):
+    answer = await client.embeddings.create(model="embedder", input="hello")
+    assert struct.pack("<4f", *answer.data[0].embedding) == struct.pack("<4f", 0.0, *VALUES[1:])
+    assert (answer.object, answer.model, answer.data[0].object) == ("list", "embedder", "embedding")
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (7, 7)
+    assert [each.text for each in service.requests[0].inputs] == ["hello"]
+    assert not service.requests[0].HasField("dimensions")
+    assert not service.requests[0].HasField("normalize")
+
+
+@pytest.mark.parametrize(
+    ("given", "texts", "ids"),
+    [
+        (["a", "", "c"], ["a", "", "c"], []),
+        ([1, 2, 3], [], [[1, 2, 3]]),
+        ([[1, 2], [3]], [], [[1, 2], [3]]),
+    ],
+)
+async def test_every_form_of_input_reaches_the_service_in_order(client, service, given, texts, ids):
+    answer = await client.embeddings.create(model="embedder", input=given)
+    inputs = service.requests[0].inputs
+    assert [each.text for each in inputs if each.WhichOneof("input") == "text"] == texts
+    assert [list(each.token_ids.ids) for each in inputs if each.WhichOneof("input") == "token_ids"] == ids
+    assert [(each.index, each.embedding[0]) for each in answer.data] == [(i, i) for i in range(len(inputs))]
+
+
+async def test_both_encodings_hold_the_same_floats(http):
+    body = {"input": "x"}
+    plain = (await http.post("/v1/embeddings", json=body)).json()
+    packed = (await http.post("/v1/embeddings", json=body | {"encoding_format": "base64"})).json()
+    assert (await http.post("/v1/embeddings", json=body | {"encoding_format": "float"})).json()["data"] == plain["data"]
+    vector = packed["data"][0]["embedding"]
+    assert list(struct.unpack("<4f", base64.b64decode(vector))) == plain["data"][0]["embedding"]
+
+
+async def test_what_else_is_asked_reaches_the_service(client, service):
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    await client.embeddings.create(
+        model="embedder",
+        input="x",
+        dimensions=2,
+        user="passed over",
+        extra_body={"normalize": False, "priority": -3, "request_id": "mine"},
+        extra_headers={"x-tenant": "acme", "traceparent": trace},
+    )
+    (request,) = service.requests
+    assert (request.dimensions, request.normalize, request.priority) == (2, False, -3)
+    assert request.HasField("normalize")
+    assert (request.tenant, request.traceparent, request.client_request_id) == ("acme", trace, "mine")
+    assert service.metadata["authorization"] == "Bearer none"
+
+
+async def test_a_refusal_of_the_service_is_told(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.embeddings.create(model="embedder", input="x", dimensions=5)
+    assert "must be at most 4" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [[1], [2, -3]]}, "input[1][1]"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "dimensions": -1}, "dimensions"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
+)
+async def test_what_is_wrong_is_named_and_not_sent(http, service, body, param):
+    answer = await http.post("/v1/embeddings", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert service.requests == []
+
+
+async def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="other", input="x")
+
+
+async def test_a_caller_who_goes_away_cancels_the_work(service):
+    service.hangs = True
+    body = json.dumps({"input": "x"}).encode()
+
+    async def receive():
+        if not service.requests:
+            await service.began.wait() if received else received.append(True)
+        return {"type": "http.disconnect"} if service.requests else {"type": "http.request", "body": body}
+
+    async def send(message):
+        pass
+
+    received = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/embeddings",
+        "raw_path": b"/v1/embeddings",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "http_version": "1.1",
+        "scheme": "http",
+    }
+    async with gateway(service) as app, asyncio.timeout(10):
+        await app(scope, receive, send)
+        await service.cancelled.wait()
+
+
+def test_a_real_model_embeds(demo):
+    with openai.OpenAI(base_url=demo.openai, api_key="none", max_retries=0, timeout=60) as client:
+        one = client.embeddings.create(model="demo", input=["a cat on a mat", "a dog on a log"])
+        cut = client.embeddings.create(model="demo", input="a cat on a mat", dimensions=8)
+    vectors = [each.embedding for each in one.data]
+    assert [math.hypot(*vector) for vector in vectors] == pytest.approx([1, 1], rel=1e-5)
+    assert vectors[0] != vectors[1]
+    scale = math.hypot(*vectors[0][:8])
+    assert cut.data[0].embedding == pytest.approx([value / scale for value in vectors[0][:8]], rel=1e-4, abs=1e-6)
+    assert one.usage.prompt_tokens == one.usage.total_tokens > 2

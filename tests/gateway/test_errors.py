@@ -1,0 +1,268 @@
+"""What callers get to see when something is wrong: the code, OpenAI's shape, the field, and when to try again."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from penstock.clients.errors import RequestFailed, StreamBroken, Unreachable, failure_from_status
+from penstock.clients.gateway.errors import ErrorBody, as_gateway_error, from_failure
+from penstock.scheduler.config import SchedulerConfig
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response):
+    """The error of an answer, whose shape is checked."""
+    ErrorBody.model_validate(response.json(), extra="forbid")
+    assert response.headers["x-request-id"]
+    return response.json()["error"]
+
+
+WRONG: list[tuple[str, dict[str, Any], str | None]] = [
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, -1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": "\ud800"}, None),
+    (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "?"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None),
+    (COMPLETIONS, {"prompt": [300]}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 65}, "n"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": "a", "guided_regex": "a+"}, "guided_regex"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 9999}, "max_completion_tokens"),
+    (CHAT, {"messages": HELLO, "max_tokens": 9999}, "max_tokens"),
+    (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"messages": HELLO, "functions": [{}]}, "functions"),
+    (CHAT, {"messages": HELLO, "echo": True}, "echo"),
+    (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template"),
+    (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities"),
+]
+"""Path, body, and the field that is to be named."""
+
+
+async def test_what_is_wrong_is_named(gateway, subtests):
+    for path, body, param in WRONG:
+        with subtests.test(str(body)):
+            content = json.dumps(body).encode()
+            response = await gateway.http.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert response.status_code == 400, response.text
+            error = error_of(response)
+            assert error["param"] == param
+            assert error["type"] == "invalid_request_error"
+            assert "sampling." not in error["message"]
+
+
+async def test_fields_that_change_nothing_are_passed_over(gateway):
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "x"}
+    neutral = {"length_penalty": 1.0, "use_beam_search": False, "response_format": {"type": "text"}, "verbosity": None}
+    response = await gateway.post(CHAT, messages=HELLO, max_tokens=1, **ignored, **neutral)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_name_that_is_nearly_one_gets_a_hint(gateway):
+    error = error_of(await gateway.post(COMPLETIONS, prompt="a", temprature=1))
+    assert error["message"] == "temprature: there is no such field; did you mean temperature?"
+
+
+async def test_a_model_that_is_not_served(gateway):
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+        response = await gateway.post(path, model="gpt-5", **body)
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "model_not_found"
+
+
+async def test_a_body_that_is_none(gateway):
+    for content, kind, status in (
+        (b'{"prompt": ', "application/json", 400),
+        (b"[1]", "application/json", 400),
+        (b"", "application/json", 400),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415),
+    ):
+        response = await gateway.http.post(COMPLETIONS, content=content, headers={"Content-Type": kind})
+        assert response.status_code == status
+        error_of(response)
+
+
+async def test_paths_and_methods_that_are_none(gateway):
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", COMPLETIONS, 405), ("POST", "/v1/models", 405)):
+        response = await gateway.http.request(method, path)
+        assert response.status_code == status
+        error_of(response)
+
+
+async def test_a_body_that_is_too_large(start_gateway):
+    gateway = await start_gateway(max_body_bytes=1000)
+
+    async def parts():
+        for _ in range(20):
+            yield b" " * 100
+
+    for body in (b" " * 1001, parts()):
+        headers = {"Content-Type": "application/json"}
+        response = await gateway.http.post(COMPLETIONS, content=body, headers=headers)
+        assert response.status_code == 413
+        assert "1,000 bytes" in error_of(response)["message"]
+
+
+async def test_a_body_that_does_not_arrive(start_gateway):
+    gateway = await start_gateway(body_timeout_s=0.05)
+    reader, writer = await asyncio.open_connection(gateway.http.base_url.host, gateway.http.base_url.port)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{"
+    writer.write(head.encode())
+    assert b" 408 " in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_full_queue_says_when_to_try_again(start_gateway):
+    scheduler = SchedulerConfig(max_num_seqs=1, max_queued_requests=1)
+    gateway = await start_gateway(scheduler=scheduler, seconds_per_step=0.01)
+    body = {"prompt": "a", "max_tokens": 1000, "stream": True}
+    async with (
+        gateway.http.stream("POST", COMPLETIONS, json=body) as running,
+        gateway.http.stream("POST", COMPLETIONS, json=body) as waiting,
+    ):
+        assert running.status_code == waiting.status_code == 200
+        for path, fields in ((COMPLETIONS, {"prompt": "a"}), (COMPLETIONS, {"prompt": "a", "stream": True})):
+            response = await gateway.post(path, **fields)
+            assert response.status_code == 429
+            assert error_of(response)["code"] == "queue_full"
+            assert error_of(response)["type"] == "rate_limit_error"
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.headers["x-should-retry"] == "true"
+        async with openai.AsyncOpenAI(base_url=gateway.base, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model="bytes", prompt="a")
+
+
+async def test_a_deadline_that_passes(start_gateway):
+    gateway = await start_gateway(seconds_per_step=0.02, request_timeout_s=0.3)
+    response = await gateway.post(COMPLETIONS, prompt="a", max_tokens=4000)
+    assert response.status_code == 504
+    assert error_of(response)["code"] == "deadline"
+    chunks = await gateway.chunks(COMPLETIONS, prompt="a", max_tokens=4000)
+    assert chunks[0]["choices"][0]["text"]
+    assert chunks[-1]["error"]["code"] == "deadline"
+
+
+async def test_a_worker_that_is_down_is_503(start_gateway):
+    gateway = await start_gateway(scheduler=SchedulerConfig())
+    gateway.executor.may_start.clear()
+    gateway.executor.die()
+    await gateway.until(lambda stats: stats.state.name != "SERVING")
+    response = await gateway.post(COMPLETIONS, prompt="a")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    gateway.executor.may_start.set()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 400),
+        (grpc.StatusCode.FAILED_PRECONDITION, 400),
+        (grpc.StatusCode.OUT_OF_RANGE, 400),
+        (grpc.StatusCode.UNAUTHENTICATED, 401),
+        (grpc.StatusCode.PERMISSION_DENIED, 403),
+        (grpc.StatusCode.NOT_FOUND, 404),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+        (grpc.StatusCode.CANCELLED, 499),
+        (grpc.StatusCode.INTERNAL, 500),
+        (grpc.StatusCode.UNKNOWN, 500),
+        (grpc.StatusCode.UNIMPLEMENTED, 501),
+        (grpc.StatusCode.UNAVAILABLE, 503),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    ],
+)
+def test_every_status_has_its_code(code, status):
+    info = AnyMessage()
+    info.Pack(ErrorInfo(reason="SOME_REASON"))
+    failure = failure_from_status(Status(code=code.value[0], message="as you wish", details=[info]))
+    error = from_failure(failure)
+    assert error.status == status
+    assert error.body()["error"]["code"] == "some_reason"
+    assert error.message == "as you wish"
+
+
+def test_details_become_the_field_and_the_headers():
+    violation = BadRequest.FieldViolation(field="sampling.max_tokens", description="too many")
+    details = []
+    for message in (BadRequest(field_violations=[violation]), RetryInfo(retry_delay=Duration(nanos=250_000_000))):
+        details.append(AnyMessage())
+        details[-1].Pack(message)
+    status = Status(code=8, message="sampling.max_tokens: too many", details=details)
+    error = from_failure(failure_from_status(status, "R" * 26), {"max_tokens": "max_completion_tokens"})
+    assert error.param == "max_completion_tokens"
+    assert error.message == "max_completion_tokens: too many"
+    assert error.headers() == {
+        "retry-after": "1",
+        "retry-after-ms": "250",
+        "x-should-retry": "true",
+        "x-request-id": "R" * 26,
+    }
+
+
+def test_what_must_not_be_tried_again_says_so():
+    failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone for good")
+    failure.is_final = True
+    headers = from_failure(failure).headers()
+    assert headers["x-should-retry"] == "false"
+    assert "retry-after" not in headers
+
+
+def test_grpcs_own_words_stay_inside():
+    secret = "ipv4:10.0.0.7:50051: connection reset"
+    for failure in (
+        Unreachable(grpc.StatusCode.UNAVAILABLE, secret),
+        StreamBroken(grpc.StatusCode.UNAVAILABLE, secret),
+        RequestFailed(grpc.StatusCode.INTERNAL, secret),
+        ValueError(secret),
+    ):
+        error = as_gateway_error(failure)
+        assert "10.0.0.7" not in json.dumps(error.body())
+        assert error.status in (500, 503)
+
+
+async def test_a_bug_is_told_without_what_the_caller_wrote(gateway, monkeypatch, caplog):
+    canary = "CANARY-7f3a"
+
+    def broken(*_: object) -> None:
+        raise KeyError(canary)
+
+    monkeypatch.setattr("penstock.clients.gateway.completions.fill_sampling", broken)
+    response = await gateway.post(COMPLETIONS, prompt=canary)
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal"
+    assert canary not in response.text
+    assert canary not in caplog.text
+    assert "KeyError in the gateway" in caplog.text

@@ -1,0 +1,321 @@
+"""The page of metrics: what it says of known requests, in both formats, under the names that others read."""
+
+import asyncio
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given, strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
+from penstock.service import metrics_page, metrics_reader
+from penstock.service.histogram import Histogram, merged, one_two_five
+from penstock.service.instruments import Kind, instruments
+from penstock.service.listen import Address, ListenError, metrics_address
+from penstock.service.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
+from penstock.v1 import embedding_pb2, generation_pb2 as pb
+from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
+
+DOCS = Path(__file__).parents[2] / "docs/metrics.md"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+ROW = re.compile(r"\| `([^`]+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]+) \|")
+GENAI = {
+    "gen_ai_operation_name": "text_completion",
+    "gen_ai_provider_name": "penstock",
+    "gen_ai_request_model": "bytes",
+}
+VLLM = {"model_name": "bytes", "engine": "0"}
+
+
+def fetch(target, accept="", path="/metrics"):
+    request = urllib.request.Request(f"http://{target}{path}", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.read().decode()
+
+
+@pytest.fixture
+async def metered(start_service):
+    """A service with a page of metrics, whose outputs take a while."""
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
+    return await start_service(executor, metrics_listen="127.0.0.1:0")
+
+
+@pytest.fixture
+def scrape(metered):
+    """Reads the page: every sample by its name and labels."""
+
+    async def scrape(parse=parse_text, accept=""):
+        page = await asyncio.to_thread(fetch, metered.server.metrics_target, accept)
+        samples = {}
+        for family in parse(page):
+            for sample in family.samples:
+                key = sample.name, frozenset((name, value) for name, value in sample.labels.items() if value)
+                assert key not in samples, key
+                samples[key] = sample.value
+        return lambda name, **labels: samples[name, frozenset(labels.items())]
+
+    return scrape
+
+
+def start(text="0123456789abcdef0123456789", max_tokens=5, **fields):
+    return pb.Start(text=text, sampling=pb.Sampling(max_tokens=max_tokens, **fields))
+
+
+async def complete(service, **fields):
+    return await service.generation.Complete(pb.CompleteRequest(start=start(**fields)))
+
+
+@pytest.mark.parametrize(("parse", "accept"), [(parse_text, ""), (parse_openmetrics, OPENMETRICS)])
+async def test_a_page_counts_what_happened(metered, scrape, parse, accept):
+    for _ in range(2):
+        await complete(metered)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await complete(metered, top_p=7)
+    value = await scrape(parse, accept)
+
+    assert value("penstock_state", state="serving") == 1
+    assert value("penstock_state", state="failed") == 0
+    assert value("penstock_requests_total", code="OK", reason="LENGTH") == 2
+    assert value("penstock_requests_total", code="INVALID_ARGUMENT", reason="INVALID_FIELD") == 1
+    method = "penstock.v1.GenerationService/Complete"
+    assert value("penstock_calls_total", code="OK", method=method) == 2
+    assert value("penstock_calls_total", code="INVALID_ARGUMENT", method=method) == 1
+    assert value("penstock_prefill_tokens_total") == 26 + 10
+    assert value("penstock_cached_tokens_total") == 16
+    assert value("penstock_output_tokens_total") == 10
+    assert value("penstock_tenant_requests_total", tenant="default") == 3
+    assert value("penstock_tenant_prompt_tokens_total", tenant="default") == 52
+    assert value("penstock_tenant_cached_tokens_total", tenant="default") == 16
+    assert value("penstock_tenant_output_tokens_total", tenant="default") == 10
+    assert value("penstock_tenant_live_requests", tenant="default") == 0
+    assert value("penstock_inter_token_latency_seconds_count") == 8
+    assert value("penstock_kv_blocks") == metered.engine.facts.num_blocks
+
+    assert value("vllm:prompt_tokens_total", **VLLM) == 52
+    assert value("vllm:generation_tokens_total", **VLLM) == 10
+    assert value("vllm:prefix_cache_queries_total", **VLLM) == 52
+    assert value("vllm:prefix_cache_hits_total", **VLLM) == 16
+    assert value("vllm:request_success_total", finished_reason="length", **VLLM) == 2
+    assert value("vllm:request_success_total", finished_reason="error", **VLLM) == 0
+    assert value("vllm:time_to_first_token_seconds_count", **VLLM) == 2
+    assert value("vllm:e2e_request_latency_seconds_count", **VLLM) == 2
+    assert value("vllm:e2e_request_latency_seconds_bucket", le="+Inf", **VLLM) == 2
+    assert value("vllm:request_prompt_tokens_sum", **VLLM) == 52
+    assert value("vllm:request_prompt_tokens_bucket", le="20.0", **VLLM) == 0
+    assert value("vllm:request_prompt_tokens_bucket", le="50.0", **VLLM) == 2
+
+    assert value("gen_ai_server_request_duration_seconds_count", **GENAI) == 2
+    assert value("gen_ai_server_request_duration_seconds_count", error_type="INVALID_ARGUMENT", **GENAI) == 1
+    assert value("gen_ai_server_time_to_first_token_seconds_count", **GENAI) == 2
+    assert value("gen_ai_server_time_per_output_token_seconds_count", **GENAI) == 2
+
+
+async def test_the_page_shows_what_runs_now(metered, scrape):
+    call = metered.generation.GenerateOne(pb.GenerateOneRequest(start=start(max_tokens=3000)))
+    await call.read()
+    value = await scrape()
+    assert value("penstock_live_requests") == value("penstock_tenant_live_requests", tenant="default") == 1
+    assert value("vllm:num_requests_running", **VLLM) + value("vllm:num_requests_waiting", **VLLM) == 1
+    call.cancel()
+
+
+async def test_every_kind_of_request_has_its_operation(metered, scrape):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    await metered.generation.Complete(pb.CompleteRequest(start=pb.Start(chat=chat, sampling=pb.Sampling(max_tokens=2))))
+    embed = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text="hi")])
+    await EmbeddingServiceStub(metered.channel).Embed(embed)
+    value = await scrape()
+    for operation in ("chat", "embeddings"):
+        labels = GENAI | {"gen_ai_operation_name": operation}
+        assert value("gen_ai_server_request_duration_seconds_count", **labels) == 1
+    assert value("vllm:request_queue_time_seconds_count", **VLLM) == 2
+    assert value("vllm:time_to_first_token_seconds_count", **VLLM) == 1
+
+
+async def test_choices_are_timed_one_by_one(metered, scrape):
+    await complete(metered, n=3, max_tokens=4)
+    value = await scrape()
+    assert value("penstock_inter_token_latency_seconds_count") == 3 * 3
+    assert value("vllm:time_to_first_token_seconds_count", **VLLM) == 1
+
+
+async def test_names_units_and_labels_are_as_documented(metered, scrape):
+    """docs/metrics.md has every metric that there is, and no other."""
+    documented = {}
+    for name, kind, unit, labels, _ in ROW.findall(DOCS.read_text()):
+        assert name not in documented
+        documented[name] = (kind, unit.strip(), tuple(re.findall(r"`([^`]+)`", labels)))
+    catalogue = {}
+    for instrument in instruments():
+        labels = tuple(label.replace(".", "_") for label in instrument.labels)
+        catalogue[instrument.prometheus_name] = (instrument.kind.name.lower(), instrument.unit.strip("{}"), labels)
+    assert documented == catalogue
+
+    await complete(metered)
+    page = await asyncio.to_thread(fetch, metered.server.metrics_target)
+    exported = {}
+    for family in parse_text(page):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        exported[name] = (family.type, labels)
+    for name, (kind, _, labels) in documented.items():
+        assert exported[name] in [(kind, set(labels)), (kind, set())], name
+    others = exported.keys() - documented.keys()
+    assert others
+    assert all(name.startswith("process_") for name in others)
+
+
+def test_names_follow_the_rules_of_both():
+    names = [instrument.name for instrument in instruments()]
+    pages = [instrument.prometheus_name for instrument in instruments()]
+    assert len(names) == len(set(names)) == len(set(pages))
+    for instrument in instruments():
+        if not instrument.is_for_prometheus_alone:
+            assert re.fullmatch(r"[a-z][a-z0-9_.]*", instrument.name)
+        assert re.fullmatch(r"(vllm:)?[a-z][a-z0-9_]*", instrument.prometheus_name)
+        assert instrument.prometheus_name.endswith("_total") == (instrument.kind is Kind.COUNTER)
+        assert bool(instrument.bounds) == (instrument.kind is Kind.HISTOGRAM)
+        assert list(instrument.bounds) == sorted(set(instrument.bounds))
+
+
+@given(st.lists(st.floats(0, 20000), max_size=60), st.data())
+def test_a_histogram_is_read_as_if_it_had_other_bounds(values, data):
+    own = merged((0.5, 2.0, 100.0), one_two_five(10_000))
+    bounds = tuple(sorted(data.draw(st.sets(st.sampled_from(own), min_size=1))))
+    kept, direct = Histogram(own), Histogram(bounds)
+    for value in values:
+        kept.observe(value)
+        direct.observe(value)
+    assert kept.read(bounds) == direct.read(bounds)
+    assert kept.read(bounds).count == len(values)
+
+
+def test_tenants_are_bounded_in_number():
+    metrics = Metrics()
+    for number in range(MAX_TENANTS + 10):
+        metrics.ended(end_of(f"tenant-{number}"))
+    assert len(metrics.tenants) == MAX_TENANTS + 1
+    assert metrics.tenants["tenant-3"].output_tokens == 5
+    assert metrics.tenants[OTHER_TENANTS].requests == 10
+    assert metrics.tenants[OTHER_TENANTS].output_tokens == 50
+
+
+def test_a_method_is_a_label_only_if_it_is_served():
+    metrics = Metrics()
+    metrics.call("/penstock.v1.GenerationService/Complete", grpc.StatusCode.OK)
+    for number in range(3):
+        metrics.call(f"/any.Service/{number}", grpc.StatusCode.PERMISSION_DENIED)
+    assert metrics.calls == {
+        ("penstock.v1.GenerationService/Complete", "OK"): 1,
+        ("other", "PERMISSION_DENIED"): 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (FinishReason.STOP, "stop"),
+        (FinishReason.CANCELLED, "abort"),
+        (FinishReason.DEADLINE, "abort"),
+        (FinishReason.WORKER_DIED, "error"),
+    ],
+)
+def test_vllm_has_four_reasons(reason, told):
+    metrics = Metrics()
+    metrics.ended(end_of("a", reason))
+    assert +metrics.finished == {told: 1}
+
+
+def end_of(tenant, reason=FinishReason.STOP):
+    usage, timings = Usage(10, 0, 5), Timings(1000, 1000, 2000, 10_000)
+    return End(
+        request_id="id",
+        client_request_id="",
+        tenant=tenant,
+        operation="chat",
+        finished=Finished(reason, usage, timings),
+        refusal=None,
+        code=grpc.StatusCode.OK,
+        was_accepted=True,
+    )
+
+
+# The listener -----------------------------------------------------------------------------------------------------
+
+
+async def test_only_the_metrics_are_served(metered):
+    target = metered.server.metrics_target
+    with pytest.raises(urllib.error.HTTPError) as error:
+        await asyncio.to_thread(fetch, target, path="/")
+    assert error.value.code == 404
+    assert error.value.read() == b"metrics are at /metrics\n"
+    some = await asyncio.to_thread(fetch, target, path="/metrics?name[]=penstock_steps_total")
+    assert [family.name for family in parse_text(some)] == ["penstock_steps"]
+
+
+async def test_a_busy_loop_is_said_to_be_busy(metered, monkeypatch):
+    monkeypatch.setattr(metrics_reader, "READ_S", 0.0)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        await asyncio.to_thread(fetch, metered.server.metrics_target)
+    assert error.value.code == 503
+    error.value.close()
+
+
+async def test_idle_connections_are_bounded(metered, monkeypatch):
+    address = Address.parse(metered.server.metrics_target)
+    idle = [socket.create_connection((address.host, address.port)) for _ in range(metrics_page.MAX_CONNECTIONS)]
+    try:
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            await asyncio.to_thread(fetch, metered.server.metrics_target)
+    finally:
+        for connection in idle:
+            connection.close()
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await asyncio.to_thread(fetch, metered.server.metrics_target)
+                break
+            except (urllib.error.URLError, ConnectionError):
+                await asyncio.sleep(0.01)
+
+
+async def test_it_ends_with_the_service(start_service):
+    service = await start_service(metrics_listen="[::1]:0")
+    assert "penstock_steps_total" in await asyncio.to_thread(fetch, service.server.metrics_target)
+    await service.server.stop()
+    with pytest.raises(urllib.error.URLError):
+        await asyncio.to_thread(fetch, service.server.metrics_target)
+
+
+async def test_a_port_in_use_is_said(metered, start_service):
+    with pytest.raises(ListenError, match=r"--metrics-listen 127\.0\.0\.1:\d+: "):
+        await start_service(metrics_listen=metered.server.metrics_target)
+
+
+async def test_without_an_address_there_is_no_page(start_service):
+    service = await start_service()
+    assert service.server.metrics_target is None
+
+
+def test_where_the_page_is_by_default():
+    def where(listen, text=None):
+        address = metrics_address(text, Address.parse(listen))
+        return None if address is None else str(address)
+
+    assert where("0.0.0.0:50051") == "127.0.0.1:50053"
+    assert where("127.0.0.1:65535") == "127.0.0.1:65533"
+    assert where("127.0.0.1:0") == "127.0.0.1:0"
+    assert where("unix:/run/penstock.sock") is None
+    assert where("unix:/run/penstock.sock", "0.0.0.0:9464") == "0.0.0.0:9464"
+    assert where("127.0.0.1:50051", "off") is None
+    with pytest.raises(ListenError, match="must be HOST:PORT, or off"):
+        where("127.0.0.1:50051", "unix:/run/metrics")
+    with pytest.raises(ListenError, match="--metrics-listen 9464: must be HOST:PORT with a port of 0 to 65535, or off"):
+        where("127.0.0.1:50051", "9464")

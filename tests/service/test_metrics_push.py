@@ -1,0 +1,111 @@
+"""Metrics sent to a collector, a real gRPC server here: what it gets, how often, and what it cannot hold up."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as otlp, metrics_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.metrics.v1 import metrics_pb2
+
+from penstock.service.metrics_push import push_from
+from penstock.service.metrics_reader import LoopReader
+from penstock.v1 import generation_pb2 as pb
+
+CUMULATIVE = metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
+
+
+class Collector(otlp_grpc.MetricsServiceServicer):
+    """Keeps what it is sent."""
+
+    def __init__(self):
+        self.exports = []
+
+    def Export(self, request, context):
+        self.exports.append(request)
+        return otlp.ExportMetricsServiceResponse()
+
+    @property
+    def last(self):
+        (resource,) = self.exports[-1].resource_metrics
+        (scope,) = resource.scope_metrics
+        return resource, {metric.name: metric for metric in scope.metrics}
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    """Where the environment says that telemetry goes."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    port = server.add_insecure_port("127.0.0.1:0")
+    collector = Collector()
+    otlp_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "model-server")
+    yield collector
+    server.stop(None).wait()
+
+
+async def complete(service):
+    start = pb.Start(text="hi", sampling=pb.Sampling(max_tokens=4))
+    await service.generation.Complete(pb.CompleteRequest(start=start))
+
+
+async def test_a_collector_gets_all_but_vllms_names(start_service, collector):
+    service = await start_service()
+    await complete(service)
+    await service.server.stop()
+    resource, metrics = collector.last
+    names = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
+    assert names["service.name"] == "model-server"
+    assert not [name for name in metrics if ":" in name]
+
+    tokens = metrics["penstock.output_tokens"]
+    assert (tokens.unit, tokens.sum.is_monotonic, tokens.sum.aggregation_temporality) == ("{token}", True, CUMULATIVE)
+    [point] = tokens.sum.data_points
+    assert point.as_int == 4
+    assert 0 < point.start_time_unix_nano <= point.time_unix_nano
+
+    [usage] = metrics["penstock.kv.usage"].gauge.data_points
+    assert usage.as_double == 0.0
+    [duration] = metrics["gen_ai.server.request.duration"].histogram.data_points
+    labels = {attribute.key: attribute.value.string_value for attribute in duration.attributes}
+    assert labels == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "penstock",
+        "gen_ai.request.model": "bytes",
+    }
+    assert duration.count == sum(duration.bucket_counts) == 1
+    assert list(duration.explicit_bounds)[:3] == [0.01, 0.02, 0.04]
+    assert duration.sum > 0
+    assert not duration.HasField("min")
+    [gaps] = metrics["penstock.inter_token_latency"].histogram.data_points
+    assert gaps.count == 3
+
+
+async def test_it_is_told_again_and_again(start_service, collector):
+    service = await start_service()
+    async with asyncio.timeout(30):
+        while not collector.exports:  # noqa: ASYNC110 - the collector's thread tells nobody
+            await asyncio.sleep(0.01)
+    assert service.engine.stats().requests == 0
+
+
+async def test_a_collector_that_is_not_there_holds_nothing_up(start_service, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://127.0.0.1:1")
+    service = await start_service()
+    await complete(service)
+    began = time.monotonic()
+    await service.server.stop()
+    assert time.monotonic() - began < 10
+
+
+async def test_the_environment_decides():
+    reader = LoopReader(list)
+    assert push_from({}, reader) is None
+    assert push_from({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, reader) is None
+    collector = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    assert push_from({**collector, "OTEL_METRICS_EXPORTER": "none"}, reader) is None
+    assert push_from({**collector, "OTEL_METRIC_EXPORT_INTERVAL": "often"}, reader) is not None

@@ -1,0 +1,207 @@
+"""Files that change while the service runs: each way in which a change comes is seen, and what is broken changes
+nothing."""
+
+import asyncio
+import logging
+import os
+
+import pytest
+
+from penstock.service.watched_files import FileError, FileWatch, NamedFile, WatchedFiles
+
+
+def load(content, other=b""):
+    if content.startswith(b"broken"):
+        raise FileError(f"--file: is {content.decode()}; repair it")
+    if content == b"bug":
+        raise RuntimeError("an error of our own")
+    return content + other
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    return path
+
+
+@pytest.fixture
+def watched(path):
+    return WatchedFiles([NamedFile("--file", path)], load)
+
+
+def refresh(watched):
+    """Whether something new was taken into use."""
+    take = watched.refresh()
+    if take is not None:
+        take()
+    return take is not None
+
+
+def write_in_place(path):
+    path.write_bytes(b"two")  # as long as before
+
+
+def replace(path):
+    new = path.with_name("new")
+    new.write_bytes(b"two")
+    new.replace(path)
+
+
+def replace_with_an_old_file(path):
+    replace(path)
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("change", [write_in_place, replace, replace_with_an_old_file])
+def test_a_change_is_seen_once(watched, path, change):
+    assert not refresh(watched)
+    change(path)
+    assert refresh(watched)
+    assert watched.value == b"two"
+    assert not refresh(watched)
+
+
+def test_a_link_that_points_elsewhere_is_seen_as_kubernetes_makes_it(tmp_path):
+    for version, content in (("..1", b"one"), ("..2", b"two")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "file").write_bytes(content)
+    data, path = tmp_path / "..data", tmp_path / "file"
+    data.symlink_to("..1")
+    path.symlink_to("..data/file")
+    watched = WatchedFiles([NamedFile("--file", path)], load)
+    (tmp_path / "new").symlink_to("..2")
+    (tmp_path / "new").replace(data)
+    assert refresh(watched)
+    assert watched.value == b"two"
+
+
+def test_files_that_were_left_alone_are_not_read(watched, path, monkeypatch):
+    monkeypatch.setattr("penstock.service.watched_files._SETTLED_S", -1.0)
+    assert not refresh(watched)  # from here on they are settled
+    monkeypatch.setattr(NamedFile, "read", lambda file: pytest.fail("was read"))
+    assert not refresh(watched)
+
+
+def test_of_several_files_one_is_enough_and_all_are_loaded_together(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    watched = WatchedFiles([NamedFile("--file", tmp_path / name) for name in "ab"], load)
+    assert watched.value == b"ab"
+    (tmp_path / "b").write_text("B")
+    assert refresh(watched)
+    assert watched.value == b"aB"
+
+
+def test_what_is_broken_is_told_once_and_changes_nothing(watched, path, caplog):
+    path.write_bytes(b"broken")
+    for _ in range(3):
+        assert not refresh(watched)
+    assert watched.value == b"one"
+    assert [record.getMessage() for record in caplog.records] == [
+        "--file: is broken; repair it; what was read before holds on"
+    ]
+    path.write_bytes(b"broken in another way")
+    refresh(watched)
+    assert len(caplog.records) == 2
+    path.write_bytes(b"two")
+    assert refresh(watched)
+    assert watched.value == b"two"
+
+
+def test_a_file_that_is_gone_is_told_once_and_changes_nothing(watched, path, caplog):
+    path.unlink()
+    for _ in range(3):
+        assert not refresh(watched)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--file {path}: cannot be read (No such file or directory); check the path; what was read before holds on"
+    ]
+    with caplog.at_level(logging.INFO):
+        path.write_bytes(b"one")
+        assert not refresh(watched)
+    assert caplog.records[-1].getMessage() == f"--file {path}: as before"
+    path.write_bytes(b"broken")
+    refresh(watched)
+    assert caplog.records[-1].levelno == logging.ERROR
+
+
+def test_what_was_refused_is_tried_again_though_it_is_the_same(path):
+    """A certificate that was not valid yet."""
+    is_early = True
+
+    def load_later(content):
+        if content == b"two" and is_early:
+            raise FileError("--file: too early")
+        return content
+
+    watched = WatchedFiles([NamedFile("--file", path)], load_later)
+    path.write_bytes(b"two")
+    assert not refresh(watched)
+    is_early = False
+    assert refresh(watched)
+    assert watched.value == b"two"
+
+
+def test_an_error_of_our_own_is_logged_once_and_changes_nothing(watched, path, caplog, monkeypatch):
+    monkeypatch.setattr("penstock.service.watched_files._SETTLED_S", -1.0)
+    path.write_bytes(b"bug")
+    for _ in range(3):
+        assert not refresh(watched)
+    assert watched.value == b"one"
+    assert len(caplog.records) == 1
+
+
+def test_a_file_that_cannot_be_used_at_the_start_is_an_error(tmp_path):
+    with pytest.raises(FileError, match=r"^--file .*missing: cannot be read \(No such file or directory\)"):
+        WatchedFiles([NamedFile("--file", tmp_path / "missing")], load)
+    with pytest.raises(FileError, match="is no text in UTF-8"):
+        NamedFile("--file", tmp_path / "bytes").text(b"\xff")
+
+
+async def test_the_watch_takes_changes_into_use_on_the_loop(watched, path):
+    taken: asyncio.Queue[bytes] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def take(value):
+        assert asyncio.get_running_loop() is loop
+        taken.put_nowait(value)
+
+    watched.on_change(take)
+    watch = FileWatch([watched], interval_s=0.01)
+    watch.start()
+    path.write_bytes(b"two")
+    assert await asyncio.wait_for(taken.get(), 30) == b"two"
+    path.write_bytes(b"three")
+    assert await asyncio.wait_for(taken.get(), 30) == b"three"
+    watch.stop()
+
+
+async def test_the_watch_need_not_wait_for_its_interval(watched, path):
+    taken = asyncio.Event()
+    watched.on_change(lambda value: taken.set())
+    watch = FileWatch([watched], interval_s=3600)
+    watch.start()
+    path.write_bytes(b"two")
+    watch.look_now()
+    await asyncio.wait_for(taken.wait(), 30)
+    watch.stop()
+
+
+async def test_one_that_cannot_be_taken_into_use_does_not_end_the_watch(tmp_path, caplog):
+    files, taken = [], asyncio.Event()
+    for name in "ab":
+        (tmp_path / name).write_text("one")
+        files.append(WatchedFiles([NamedFile("--file", tmp_path / name)], load))
+
+    def fail(value):
+        raise RuntimeError("an error of our own")
+
+    files[0].on_change(fail)
+    files[1].on_change(lambda value: taken.set())
+    watch = FileWatch(files, interval_s=0.01)
+    watch.start()
+    for name in "ab":
+        (tmp_path / name).write_text("two")
+    await asyncio.wait_for(taken.wait(), 30)
+    assert "could not be taken into use" in caplog.text
+    watch.stop()
