@@ -106,10 +106,10 @@ class Memory:
         self._c = library
         _with(self, library.penstock_unmap, self.address, num_bytes)
 
-    def populate(self, num_parts: int, part_bytes: int, num_bytes: int) -> None:
-        """Takes the first bytes of each part from the system now, a huge page of every part in turn, while others may
-        read and write there. One call, which holds no lock of the interpreter's while it waits for a core."""
-        self._c.penstock_populate(self.address, num_parts, part_bytes, num_bytes)
+    def populate(self, num_parts: int, part_bytes: int, begin: int, num_bytes: int) -> None:
+        """Takes so many bytes of each part, from ``begin`` on, from the system now, a huge page of every part in turn,
+        while others may read and write there. One call, which holds no lock of the interpreter's."""
+        self._c.penstock_populate(self.address + begin, num_parts, part_bytes, num_bytes)
 
 
 class Library:

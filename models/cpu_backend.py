@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+import time
 
 import numpy as np
 
@@ -46,8 +47,12 @@ MOST_BATCHED_TOKENS = 256
 TILE_TOKENS = 32
 """Products go by tiles of so many rows, or a part of it."""
 
-POPULATED_TOKENS = 1 << 14
-"""Of KV, whose memory is taken before they are there."""
+POPULATED_TOKENS, POPULATED_BYTES = 1 << 15, 4 << 30
+"""Of KV at most, whose memory is taken before they are there."""
+POPULATE_S = 1.5
+"""A start takes so much longer for it, at most."""
+SLICE_BYTES = 2 << 20
+"""Of a layer, at a time: a huge page."""
 
 
 class CpuBackend:
@@ -277,7 +282,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         num_threads=config.num_threads,
         hidden_size=spec.hidden_size,
     )
-    _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers)
+    _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers, config.num_threads)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
 
@@ -290,19 +295,33 @@ def _default_budget(spec: ModelSpec, num_threads: int) -> int:
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 
 
-def _populate(pages: Memory, num_layers: int, page_bytes: int) -> None:
-    """Takes the memory of the first pages that will be written from the system, in the time that nothing else needs:
-    there, the first write costs more than what is computed meanwhile. The others are taken as they are written, so that
-    an idle service does not hold memory for nothing."""
+def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int) -> None:
+    """Takes the memory of the first pages that will be written from the system: there, the first write can cost more
+    than what is computed meanwhile. All threads do it for a moment, and one goes on in the time that nothing else
+    needs. The other pages are taken as they are written, so that an idle service does not hold memory for nothing."""
     layer_bytes = pages.num_bytes // num_layers
-    wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES))
+    wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES), POPULATED_BYTES // num_layers)
+    slices = iter(range(0, wanted, SLICE_BYTES))
 
     def populate() -> None:
+        until = time.monotonic() + POPULATE_S
+        while time.monotonic() < until and (begin := next(slices, None)) is not None:
+            pages.populate(num_layers, layer_bytes, begin, min(SLICE_BYTES, wanted - begin))
+
+    def populate_rest() -> None:
+        begin = next(slices, wanted)
         with contextlib.suppress(OSError):  # it is only slower then
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        pages.populate(num_layers, layer_bytes, wanted)
+        # One call: between two it would hold the interpreter while it waits for a core.
+        pages.populate(num_layers, layer_bytes, begin, wanted - begin)
 
-    threading.Thread(target=populate, name="populate", daemon=True).start()
+    helpers = [threading.Thread(target=populate) for _ in range(num_threads - 1)]
+    for helper in helpers:
+        helper.start()
+    populate()
+    for helper in helpers:
+        helper.join()
+    threading.Thread(target=populate_rest, name="populate", daemon=True).start()
 
 
 def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:

@@ -12,6 +12,8 @@ from penstock.scheduler.request import RefusalKind, Refused, Request
 RETRY_AFTER_MS = 1000
 MIN_RETRY_AFTER_MS = 50
 """Sooner nobody need try again, whatever is predicted."""
+MAX_QUEUED_POOLED = 1 << 16
+"""Prompts to embed that may wait, unless one request brings more: each takes 2 KB beside its tokens."""
 
 
 class Admission:
@@ -34,6 +36,7 @@ class Admission:
         queue: Queued,
         own_queue: Queued,
         queue_share: float,
+        num_pooled: int,
         num_tenant_live: int,
         allowance: Allowance,
         prediction: Prediction | None,
@@ -43,7 +46,8 @@ class Admission:
         """Raises Refused if the request may not enter the queue.
 
         ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
-        ``queue_share`` of the queue although others have filled all of it; else the share is 0.
+        ``queue_share`` of the queue although others have filled all of it; else the share is 0. ``num_pooled`` prompts
+        to embed wait, each of which is a choice of its own, however short it is.
         ``num_tenant_live`` requests of its tenant are alive, and ``allowance`` is what it may still have. ``alone_s``
         is what it takes with no other beside it. Where nothing is predicted, nobody is refused for it.
         """
@@ -62,6 +66,8 @@ class Admission:
         check_rates(num_prompt_tokens, allowance, now)
         if not self._has_room(own_queue, num_prompt_tokens, queue_share):
             self._check_queue(queue, num_prompt_tokens)
+        if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
+            raise Refused(RefusalKind.QUEUE_FULL, f"prompts to embed that wait: {num_pooled:,}", RETRY_AFTER_MS)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
 

@@ -138,9 +138,12 @@ class Beginnings:
         if choice.awaited_hash is not None and self._kv.is_pending(choice.awaited_hash):
             live.timeline.waits(choice.index, Cause.PREFIX)
             return True
-        if live.started_at is None and live.request.deadline is not None and self.is_late(live):
-            self._late.append(live)
-            return True
+        if live.started_at is None and live.request.deadline is not None:
+            if choice.index and live in self._late:
+                return True  # as its first prompt is, which was asked about before: there may be thousands
+            if self.is_late(live):
+                self._late.append(live)
+                return True
         return False
 
     def may_run(self, live: LiveRequest) -> bool:

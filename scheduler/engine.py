@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 STEP_LIMIT_S = 30.0
 """A step may take so long, or ten times what was predicted for it."""
 MIN_RETRY_MS = 1000
+TIMER_S = 0.001
+"""The loop's timers count whole milliseconds: for less they ring at once, and would be set again and again."""
 
 
 class Engine:
@@ -225,7 +227,7 @@ class Engine:
         with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
             while True:
                 spare_s = self._scheduler.outlook.spare_s
-                if spare_s > 0:
+                if spare_s >= TIMER_S:
                     self._pump_timer = asyncio.get_running_loop().call_later(spare_s, self._pump_due)
                     return
                 plan = self._scheduler.schedule()

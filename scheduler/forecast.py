@@ -35,6 +35,8 @@ _BIAS_RATE = 0.1
 _MAX_BIAS_STEP = 0.7
 _MAX_BIAS = 4.0
 """However wrong predictions are."""
+_LEAST_S = 1e-6
+"""Of a time that others are held against: a model that knows little may predict none at all."""
 
 
 @dataclass(slots=True)
@@ -108,13 +110,13 @@ class Forecast:
         What the model of steps knows nothing of (the way to the worker and back, those who come later and are in the
         same step) shows as a factor, of which a little is corrected each time.
         """
-        error = math.log(max(took_s, 1e-6) / predicted_s)
+        error = math.log(max(took_s, _LEAST_S) / max(predicted_s, _LEAST_S))
         error = max(-_MAX_BIAS_STEP, min(_MAX_BIAS_STEP, error))
         self._bias = max(1 / _MAX_BIAS, min(_MAX_BIAS, self._bias * math.exp(_BIAS_RATE * error)))
 
     def learn_total(self, predicted_s: float, took_s: float) -> None:
         """A request took so long from its admission to its last token, for which so much was predicted then."""
-        self._ratios.append(min(took_s / predicted_s, _MAX_LATENESS))
+        self._ratios.append(min(took_s / max(predicted_s, _LEAST_S), _MAX_LATENESS))
         self._lateness = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 
     def forget_lateness(self) -> None:

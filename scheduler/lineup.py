@@ -27,6 +27,9 @@ class Queued(NamedTuple):
     tokens: int
 
 
+_NOTHING = Queued(0, 0)
+
+
 class WaitingQueue:
     """Choices without a row: new ones, forked ones, preempted ones."""
 
@@ -42,6 +45,8 @@ class WaitingQueue:
         self.num_pooled_tokens = 0
         """Of those of their prompts that have not begun."""
         self._num_choices = 0
+        self._own: dict[str, Queued] = {}
+        """Of each tenant that has any: counted as they come and go, since there may be many."""
         self._lanes: dict[str, list[Choice]] = {}
         """One for each tenant, or one for all; none is empty."""
 
@@ -58,9 +63,8 @@ class WaitingQueue:
         return Queued(self.num_requests, self.num_tokens)
 
     def queued_of(self, tenant: str) -> Queued:
-        """Of a tenant, where tenants take turns."""
-        new = [choice for choice in self._lanes.get(tenant, ()) if choice.is_new]
-        return Queued(sum(choice.index == 0 for choice in new), sum(choice.num_prompt_tokens for choice in new))
+        """Of a tenant."""
+        return self._own.get(tenant, _NOTHING)
 
     def order(self, choice: Choice) -> Order:
         """What a choice is ordered by now."""
@@ -96,11 +100,21 @@ class WaitingQueue:
         self._num_choices += sign
         choice.live.tenant.num_waiting += sign
         self.num_tokens += new_tokens
-        if choice.is_new and choice.index == 0:
-            self.num_requests += sign
+        if choice.is_new:
+            num_first = sign if choice.index == 0 else 0
+            self.num_requests += num_first
+            self._count_own(choice.live.tenant.name, num_first, new_tokens)
         if choice.is_pooled:
             self.num_pooled += sign
             self.num_pooled_tokens += new_tokens
+
+    def _count_own(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        before = self.queued_of(tenant)
+        after = Queued(before.requests + num_requests, before.tokens + num_tokens)
+        if any(after):
+            self._own[tenant] = after
+        else:
+            self._own.pop(tenant, None)
 
     def num_ahead(self, tenant: str, rank: Rank) -> int:
         """How many would be ahead of a choice that entered now; with turns, about so many."""

@@ -2,7 +2,7 @@
 before a request gets here; nothing here knows gRPC or tokenizers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -228,6 +228,11 @@ class Request:
     (``max_tokens`` is 0)."""
     more_prompts: Sequence[Prompt] = ()
     """Those after the first, where it is pooled: ``n`` counts them all."""
+    num_prompt_tokens: int = field(init=False)
+    """Of all prompts: counted once, since there may be thousands."""
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
 
     def prompt(self, choice: int) -> Prompt:
         """What a choice begins with."""
@@ -239,11 +244,6 @@ class Request:
     def num_prompts(self) -> int:
         """How many are computed; choices that only sample differently have one together."""
         return 1 + len(self.more_prompts)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
 
     @property
     def longest_prompt(self) -> int:

@@ -115,7 +115,7 @@ class Scheduler:
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
-            self._planner.enter(self._new_choice(live, index, pinned=[]))
+            self._planner.enter(self._new_choice(live, index, (rank[0], rank[1], index), pinned=[]))
         ttft_s = None
         if prediction is not None:
             ttft_s, live.expected_s = prediction.ttft_s, prediction.total_s
@@ -150,6 +150,7 @@ class Scheduler:
                 queue=waiting.queued,
                 own_queue=waiting.queued_of(request.tenant),
                 queue_share=self.tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
+                num_pooled=waiting.num_pooled,
                 num_tenant_live=self.tenants.num_live(request.tenant),
                 allowance=self.tenants.allowance(request.tenant),
                 # While nobody is there, trying again later cannot help, and nothing would be learned.
@@ -245,10 +246,9 @@ class Scheduler:
         predicted_s = self.outlook.service_s(request) or 0.0 if self._config.policy is Policy.DEADLINE else 0.0
         return rank_of(self._config.policy, request, predicted_s, number, choice)
 
-    def _new_choice(self, live: LiveRequest, index: int, pinned: list[int]) -> Choice:
+    def _new_choice(self, live: LiveRequest, index: int, rank: Rank, pinned: list[int]) -> Choice:
         request = live.request
         hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
-        rank = self._rank(request, live.number, index)
         # What holds for the first choice holds for all, though its tenant's cap may be another one now.
         max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._admission.max_tokens(request)
         choice = Choice(live, index, rank, hashes, max_tokens, pinned)
@@ -261,7 +261,8 @@ class Scheduler:
         first = live.choices[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            self._planner.enter(self._new_choice(live, index, shared.copy()))
+            rank = self._rank(live.request, live.number, index)
+            self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
@@ -372,8 +373,9 @@ class Scheduler:
         self.tenants.reconfigure(config)
         self.timelines.resize(config.explain_requests)
         for live in self._requests.values():
+            rank = self._rank(live.request, live.number, 0)
             for choice in live.choices:
-                choice.rank = self._rank(live.request, live.number, choice.index)
+                choice.rank = (rank[0], rank[1], choice.index)
         self._planner.configure(config)
         self.outlook.configure(config)
 

@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.specials import CALLERS
+from penstock.service.specials import CALLERS, without_marks
 
 _MAX_REASON = 200
 _NOT_ASCII = re.compile(f"[^\\x00-\\x7f{CALLERS}]")
@@ -124,7 +124,8 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except _Refusal as refusal:
-            raise invalid("chat", f"the model's chat template refuses it: {str(refusal)[:_MAX_REASON]}") from None
+            reason = without_marks(str(refusal))[:_MAX_REASON]
+            raise invalid("chat", f"the model's chat template refuses it: {reason}") from None
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
             raise invalid("chat", f"the model's chat template fails on it ({type(error).__name__})") from error

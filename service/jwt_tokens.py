@@ -121,12 +121,13 @@ def _signs(entry: Mapping[str, Any], where: str) -> bool:
     """Whether a key is one that signs tokens in a way that is taken here. Raises FileError for a secret."""
     if entry.get("kty") == "oct" or "d" in entry:
         raise FileError(f"{where}: holds a secret; a JWKS file has public keys alone, so remove it and make a new key")
-    algorithm = _algorithm(entry)
+    algorithm, operations = _algorithm(entry), entry.get("key_ops", ["verify"])
     return (
         algorithm is not None
         and entry.get("alg", algorithm) == algorithm
         and entry.get("use", "sig") == "sig"
-        and "verify" in entry.get("key_ops", ["verify"])
+        and isinstance(operations, list)
+        and "verify" in operations
     )
 
 

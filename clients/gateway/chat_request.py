@@ -23,7 +23,7 @@ def check_chat(body: ChatRequest, caller: Caller) -> None:
         raise _not_yet("response_format", "of another type than text")
     if body.tool_choice not in (None, "auto", "none"):
         raise _not_yet("tool_choice", 'other than "auto" and "none"')
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens", "differs from max_completion_tokens, which means the same; send one of them")

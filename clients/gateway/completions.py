@@ -28,6 +28,8 @@ from penstock.clients.gateway.token_logprobs import (
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
+_MAX_STARTS_BYTES = 64 << 20
+"""Of all that one HTTP request asks of the service."""
 RENAMED = {"text": "prompt", "token_ids": "prompt"}
 """The caller's names of the contract's fields."""
 
@@ -49,7 +51,7 @@ def make_router() -> APIRouter:
         _check(body)
         check_model(body.model, caller)
         prompts = await read_prompts(body, caller)
-        starts = [_start(prompt, body, request.headers, caller) for prompt in prompts]
+        starts = _starts(prompts, body, request.headers, caller)
         return AnswerResponse(
             Exchange(caller, starts),
             CompletionWriter(body, prompts, caller),
@@ -69,6 +71,21 @@ def _check(body: CompletionRequest) -> None:
         raise invalid("best_of", "must be n or absent: every choice that is made is returned")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1; 0 is for echo alone")
+
+
+def _starts(
+    prompts: Sequence[Prompt], body: CompletionRequest, headers: Mapping[str, str], caller: Caller
+) -> list[pb.Start]:
+    """One for each prompt. Each has all of the options: together they may be many times the body."""
+    starts: list[pb.Start] = []
+    num_bytes = 0
+    for prompt in prompts:
+        starts.append(_start(prompt, body, headers, caller))
+        num_bytes += starts[-1].ByteSize()
+        if num_bytes > _MAX_STARTS_BYTES:
+            message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
+            raise GatewayError(413, message, param="prompt", code="request_too_large")
+    return starts
 
 
 def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:

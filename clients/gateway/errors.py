@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -47,6 +48,8 @@ _TYPES: Mapping[int, str] = {
 }
 _NAMES = {"UNAUTHENTICATED": "invalid_api_key"}
 """Of the service's reasons those that OpenAI has a name for."""
+_TOO_SLOW = "READER_TOO_SLOW"
+"""Why the service ended a stream that this gateway was too busy to read: no fault of whose requests were on it."""
 _DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
 _BROKEN = "the connection to the service broke before the answer was done; try again"
 _RETRY_DOWN_S = 1.0
@@ -139,19 +142,24 @@ def from_failure(failure: RequestFailed, renamed: Mapping[str, str] | None = Non
         param = _caller_name(field, renamed or {})
         message = param + message.removeprefix(field) if message.startswith(f"{field}:") else message
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
-    if not failure.reason and (isinstance(failure, StreamBroken) or status >= 500):
+    is_slow = failure.reason == _TOO_SLOW
+    is_final = failure.is_final and not is_slow
+    is_broken = is_slow or (not failure.reason and (isinstance(failure, StreamBroken) or status >= 500))
+    if is_broken:
         message, code = _BROKEN, "service_unavailable"  # gRPC's own words are for logs
         status = status if status in (501, 504) else 503
     retry_after = failure.retry_after
-    if status == 503 and retry_after is None and not failure.is_final:
+    if status == 503 and retry_after is None and not is_final:
         retry_after = _RETRY_DOWN_S
     may_retry = failure.retryable if status in (429, 503) else False if status >= 500 else None
+    if is_broken and status == 503:
+        may_retry = not is_final  # whatever code gRPC has for it
     return GatewayError(
         status,
         message,
         param=param,
         code=code,
-        retry_after_s=None if failure.is_final else retry_after,
+        retry_after_s=None if is_final else retry_after,
         may_retry=may_retry,
         request_id=failure.request_id,
     )
@@ -167,6 +175,8 @@ def as_gateway_error(error: Exception, renamed: Mapping[str, str] | None = None)
         return invalid(_caller_name(error.field, renamed or {}), error.problem)
     if isinstance(error, UnicodeEncodeError):
         return GatewayError(400, "the body holds half of a surrogate pair, which is no text", code="invalid_unicode")
+    if isinstance(error, PydanticSerializationError):  # of what a body may hold it takes all but this
+        return GatewayError(400, "the body is nested too deeply", code="nested_too_deeply")
     return GatewayError(
         500, "an error of the gateway; report it to its operator with the request id", code="internal", may_retry=False
     )
@@ -189,7 +199,7 @@ def install_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    for kind in (GatewayError, RequestFailed, InvalidOption, UnicodeEncodeError):
+    for kind in (GatewayError, RequestFailed, InvalidOption, UnicodeEncodeError, PydanticSerializationError):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)

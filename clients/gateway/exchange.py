@@ -28,7 +28,7 @@ class Exchange:
         self._cancels: dict[int, Callable[[], None]] = {}
         """Of the requests that have not ended."""
         self._waiting: list[Arrival] = []
-        self._max_waiting = _MAX_WAITING * len(starts)
+        self._min_merged = self._merge_above = _MAX_WAITING * len(starts)
         self._failure: RequestFailed | Abandoned | None = None
         self._nudged = False
         self._news = asyncio.Event()
@@ -98,7 +98,7 @@ class Exchange:
         elif isinstance(event, Finished):
             del self._cancels[index]
             self._caller.done()
-        if len(self._waiting) > self._max_waiting:
+        if len(self._waiting) > self._merge_above:
             self._merge()
         if not self._cancels or not self._wants_rest:
             self._news.set()
@@ -123,6 +123,8 @@ class Exchange:
         for index, event in self._waiting:
             of.setdefault(index, []).append(event)
         self._waiting = [(index, event) for index, events in of.items() for event in merge(events)]
+        # With many choices as many stay: merging again with the next event would cost more than it saves.
+        self._merge_above = max(self._min_merged, 2 * len(self._waiting))
 
 
 class _Place:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 
 import grpc
 
@@ -76,7 +77,7 @@ async def parser_maker(body: ChatRequest, caller: Caller) -> tuple[Callable[[], 
 
 
 async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
-    """For a request. What a template shows is asked once for each set of variables, and remembered."""
+    """For a request. What a template shows is asked once a minute for each set of variables."""
     tool, reasoning, opened = caller.settings.tool_call_parser, caller.settings.reasoning_parser, False
     if tool == AUTO:
         tool = await _tool_format(caller) if uses_tools(body) else NONE
@@ -115,7 +116,7 @@ async def _prompt(caller: Caller, variables: str) -> str:
 
 async def _rendered(caller: Caller, chat: pb.Chat) -> str:
     """As the template has it; empty if it refuses the conversation."""
-    key = chat.SerializeToString(deterministic=True)
+    key = sha256(chat.SerializeToString(deterministic=True)).digest()  # variables may be as long as a body
     text = caller.rendered.get(key)
     if text is None:
         try:

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.clients.errors import PenstockError
 from penstock.clients.event_loop import loop_factory
 from penstock.clients.gateway.certificate import Certificate
 
 _BACKLOG = 2048
+_HEAD_S = 30.0
+"""How long the head of a request may take to arrive, the first one of a connection from when that is made."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,53 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's, but for connections that send no whole head of a request: each holds a place, and uvicorn waits for
+    ever."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From here on a head is awaited."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._have_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """The last one; a body's time is its route's business."""
+        self._have_head()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        if self._due is None:
+            self._due = self.loop.call_later(_HEAD_S, self._give_up)
+
+    def _have_head(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _give_up(self) -> None:
+        self._due = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # a request before it is answered, and what follows may not be read meanwhile
+        else:
+            self.transport.close()
+
+
 def _config(app: ASGIApp, http: HttpSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=PatientProtocol,
         ws="none",
         interface="asgi3",
         log_config=None,

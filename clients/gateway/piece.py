@@ -1,6 +1,6 @@
 """What a part of an answer's text turned out to be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,8 @@ class CallPiece:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    at: int = field(default=0, compare=False)
+    """How many characters of its part's content come before it. How an answer was cut into parts changes it."""
 
 
 def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
@@ -19,7 +21,7 @@ def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
     entry of one chunk for another call."""
     if calls and calls[-1].index == piece.index:
         last = calls.pop()
-        piece = CallPiece(last.index, last.id, last.name, last.arguments + piece.arguments)
+        piece = replace(last, arguments=last.arguments + piece.arguments)
     calls.append(piece)
 
 
@@ -39,5 +41,5 @@ class Piece:
         """Both, one after the other."""
         calls = list(self.calls)
         for call in more.calls:
-            append_call(calls, call)
+            append_call(calls, replace(call, at=len(self.content) + call.at))
         return Piece(self.content + more.content, self.reasoning + more.reasoning, tuple(calls))

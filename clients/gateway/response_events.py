@@ -40,14 +40,12 @@ class ResponseEvents:
         if piece.reasoning:
             events += self._turn_to(_Reasoning)
             events.append(self._delta(piece.reasoning))
-        if piece.content:
-            events += self._turn_to(_Message)
-        if isinstance(self._open, _Message) and (piece.content or logprobs):  # the text of some tokens is cut
-            self._open.logprobs += logprobs
-            events.append(self._delta(piece.content, logprobs=logprobs))
+        told = 0
         for call in calls:
-            events += self._call(call)
-        return events
+            said = self._say(piece.content[told : call.at], logprobs)
+            events += said + self._call(call)
+            told, logprobs = call.at, [] if said else logprobs
+        return events + self._say(piece.content[told:], logprobs)
 
     def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
         """The end of the answer; ``is_cut`` says that it reached its limit of tokens."""
@@ -66,6 +64,14 @@ class ResponseEvents:
         events = self._close("incomplete")
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
+
+    def _say(self, text: str, logprobs: list[Json]) -> list[Json]:
+        """More of a message; without text, log-probabilities of tokens whose text is cut, if a message is open."""
+        events = self._turn_to(_Message) if text else []
+        if isinstance(self._open, _Message) and (text or logprobs):
+            self._open.logprobs += logprobs
+            events.append(self._delta(text, logprobs=logprobs))
+        return events
 
     def _call(self, piece: CallPiece) -> list[Json]:
         events: list[Json] = []

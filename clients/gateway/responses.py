@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -140,8 +141,10 @@ class WholeResponse:
 
 
 def _settled(body: ResponsesRequest, model: str) -> Json:
-    """What the request settles of a response. Most of it is the request's own."""
+    """What the request settles of a response. Most of it is the request's own. Raises UnicodeEncodeError for what is no
+    text: later the stream would break."""
     given = body.model_dump(exclude_none=True, include=_RETURNED)
+    msgspec.json.encode(given)
     return {
         "object": "response",
         "created_at": int(time.time()),

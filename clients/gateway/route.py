@@ -45,7 +45,7 @@ class CallerRoute(APIRoute):
         return checked
 
 
-def _of_request(request: Request) -> Caller:
+async def _of_request(request: Request) -> Caller:  # FastAPI would run a plain function on a thread
     caller: Caller = request.state.caller
     return caller
 

@@ -1,10 +1,10 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.clients.gateway.schemas_common import GenerationBody, PromptLogprobs, UInt32, Usage
+from penstock.clients.gateway.schemas_common import GenerationBody, Items, PromptLogprobs, UInt32, Usage
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 
@@ -43,9 +43,9 @@ class Message(BaseModel):
     model_config = _LENIENT
 
     role: str = Field(description="system, developer, user, assistant or tool.")
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(
         default=None, description="Passed over: templates drop what was reasoned before."
@@ -71,6 +71,11 @@ class Tool(BaseModel):
     function: FunctionTool
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+"""At most as many as the contract takes: each is an object here, many times its size in a body."""
+
+
 class ResponseFormat(BaseModel):
     """What form the answer must have."""
 
@@ -82,21 +87,21 @@ class ResponseFormat(BaseModel):
 class ChatRequest(GenerationBody):
     """Answer a conversation."""
 
-    messages: list[Message] = Field(min_length=1, description="In order.")
+    messages: Messages = Field(description="In order.")
     max_tokens: UInt32 | None = Field(None, description="The same as max_completion_tokens, which is newer.")
     max_completion_tokens: UInt32 | None = Field(
         None, description="The most tokens of each choice. Default: all that the context leaves."
     )
     logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
     top_logprobs: UInt32 | None = Field(None, description="And with so many alternatives, to 20.")
-    tools: list[Tool] | None = Field(None, description="What the model may call.")
+    tools: Tools | None = Field(None, description="What the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
     response_format: ResponseFormat | None = Field(None, description='Of type "text"; others are not supported yet.')
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
     include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    documents: list[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
+    documents: Items[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
     add_generation_prompt: bool | None = Field(None, description="Whether the assistant's turn is opened.")
     continue_final_message: bool | None = Field(
         None, description="The output goes on with the last message, the assistant's. Not with add_generation_prompt."

@@ -1,16 +1,32 @@
 """What requests for completions and for chats share, and the parts of their answers."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.clients.gateway.unsupported import without_foreign_fields
 
+T = TypeVar("T")
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is another thing says so with its first item: an error for each of millions would fill the memory."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[UInt32], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
-"""A list that is another thing says so with its first item, not with an error for each."""
+
+_MAX_CHOICES = 64
+"""The contract's. More are refused here already, since what reads an answer is made for each choice beforehand."""
+_MAX_ENTRIES = 1024
+
+
+def _not_too_many(given: Any) -> Any:
+    """The contract's bound on entries of a map, before each of them may be an error."""
+    if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
+        raise ValueError(f"at most {_MAX_ENTRIES:,} entries; there are {len(given):,}")
+    return given
+
+
+FEW_ENTRIES = BeforeValidator(_not_too_many)
 
 
 class StreamOptions(BaseModel):
@@ -42,21 +58,23 @@ class SamplingBody(Body):
 
     temperature: float | None = Field(None, description="0 takes the most likely token. Default: 1.")
     top_p: float | None = Field(None, description="Only the most likely tokens whose probabilities reach this sum.")
-    stop: str | list[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
+    stop: str | Items[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
     seed: int | None = Field(
         None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, as far as the backend is."
     )
     presence_penalty: float | None = Field(None, description="Of each token in the output, once: -2 to 2.")
     frequency_penalty: float | None = Field(None, description="For each time a token is in the output: -2 to 2.")
-    logit_bias: dict[str, float] | None = Field(None, description="Added to the logits of tokens, by their ids.")
+    logit_bias: Annotated[dict[str, float], FEW_ENTRIES] | None = Field(
+        None, description="Added to the logits of tokens, by their ids; at most 1,024."
+    )
     top_k: int | None = Field(None, ge=-1, le=2**32 - 1, description="Only the k most likely tokens; 0 or -1: all.")
     min_p: float | None = Field(None, description="Only tokens at least this likely, as a share of the likeliest.")
     repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output. Default: 1.")
     min_tokens: UInt32 | None = Field(None, description="No end of sequence before so many tokens.")
-    stop_token_ids: list[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
+    stop_token_ids: Items[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
     ignore_eos: bool | None = Field(None, description="Goes on past the model's own end of sequence.")
-    bad_words: list[str] | None = Field(None, description="Strings that the output does not complete.")
-    allowed_token_ids: list[UInt32] | None = Field(None, description="Only these tokens may be chosen.")
+    bad_words: Items[str] | None = Field(None, description="Strings that the output does not complete.")
+    allowed_token_ids: Items[UInt32] | None = Field(None, description="Only these tokens may be chosen.")
     include_stop_str_in_output: bool | None = Field(None, description="Keeps what ended the output in the text.")
     skip_special_tokens: bool | None = Field(None, description="Leaves special tokens out of the text. Default: true.")
     priority: int | None = Field(
@@ -68,7 +86,9 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """Fields of completions and chats."""
 
-    n: UInt32 | None = Field(None, description="How many choices: 1 to 64. Default: 1.")
+    n: Annotated[int, Field(ge=0, le=_MAX_CHOICES)] | None = Field(
+        None, description="How many choices: 1 to 64. Default: 1."
+    )
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.schemas_common import SamplingBody, UInt32
+from penstock.clients.gateway.schemas_common import FEW_ENTRIES, Items, SamplingBody, UInt32
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 
@@ -39,7 +39,7 @@ class MessageItem(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
 
 
 class CallItem(BaseModel):
@@ -60,7 +60,7 @@ class CallOutputItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Items[TextPart]
 
 
 class ReasoningItem(BaseModel):
@@ -102,6 +102,11 @@ class FunctionTool(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
     strict: bool | None = Field(None, description="Passed over: arguments are not held to their schema yet.")
+
+
+InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
+FunctionTools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
+"""At most as many as the contract takes messages and tools: each is an object here, many times its size in a body."""
 
 
 class TextFormat(BaseModel):
@@ -149,23 +154,23 @@ _IGNORED = frozenset({"max_tool_calls", "prompt_cache_options"})
 class ResponsesRequest(SamplingBody):
     """Answer a conversation, in OpenAI's newer form. Nothing is stored: each request brings its whole input."""
 
-    input: str | list[InputItem] = Field(min_length=1, description="A question, or a conversation in order.")
+    input: str | InputItems = Field(min_length=1, description="A question, or a conversation in order.")
     instructions: str | None = Field(None, description="What the model is told before it.")
     max_output_tokens: Annotated[UInt32, Field(ge=1)] | None = Field(
         None, description="The most tokens. Default: all that the context leaves."
     )
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
     stream_options: dict[str, Any] | None = Field(None, description="Passed over: there is no padding to be left out.")
-    tools: list[FunctionTool] | None = Field(None, description="What the model may call.")
+    tools: FunctionTools | None = Field(None, description="What the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="Log-probabilities of the text. Reasoning is never encrypted: it is returned as it is."
     )
     top_logprobs: UInt32 | None = Field(None, description="Log-probabilities with so many alternatives, to 20.")
-    metadata: dict[str, str] | None = Field(None, description="Returned as it is.")
+    metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(None, description="Returned as it is.")
     user: str | None = Field(None, description="Returned as it is.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 

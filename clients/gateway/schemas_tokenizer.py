@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from penstock.clients.gateway.schemas_chat import Message, Tool
+from penstock.clients.gateway.schemas_chat import Messages, Tools
 from penstock.clients.gateway.schemas_common import Body, Ids
 
 
@@ -12,7 +12,7 @@ class TokenizeRequest(Body):
     """Tell the tokens of a text, or of a conversation."""
 
     prompt: str | None = Field(None, description="The text. This or messages.")
-    messages: list[Message] | None = Field(None, min_length=1, description="The conversation. This or prompt.")
+    messages: Messages | None = Field(None, description="The conversation. This or prompt.")
     add_special_tokens: bool | None = Field(
         None,
         description="Whether the tokenizer puts its own tokens around a prompt. Default: true. A conversation's "
@@ -25,7 +25,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = Field(
         None, description="The last message, the assistant's, stays open. Not with add_generation_prompt."
     )
-    tools: list[Tool] | None = Field(None, description="What the model may call.")
+    tools: Tools | None = Field(None, description="What the model may call.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
     @model_validator(mode="after")

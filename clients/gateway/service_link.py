@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
@@ -36,6 +37,11 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FULL_RETRY_S = 1.0
 _MAX_DESCRIBED = 1 << 16
 _MAX_TEXTS = 64
+_MAX_TEXT_LENGTH = 1 << 16
+_RENDERED_S = 60.0
+"""How long a rendered text is believed: a service that restarts may have another template under the same name."""
+_MAX_REQUEST_BYTES = 8 << 20
+"""Of one call: more is refused by the service's transport, in words and with a code that are not for callers."""
 _MAX_KEY_BYTES = 4096
 """More would be refused by the transport, which takes 8 KiB of metadata."""
 
@@ -58,13 +64,15 @@ class _Memory:
         self.tokens: dict[int, TokenDescription] = {}
         """Grows to the vocabulary at most."""
         self.rendered = LatestTexts()
+        self.rendered_since = time.monotonic()
 
 
 class LatestTexts(OrderedDict[bytes, str]):
-    """The last few that were put in."""
+    """The last few that were put in, but for long ones."""
 
     def __setitem__(self, key: bytes, text: str) -> None:
-        super().__setitem__(key, text)
+        if len(text) <= _MAX_TEXT_LENGTH:
+            super().__setitem__(key, text)
         while len(self) > _MAX_TEXTS:
             self.popitem(last=False)
 
@@ -119,10 +127,10 @@ class _Identity:
             self._stream = GenerateStream(open_call, self._link.settings.service.target)
         return self._stream
 
-    async def close(self) -> None:
-        """Ends the stream and all that it carries."""
-        if self._stream is not None:
-            await self._stream.close()
+    def take_stream(self) -> GenerateStream | None:
+        """The stream, which has no part in requests from now on."""
+        stream, self._stream = self._stream, None
+        return stream
 
 
 class Caller:
@@ -141,8 +149,8 @@ class Caller:
 
     @property
     def rendered(self) -> LatestTexts:
-        """What the chat template made of conversations that tell of the template, by their bytes."""
-        return self._link.memory_of(self.model).rendered
+        """What the chat template made of conversations that tell of the template, by a hash of theirs."""
+        return self._link.rendered_of(self.model)
 
     @property
     def settings(self) -> GatewaySettings:
@@ -154,9 +162,9 @@ class Caller:
         """The service's methods, for ``call``."""
         return self._link.stubs
 
-    async def call(self, method: Callable[..., Awaitable[T]], request: object, *, is_short: bool = True) -> T:
+    async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
         """One call in the caller's name, such as ``call(caller.stubs.tokenizer.Tokenize, request)``; one that is not
-        short has the deadline of a generation. Raises RequestFailed."""
+        short has the deadline of a generation. Raises RequestFailed, and GatewayError for one that is too large."""
         return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
 
     def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
@@ -222,10 +230,7 @@ class ServiceLink:
         """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
         GatewayError."""
         key = self.settings.service.api_key or _bearer(headers.get("authorization", ""))
-        tenant = headers.get(self.settings.tenant_header, "") if self.settings.tenant_header else ""
-        if tenant and not _TENANT.fullmatch(tenant):
-            header = self.settings.tenant_header
-            raise GatewayError(400, f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]")
+        tenant = self._tenant(headers)
         name = hashlib.sha256((key or "").encode()).digest()
         identity = self._identities.get(name)
         if identity is None or not identity.is_fresh:
@@ -241,9 +246,12 @@ class ServiceLink:
             return False
 
     async def call(
-        self, method: Callable[..., Awaitable[T]], request: object, metadata: object, *, is_short: bool = True
+        self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
     ) -> T:
-        """One call; what is not short has the deadline of a generation. Raises RequestFailed."""
+        """One call; what is not short has the deadline of a generation. Raises RequestFailed, and GatewayError for one
+        that is too large."""
+        if request.ByteSize() > _MAX_REQUEST_BYTES:
+            raise GatewayError(413, "the request is too large; send less at once", code="request_too_large")
         timeout_s = self.settings.call_timeout_s if is_short else self.settings.request_timeout_s
         try:
             return await method(request, timeout=timeout_s, metadata=metadata)
@@ -257,13 +265,25 @@ class ServiceLink:
             self._memory = _Memory(of)
         return self._memory
 
+    def rendered_of(self, model: GetModelResponse) -> LatestTexts:
+        """What its template made of conversations in the last minute."""
+        memory = self.memory_of(model)
+        if time.monotonic() - memory.rendered_since >= _RENDERED_S:
+            memory.rendered, memory.rendered_since = LatestTexts(), time.monotonic()
+        return memory.rendered
+
     async def _check(self, name: bytes, identity: _Identity) -> _Identity:
         try:
             await identity.check()
         except RequestFailed as failure:
-            if failure.code is grpc.StatusCode.UNAUTHENTICATED and self._identities.get(name) is identity:
+            if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
+                raise
+            if self._identities.get(name) is identity:
                 self._drop(name)  # the key was withdrawn: what still runs under it ends
-            raise
+            if self.settings.service.api_key is None:
+                raise
+            message = "the service does not take the key of this gateway; tell its operator"
+            raise GatewayError(503, message, code="gateway_key_refused", may_retry=False) from None
         # Another request may have brought the same key at the same moment.
         known = self._identities.get(name)
         if known is None:
@@ -271,6 +291,16 @@ class ServiceLink:
             known = self._identities[name] = identity
             identity.is_pooled = True
         return known
+
+    def _tenant(self, headers: Mapping[str, str]) -> str:
+        header = self.settings.tenant_header
+        named = [value for name, value in headers.items() if name == header] if header else []
+        if len(named) > 1:  # a proxy may have added its own to one that its caller sent: which is which?
+            raise GatewayError(400, f"the header {header} must be there once")
+        tenant = named[0] if named else ""
+        if tenant and not _TENANT.fullmatch(tenant):
+            raise GatewayError(400, f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]")
+        return tenant
 
     def _make_room(self) -> None:
         if len(self._identities) < self.settings.max_callers:
@@ -292,8 +322,11 @@ class ServiceLink:
         self.retire(identity)
 
     def retire(self, identity: _Identity) -> None:
-        """Closes the stream of an identity that is not in the pool."""
-        closing = asyncio.create_task(identity.close())
+        """Closes the stream of an identity that is not in the pool. It is out of reach at once: a request that comes
+        before it is closed gets another."""
+        if (stream := identity.take_stream()) is None:
+            return
+        closing = asyncio.create_task(stream.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

@@ -1,6 +1,7 @@
 """What the parsers of tool calls have in common: content, calls that are reported as they come, the way back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.clients.gateway.piece import CallPiece, Piece, append_call
 from penstock.clients.gateway.reasoning import num_held
@@ -90,7 +91,7 @@ class ToolCallParser:
     def _add_call(self, piece: CallPiece) -> None:
         self._source.keep()
         if self._parallel_calls or piece.index == 0:
-            append_call(self._calls, piece)
+            append_call(self._calls, replace(piece, at=sum(map(len, self._content))))
 
     def _read_content(self, marker: str) -> Reading[bool]:
         """Content up to a marker, which is then read; False at the end of the text."""

@@ -78,7 +78,7 @@ def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
             if value not in UNSUPPORTED[name]:
                 raise invalid(name, NOT_YET, code="unsupported_parameter")
         elif name not in IGNORED:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(shown(name), known, n=1)  # a name may be as long as a body
             hint = f"; did you mean {near[0]}?" if near else ""
             raise invalid(shown(name), f"there is no such field{hint}", code="unknown_parameter")
     return kept

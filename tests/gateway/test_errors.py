@@ -13,7 +13,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from penstock.clients.errors import RequestFailed, StreamBroken, Unreachable, failure_from_status
-from penstock.clients.gateway.errors import ErrorBody, as_gateway_error, from_failure
+from penstock.clients.gateway.errors import ErrorBody, as_gateway_error, from_failure, from_validation
 from penstock.scheduler.config import SchedulerConfig
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -40,6 +40,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 65}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 2**32 - 1}, "n"),
+    (CHAT, {"messages": HELLO, "n": 2**32 - 1}, "n"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -80,6 +82,78 @@ async def test_what_is_wrong_is_named(gateway, subtests):
             assert error["param"] == param
             assert error["type"] == "invalid_request_error"
             assert "sampling." not in error["message"]
+
+
+MANY: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": ["a", *[1] * 5000]}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "stop": [1] * 5000}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": ["x"] * 5000}, "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(5000)}}, "logit_bias"),
+    (CHAT, {"messages": [1] * 5000}, "messages"),
+    (CHAT, {"messages": HELLO * 5000}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [1] * 5000}]}, "messages"),
+    (CHAT, {"messages": HELLO, "tools": [1] * 5000}, "tools"),
+    (CHAT, {"messages": HELLO, "documents": [1] * 5000}, "documents"),
+    ("/v1/responses", {"input": [1] * 5000}, "input"),
+    ("/v1/responses", {"input": "a", "metadata": {str(i): 1 for i in range(5000)}}, "metadata"),
+    ("/tokenize", {"messages": [1] * 5000}, "messages"),
+]
+"""Path, a body with something wrong thousands of times, and the field."""
+
+
+async def test_what_is_wrong_many_times_is_told_once(gateway, monkeypatch, subtests):
+    numbers: list[int] = []
+
+    def note(errors: Any) -> Any:
+        numbers.append(len(errors))
+        return from_validation(errors)
+
+    monkeypatch.setattr("penstock.clients.gateway.errors.from_validation", note)
+    for path, body, field in MANY:
+        with subtests.test(f"{path} {field}"):
+            response = await gateway.post(path, **body)
+            assert response.status_code == 400, response.text
+            assert error_of(response)["param"].partition("[")[0] == field
+    assert len(numbers) == len(MANY)
+    assert max(numbers) <= 5  # one for each member of a union
+
+
+async def test_what_is_nested_too_deeply_is_the_callers_fault(gateway):
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"x": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    response = await gateway.post("/tokenize", messages=HELLO, tools=[tool])
+    assert response.status_code == 400
+    error_of(response)
+
+
+async def test_a_name_as_long_as_a_body_is_compared_by_its_beginning(gateway, monkeypatch):
+    compared: list[str] = []
+
+    def note(name: str, *_: object, **__: object) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", note)
+    error = error_of(await gateway.post(COMPLETIONS, **{"prompt": "a", "x" * 100_000: 1}))
+    assert error["param"].endswith("x...")
+    assert [len(name) for name in compared] == [60]
+
+
+async def test_prompts_that_are_too_large_with_their_options(gateway, monkeypatch):
+    monkeypatch.setattr("penstock.clients.gateway.completions._MAX_STARTS_BYTES", 1000)
+    options = {"stop_token_ids": [255] * 200, "max_tokens": 1}
+    assert (await gateway.post(COMPLETIONS, prompt=["a"] * 2, **options)).status_code == 200
+    response = await gateway.post(COMPLETIONS, prompt=["a"] * 5, **options)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+
+
+async def test_what_the_services_transport_would_refuse_is_too_large(gateway):
+    response = await gateway.post("/tokenize", prompt="a" * (9 << 20))
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
 
 
 async def test_fields_that_change_nothing_are_passed_over(gateway):
@@ -142,6 +216,21 @@ async def test_a_body_that_does_not_arrive(start_gateway):
     assert b" 408 " in await reader.readline()
     writer.close()
     await writer.wait_closed()
+
+
+async def test_who_sends_no_whole_head_of_a_request_holds_no_place(start_gateway, monkeypatch):
+    monkeypatch.setattr("penstock.clients.gateway.http_server._HEAD_S", 0.05)
+    gateway = await start_gateway(seconds_per_step=0.01)
+    base = gateway.http.base_url
+    whole = "GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    for sent, answered in (("", b""), (whole[:-4], b""), (whole + whole[:-4], b"HTTP/1.1 200")):
+        reader, writer = await asyncio.open_connection(base.host, base.port)
+        writer.write(sent.encode())
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(answered)
+        writer.close()
+        await writer.wait_closed()
+    response = await gateway.post(COMPLETIONS, prompt="a", max_tokens=20)  # an answer takes what it takes
+    assert len(response.json()["choices"][0]["text"]) == 20
 
 
 async def test_a_full_queue_says_when_to_try_again(start_gateway):
@@ -238,6 +327,20 @@ def test_what_must_not_be_tried_again_says_so():
     headers = from_failure(failure).headers()
     assert headers["x-should-retry"] == "false"
     assert "retry-after" not in headers
+
+
+def test_a_stream_that_broke_may_be_tried_again_whatever_grpc_calls_it():
+    failures = [
+        StreamBroken(code, "reset")
+        for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+    ]
+    slow = StreamBroken(grpc.StatusCode.RESOURCE_EXHAUSTED, "read it")  # the gateway's fault, not its caller's
+    slow.reason, slow.is_final = "READER_TOO_SLOW", True
+    for failure in (*failures, slow):
+        error = from_failure(failure)
+        assert (error.status, error.code) == (503, "service_unavailable")
+        assert error.headers()["x-should-retry"] == "true"
+        assert error.headers()["retry-after"] == "1"
 
 
 def test_grpcs_own_words_stay_inside():

@@ -77,3 +77,17 @@ async def test_tools_of_an_unknown_form_are_refused(start_gateway, tokenizer_wit
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools"
     assert "--tool-call-parser" in response.json()["error"]["message"]
+
+
+async def test_what_templates_show_is_kept_small_and_for_a_minute(start_gateway, tokenizer_with, monkeypatch):
+    shown = "{{ extra if extra is defined else '' }}" * 8
+    gateway = await start_gateway(tokenizer=tokenizer_with(CALLS + END + CLOSED + shown))
+    caller = await gateway.app.state.link.caller({})
+    for size in (10, 20_000):
+        body = {"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": {"extra": "x" * size}}
+        await formats_of(ChatRequest.model_validate(body), caller)
+    assert caller.rendered
+    assert all(len(key) == 32 for key in caller.rendered)
+    assert max(map(len, caller.rendered.values())) < 20_000
+    monkeypatch.setattr("penstock.clients.gateway.service_link._RENDERED_S", 0.0)
+    assert not caller.rendered  # a service that comes back may have another template

@@ -4,11 +4,15 @@ import asyncio
 import hashlib
 import itertools
 import json
+from typing import Any
 
 import openai
 import pytest
 
+from penstock.clients.events import Delta, Finished, merge
+from penstock.clients.gateway.exchange import Exchange
 from penstock.service.identity import ApiKeys
+from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ACME, OTHER, GATEWAY = "a" * 40, "o" * 40, "g" * 40
@@ -95,6 +99,23 @@ async def test_the_gateways_own_key_speaks_for_tenants(start_gateway, keys, tena
     assert response.status_code == 400
 
 
+async def test_a_key_of_the_gateways_that_is_refused_is_not_its_callers_fault(start_gateway, keys):
+    gateway = await start_gateway(service=keys, api_key="x" * 40)
+    response = await gateway.post(COMPLETIONS, prompt="a")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "gateway_key_refused"
+    assert "x" * 40 not in response.text
+
+
+async def test_a_tenant_that_is_named_twice_is_nobody(start_gateway, keys, tenants):
+    gateway = await start_gateway(service=keys, api_key=GATEWAY, tenant_header="x-tenant")
+    headers = [("X-Tenant", "blue"), ("x-tenant", "red")]  # the caller's own, and one that a proxy added
+    response = await gateway.post(COMPLETIONS, headers=headers, prompt="a", max_tokens=1)
+    assert response.status_code == 400
+    assert "x-tenant must be there once" in response.json()["error"]["message"]
+    assert tenants == []
+
+
 async def test_a_tenant_is_named_by_those_alone_who_may(start_gateway, keys, tenants):
     gateway = await start_gateway(service=keys, tenant_header="x-tenant")
     for key, status in ((ACME, 403), (GATEWAY, 200)):
@@ -133,6 +154,55 @@ async def test_only_so_many_keys_at_once_and_idle_ones_give_way(start_gateway):
             assert response.json()["error"]["code"] == "gateway_full"
             assert response.headers["retry-after"]
     assert gateway.app.state.link.num_callers == 2
+
+
+async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_then(start_gateway):
+    gateway = await start_gateway()
+    assert (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code == 200
+    link = gateway.app.state.link
+    caller = await link.caller({})
+    [name] = link._identities
+    link._drop(name)
+    start = pb.Start(text="a")
+    start.sampling.max_tokens = 2
+    start.output.format = pb.OUTPUT_FORMAT_TEXT
+    exchange = Exchange(caller, [start])
+    exchange.begin()
+    try:
+        events = [event for _, event in await exchange.take(rest=True)]
+    finally:
+        exchange.close()
+    assert isinstance(events[-1], Finished)
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == "bc"
+    while link._closing:  # noqa: ASYNC110 - its own stream goes when it has ended
+        await asyncio.sleep(0.001)
+
+
+async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
+    class Nobody:
+        def carry(self, start, receiver):
+            return lambda: None
+
+        def done(self):
+            pass
+
+    numbers: list[int] = []
+
+    def note(events):
+        numbers.append(len(events))
+        return merge(events)
+
+    monkeypatch.setattr("penstock.clients.gateway.exchange.merge", note)
+    nobody: Any = Nobody()
+    exchange = Exchange(nobody, [pb.Start()])
+    exchange.begin()
+    for at in range(64 * 100):
+        exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
+    arrivals = await exchange.take()
+    assert len(numbers) <= 100
+    assert len(arrivals) <= 2 * 64
+    assert sum(len(event.text) for _, event in arrivals if isinstance(event, Delta)) == 64 * 100
+    exchange.close()
 
 
 async def test_idle_keys_are_forgotten(start_gateway):

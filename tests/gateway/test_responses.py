@@ -95,6 +95,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": ("SAY hé", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
     "call": (f"SAY {CALL}", {"tools": [LOOK]}),
     "text and calls": (f"SAY Well. {CALL}\n{CALL}", {"tools": [LOOK]}),
+    # So long that what comes whole was put together from several tokens at once.
+    "text around calls": (f"SAY Well. {CALL}\nThen. {CALL}\nSo.", {"tools": [LOOK]}),
     "one call": (f"SAY {CALL}\n{CALL}", {"tools": [LOOK], "parallel_tool_calls": False}),
     "reasoning": ("SAY <think>hm</think>so", {}),
     "reasoning, cut": ("SAY <think>hm, well</think>so", {"max_output_tokens": 10}),
@@ -229,7 +231,7 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
     told = events.add(Piece(calls=(CallPiece(0, "call_a", "look", "{"),)), [])
     told += events.add(
-        Piece(content="then", calls=(CallPiece(0, arguments="}"), CallPiece(1, "call_b", "go", "{}"))), []
+        Piece(content="then", calls=(CallPiece(0, arguments="}"), CallPiece(1, "call_b", "go", "{}", at=4))), []
     )
     told += events.end({}, is_cut=False)
     first, text, second = told[-1]["response"]["output"]
@@ -288,3 +290,24 @@ def test_what_changes_nothing_is_accepted(respond):
 def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="other", input="a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_text_is_refused_before_anything_is_sent(scripted, stream):
+    body = json.dumps({"input": "SAY a", "metadata": {"a": "\ud800"}, "stream": stream})
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{scripted}/v1/responses", content=body, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_unicode")
+
+
+def test_text_between_calls_stays_between_them_however_much_comes_at_once(respond):
+    response = respond(f"SAY Well. {CALL}\nThen. {CALL}\nSo.", tools=[LOOK])
+    shown = [item.name if item.type == "function_call" else item.content[0].text for item in response.output]
+    assert shown == ["Well.", "look", "Then.", "look", "So."]
+
+
+def test_calls_know_the_text_before_them_when_parts_are_put_together():
+    whole = Piece("ab", calls=(CallPiece(0, "x", "f", "{", at=1),)) + Piece(
+        "c", calls=(CallPiece(0, arguments="}"), CallPiece(1, "y", "g", "{}", at=1))
+    )
+    assert (whole.content, [(call.arguments, call.at) for call in whole.calls]) == ("abc", [("{}", 1), ("{}", 3)])

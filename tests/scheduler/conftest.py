@@ -452,6 +452,9 @@ class World:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
             assert use.num_waiting == sum(choice.live.tenant is use for choice in waiting)
             assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
+            own = [choice for choice in new if choice.live.tenant is use]
+            tokens = sum(choice.num_prompt_tokens for choice in own)
+            assert planner.waiting.queued_of(use.name) == (sum(choice.index == 0 for choice in own), tokens)
         held = [choice for choice in running if choice.live.held]
         assert sorted(map(id, held)) == sorted(map(id, planner.running.held))
 

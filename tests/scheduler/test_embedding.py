@@ -1,15 +1,18 @@
 """Requests whose prompts are embedded: rows without output, in the terms of plans, queues, tenants and predictions."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.scheduler import admission
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
 from penstock.scheduler.forecast import Forecast, Load
 from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import FinishReason, Prompt
+from penstock.scheduler.request import FinishReason, Prompt, RefusalKind, Refused
 from penstock.scheduler.step_model import StepModel, StepWork
 
 BLOCK_SIZE = 4
@@ -113,6 +116,36 @@ def test_vectors_that_came_stay_when_the_worker_dies(world_type, embed):
     assert received.finished.timings.restarts == 1
 
 
+def test_a_request_is_ranked_once_however_many_prompts_it_has(world_type, embed, monkeypatch):
+    """Under this policy a rank takes a prediction, and there may be thousands of prompts."""
+    config = SchedulerConfig(policy=Policy.DEADLINE)
+    world = world_type(64, config)
+    asked = []
+    monkeypatch.setattr(world.scheduler.outlook, "service_s", lambda request, cached=0: asked.append(request))
+    world.add(embed("vectors", [[1] * 4] * 9))
+    assert len(asked) == 1
+    world.scheduler.reconfigure(replace(config, max_num_seqs=8))
+    assert len(asked) == 2
+    world.check()
+    world.drain()
+
+
+def test_whether_a_request_is_late_is_asked_once_however_many_prompts_it_has(world_type, embed):
+    world = world_type(64, SchedulerConfig())
+    asked = []
+
+    def is_late(live):
+        asked.append(live)
+        return True
+
+    world.scheduler._planner.beginnings.is_late = is_late
+    late = world.add(embed("late", [[1] * 4] * 9, deadline=1000.0))
+    assert not world.schedule()
+    assert late.finished.reason is FinishReason.DEADLINE
+    assert len(asked) == 1
+    world.drain()
+
+
 def test_a_prediction_counts_each_prompt_by_itself():
     """A step takes 10 ms, and each pair of tokens that see each other 1 us."""
     model = StepModel()
@@ -145,4 +178,17 @@ def test_those_ahead_have_their_rows_only_until_their_prompts_are_computed(world
         world.answer()
     assert behind.accepted.queue_position == 64
     assert behind.accepted.predicted_ttft_s < 3 * (world.now - asked_at)
+    world.drain()
+
+
+def test_so_many_prompts_wait_and_no_more(world_type, embed, monkeypatch):
+    monkeypatch.setattr(admission, "MAX_QUEUED_POOLED", 5)
+    world = world_type(64, SchedulerConfig())
+    world.add(embed("first", [[1], [2], [3]]))
+    with pytest.raises(Refused) as refused:
+        world.scheduler.add(embed("too many", [[1], [2], [3]]))
+    assert refused.value.kind is RefusalKind.QUEUE_FULL
+    assert world.add(embed("as many as there is room for", [[1], [2]])) is not None
+    world.drain()
+    assert world.add(embed("many at once", [[n] for n in range(6)])) is not None
     world.drain()

@@ -13,6 +13,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Released
@@ -90,6 +91,14 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit):
         assert len(executor.plans[1].added) == 1
     finally:
         await engine.stop()
+
+
+async def test_what_a_timer_cannot_tell_is_not_waited_for(engine, submit, monkeypatch):
+    """It would ring at once, again and again."""
+    monkeypatch.setattr(Outlook, "spare_s", property(lambda outlook: 0.0004))
+    received = submit(engine, "only", max_tokens=3)
+    await turns_until(lambda: received.finished is not None)
+    assert engine._pump_timer is None
 
 
 async def test_requests_run_and_finish(engine, submit):

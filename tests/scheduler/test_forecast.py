@@ -86,6 +86,16 @@ def test_time_to_first_token(fields, tokens, expected_s):
     assert prediction.ttft_s == pytest.approx(expected_s, rel=0.1)
 
 
+def test_what_was_foretold_to_take_no_time_teaches_a_little_all_the_same():
+    """A model that has seen few kinds of steps may find that another one is free."""
+    forecast = Forecast(flat_model(), 1000, None)
+    before = predict(forecast, load(), 100, 100, 10)
+    for took_s in (0.0, 1.0, float("inf")):
+        forecast.learn_total(0.0, took_s)
+    forecast.learn_ttft(0.0, 1.0)
+    assert before.ttft_s < predict(forecast, load(), 100, 100, 10).ttft_s < 2 * before.ttft_s
+
+
 def test_what_is_cached_takes_no_time():
     prediction = predict(always_full_forecast(), load(), 100, 900, 1)
     assert prediction.ttft_s == pytest.approx(STEP_S + 100 * TOKEN_S, rel=0.1)

@@ -156,6 +156,8 @@ def test_keys_that_sign_nothing_here_are_passed_over(issuer):
         {**ours, "kid": "encrypts", "use": "enc"},
         {**ours, "kid": "other", "alg": "RS512"},
         {**ours, "kid": "signs", "key_ops": ["sign"]},
+        {**ours, "kid": "nothing", "key_ops": None},
+        {**ours, "kid": "number", "key_ops": 2},
         {"kty": "EC", "crv": "P-521", "kid": "curve", "x": "AA", "y": "AA"},
         {"kty": "new", "kid": "new"},
     ]

@@ -368,6 +368,14 @@ def test_a_template_may_refuse(loaded):
         loaded["metaspace"].encode_chat(Chat([Message("system", "x")]))
 
 
+def test_a_refusal_repeats_a_role_as_it_was_written(tmp_path):
+    template = "{% for m in messages %}{{ raise_exception('no role ' ~ m.role ~ ' here') }}{% endfor %}"
+    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
+    with pytest.raises(ServiceError) as caught:
+        tokenizer.encode_chat(Chat([Message("other", "x")]))
+    assert caught.value.message == "chat: the model's chat template refuses it: no role other here"
+
+
 def test_without_a_template_there_are_no_chats(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, qwen()))
     assert not tokenizer.has_chat_template
