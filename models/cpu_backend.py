@@ -49,7 +49,7 @@ TILE_TOKENS = 32
 
 POPULATED_TOKENS, POPULATED_BYTES = 1 << 15, 4 << 30
 """Of KV at most, whose memory is taken before they are there."""
-POPULATE_S = 1.5
+POPULATE_S = 1.0
 """A start takes so much longer for it, at most."""
 SLICE_BYTES = 2 << 20
 """Of a layer, at a time: a huge page."""
