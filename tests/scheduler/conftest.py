@@ -435,9 +435,8 @@ class World:
         new = [choice for choice in waiting if choice.is_new]
         assert planner.waiting.num_requests == sum(choice.index == 0 for choice in new)
         assert planner.waiting.num_tokens == sum(choice.num_prompt_tokens for choice in new)
-        pooled = [choice for choice in waiting if choice.is_pooled]
-        assert planner.waiting.num_pooled == len(pooled)
-        assert planner.waiting.num_pooled_tokens == sum(c.num_prompt_tokens for c in pooled if c.is_new)
+        assert planner.waiting.num_pooled == sum(choice.is_pooled for choice in waiting)
+        assert planner.waiting.num_pooled_tokens == sum(c.num_prompt_tokens for c in new if c.is_pooled)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
         for choice in running:
             assert choice.num_computed <= choice.num_planned or choice.state is ChoiceState.DECODING
@@ -452,11 +451,9 @@ class World:
             assert use.num_rows == sum(choice.live.tenant is use for choice in running)
             assert use.num_waiting == sum(choice.live.tenant is use for choice in waiting)
             assert use.num_live == sum(live.tenant is use for live in self.scheduler._requests.values()) > 0
-            own = [choice for choice in new if choice.live.tenant is use]
-            tokens = sum(choice.num_prompt_tokens for choice in own)
-            assert planner.waiting.queued_of(use.name) == (sum(choice.index == 0 for choice in own), tokens)
-        held = [choice for choice in running if choice.live.held]
-        assert sorted(map(id, held)) == sorted(map(id, planner.running.held))
+            own = [(choice.index == 0, choice.num_prompt_tokens) for choice in new if choice.live.tenant is use]
+            assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
+        assert {id(choice) for choice in running if choice.live.held} == set(map(id, planner.running.held))
 
     def drain(self) -> None:
         """Runs until everything is finished, and checks every end."""
