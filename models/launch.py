@@ -95,6 +95,8 @@ class WorkerProcess:
             raise ExecutorError("the worker is not running")
         if self._link.lost is not None:
             raise self._link.lost
+        if self._link.is_closing:
+            raise ExecutorError("the worker has closed its socket")
         self._link.send(Kind.PLAN, plan)
 
     async def results(self) -> AsyncIterator[StepResult]:
@@ -165,6 +167,11 @@ class _Link(asyncio.Protocol):
             process.wait()
             raise
         return link
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the socket takes nothing any more, though ``connection_lost`` may still be to come."""
+        return self._transport is None or self._transport.is_closing()
 
     def send(self, kind: Kind, body: object) -> None:
         """Queues a frame; what the socket does not take now goes out by itself."""

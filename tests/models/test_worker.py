@@ -67,6 +67,14 @@ async def test_plans_are_answered_in_order(worker):
     assert (await anext(results)).rows[0].token_ids == answers[0].rows[0].token_ids
 
 
+async def test_a_plan_for_a_worker_that_has_just_gone_is_refused_before_anybody_was_told(worker):
+    worker._link._transport.abort()  # as the loop does it when it finds the socket closed; it calls us a turn later
+    with pytest.raises(ExecutorError, match="has closed its socket"):
+        worker.submit(first_plan([1, 2, 3]))
+    with pytest.raises(ExecutorError):
+        await anext(worker.results())
+
+
 async def test_kill_is_noticed_at_once_after_the_last_whole_answer(worker):
     results = worker.results()
     worker.submit(first_plan([1, 2, 3]))
