@@ -13,7 +13,7 @@ RETRY_AFTER_MS = 1000
 MIN_RETRY_AFTER_MS = 50
 """Sooner nobody need try again, whatever is predicted."""
 MAX_QUEUED_POOLED = 1 << 16
-"""Prompts to embed that may wait, unless one request brings more: each takes 2 KB beside its tokens."""
+"""Prompts to embed that may wait, unless one request brings more: each is a choice of its own, however short."""
 
 
 class Admission:

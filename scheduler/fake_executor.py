@@ -18,7 +18,8 @@ from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
 
 
 class FakeExecutor:
-    """Answers each plan only when the next one is there, or when none comes: so two plans are always in flight.
+    """Answers each plan only when the next one is there, or when none comes: so two plans are in flight, unless steps
+    take so long that the engine puts the next one off.
 
     ``next_token`` chooses a row's next token; by default it is a function of the history alone. ``slots`` checks what
     the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.

@@ -132,7 +132,7 @@ class Simulation:
             self.at(request.deadline, lambda: self.scheduler.abort(request.request_id, FinishReason.DEADLINE))
 
     def _pump(self) -> None:
-        """As the engine does it: plans as soon as there may be more, and one is always computed."""
+        """Plans as soon as there may be more, which the engine puts off; and one is always computed."""
         while (plan := self.scheduler.schedule()) is not None:
             self._plans.append(plan)
             assert len(self._plans) <= MAX_PLANS_IN_FLIGHT
