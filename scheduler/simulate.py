@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
-from penstock.scheduler.fake_worker import FakeWorker, UncheckedSlots
+from penstock.scheduler.fake_worker import FakeWorker, Slots, UncheckedSlots
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.request import Accepted, Delta, Event, Finished, FinishReason, Refused, Released, Request
 from penstock.scheduler.scheduler import Scheduler
@@ -66,12 +66,18 @@ class Outcome:
 class Simulation:
     """Time stands still but in ``run``."""
 
-    def __init__(self, facts: WorkerFacts, config: SchedulerConfig, step_s: StepSeconds = cpu_step_s) -> None:
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        config: SchedulerConfig,
+        step_s: StepSeconds = cpu_step_s,
+        slots: Slots | None = None,
+    ) -> None:
         self.now = 0.0
         self.outcomes: list[Outcome] = []
         """In the order in which they were asked for."""
         self.scheduler = Scheduler(facts, config, clock=lambda: self.now)
-        self._worker = _TimedWorker(facts, step_s)
+        self._worker = _TimedWorker(facts, step_s, slots or UncheckedSlots())
         self._plans: deque[StepPlan] = deque()
         self._result: StepResult | None = None
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -178,8 +184,8 @@ class _Text:
 class _TimedWorker(FakeWorker):
     """Says how long its steps take. A prompt's tokens are all the number of its request, and so is the output."""
 
-    def __init__(self, facts: WorkerFacts, step_s: StepSeconds) -> None:
-        super().__init__(facts, _same_again, UncheckedSlots())
+    def __init__(self, facts: WorkerFacts, step_s: StepSeconds, slots: Slots) -> None:
+        super().__init__(facts, _same_again, slots)
         self._step_s = step_s
         self._computed: list[tuple[int, int]] = []
 
