@@ -6,8 +6,10 @@ namespace penstock {
 
 namespace {
 
-// Items for each thread that are enough to keep all of them busy to the end.
+// Items for each thread that are enough to keep all of them busy to the end; half as many are, if none is long.
 constexpr int ITEMS_PER_THREAD = 8;
+// Splits of the longest item that need not be cut then.
+constexpr int MOST_SPLITS = 16;
 // Room for partial results, at most. What does not fit is not cut: with so much to do, all threads are busy anyway.
 constexpr int64_t MOST_PARTIAL_FLOATS = 1 << 25;
 
@@ -36,8 +38,12 @@ AttentionPlan StepRun::plan_attention(const Layer& layer) {
     }
 
   // With few tiles, a long one is cut: into pieces of so many splits that there are items enough.
-  int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.used();
-  int64_t piece = num_tiles * kv_heads >= enough ? num_splits : num_splits * kv_heads / enough + 1;
+  int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.used(), uncut = num_tiles * kv_heads;
+  int64_t piece = num_splits;
+  if (uncut < enough / 2)
+    piece = num_splits * kv_heads / enough + 1;
+  else if (uncut < enough && piece > MOST_SPLITS)
+    piece = MOST_SPLITS;
   int64_t most = 0, cut = 0;
   for (int i = 0; i < num_tiles; i++) {
     int64_t splits = tiles[i].last_split - tiles[i].first_split;

@@ -113,6 +113,9 @@ struct Sweep {
   const uint8_t* after_turn;
 };
 
+// Tiles of so few rows only wait for memory, which gives more to who asks for several lines at a time.
+constexpr int FEW_ROWS = 4, LINES_AT_ONCE = 4;
+
 // sums, (R, stride) float32, is where the P panels' sums are kept; they begin at zero if `first`.
 template <typename Step, int R, int P>
 static void multiply_tile(const Sweep& sweep, float* sums, int64_t sums_stride, bool first) {
@@ -127,6 +130,19 @@ static void multiply_tile(const Sweep& sweep, float* sums, int64_t sums_stride, 
   }
   for (int64_t step = 0; step < steps;) {
     if (step == sweep.turn) ahead = sweep.after_turn;
+    const int64_t end = step < sweep.turn ? sweep.turn : steps;
+    if (R <= FEW_ROWS && sweep.ahead_every == 1 && step + LINES_AT_ONCE <= end) {
+      UNROLLED for (int line = 0; line < LINES_AT_ONCE; line++)
+        UNROLLED for (int p = 0; p < P; p++) prefetch(ahead + p * panel_bytes + line * LINE);
+      ahead += LINES_AT_ONCE * LINE;
+      UNROLLED for (int line = 0; line < LINES_AT_ONCE; line++) {
+        Step::add(kept, weights, panel_bytes, x, stride);
+        weights += LINE;
+        x += Step::INPUT_BYTES;
+      }
+      step += LINES_AT_ONCE;
+      continue;
+    }
     UNROLLED for (int p = 0; p < P; p++) prefetch(ahead + p * panel_bytes);
     ahead += LINE;
     const int64_t stop = step + sweep.ahead_every < steps ? step + sweep.ahead_every : steps;

@@ -7,15 +7,23 @@ namespace {
 
 // Rows that share a panel while it is in the cache; with more, pieces are cut across rows too: this evens out the work.
 constexpr int ROWS_AT_ONCE = 64;
-// Pieces for each thread that are enough to keep all of them busy to the end.
-constexpr int PIECES_PER_THREAD = 4;
-// A longer piece reads memory no faster.
-constexpr int MOST_PANELS = 12;
+// Panels of a piece. A longer one reads memory no faster, and with several blocks of rows it must fit into the caches. A
+// short one begins anew too often, unless there would be too few. Gated products need even numbers.
+constexpr int MOST_PANELS = 96, MOST_SHARED_PANELS = 12, SHORT_PANELS = 4, LEAST_PANELS = 2;
+// A piece is what is left, divided by so many times the threads: towards the end pieces become short, so that no thread
+// waits long for another's last one.
+constexpr int ROUNDS = 2;
 
-// Panels in a piece; even, as gated products need it.
-int panels_at_once(int panels, int threads) {
-  int some = panels / (PIECES_PER_THREAD * threads) / 2 * 2;
-  return some < 2 ? 2 : some > MOST_PANELS ? MOST_PANELS : some;
+// Begins of the pieces into which panels are cut, with the end of the last; returns how many pieces there are.
+int cut_panels(int panels, int threads, int most, int32_t* begins) {
+  int pieces = 0, least = panels < ROUNDS * threads * SHORT_PANELS ? LEAST_PANELS : SHORT_PANELS;
+  for (int begin = 0; begin < panels;) {
+    begins[pieces++] = begin;
+    int some = (panels - begin) / (ROUNDS * threads) / LEAST_PANELS * LEAST_PANELS;
+    begin += some < least ? least : some > most ? most : some;
+  }
+  begins[pieces] = panels;
+  return pieces;
 }
 
 }  // namespace
@@ -60,17 +68,16 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
     const Matrix& part = linear.parts[i];
     const Inputs& rows = inputs.parts[i];
     int panels = (part.rows + LANES - 1) / LANES;
-    int some_panels = panels_at_once(panels, threads_.used());
-    int pieces = (panels + some_panels - 1) / some_panels;
+    int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + 2);
     int blocks = (rows.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    int pieces = cut_panels(panels, threads_.used(), blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins);
     // Neighbouring items share panels, so that the second block of rows finds them in the cache.
     threads_.run(pieces * blocks, [&](int item, int) {
-      int begin = item / blocks * some_panels, first = item % blocks * ROWS_AT_ONCE;
-      int end = begin + some_panels < panels ? begin + some_panels : panels;
+      int piece = item / blocks, first = item % blocks * ROWS_AT_ONCE;
       int count = rows.rows - first < ROWS_AT_ONCE ? rows.rows - first : ROWS_AT_ONCE;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};
       Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
-      kernels_.product(part, some, begin, end, to);
+      kernels_.product(part, some, begins[piece], begins[piece + 1], to);
     });
     out += part.rows;
   }

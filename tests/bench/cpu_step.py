@@ -1,7 +1,7 @@
 """Where the time of a step goes on a CPU: one step of decoding of W1, and one of its prefill, by the kernels' stages.
 
-16 rows with 128 tokens of prompt, the shape of Qwen3-0.6B in bf16 (or --quantization), weights made up. Each stage with
-its time, its share of the step, and the share of its limit that it reaches: the bytes it must read at the memory's
+16 rows with 128 tokens of prompt (--rows 1 --prompt 512 is W4), the shape of Qwen3-0.6B in bf16 (or --quantization),
+weights made up. Each stage with its time, its share of the step, and the share of its limit that it reaches: the bytes it must read at the memory's
 bandwidth, or its operations at the arithmetic's peak, whichever takes longer. Python's share is what the step took
 beyond the stages.
 """
@@ -24,10 +24,22 @@ from penstock.models.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
 
 SHAPE = SHAPES["M1"]
-ROWS, PROMPT, OUTPUT = 16, 128, 64
-BLOCKS_A_ROW = -(-(PROMPT + OUTPUT) // 16)
 PYTHON = "Python"
 TARGET_PYTHON = 0.03
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows, and the tokens of each."""
+
+    rows: int
+    prompt: int
+    output: int
+
+    @property
+    def blocks_a_row(self) -> int:
+        """Of the KV cache."""
+        return -(-(self.prompt + self.output) // 16)
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rows", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each row's prompt (default: %(default)s)")
+    parser.add_argument("--output", type=int, default=64, help="tokens of each row's output (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="prompts computed and decoded so often (default: 3)")
     arguments = parser.parse_args(argv)
+    batch = Batch(arguments.rows, arguments.prompt, arguments.output)
     precision = "bf16" if arguments.quantization == "none" else arguments.quantization
     machine = ceilings.measure(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,18 +73,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 load_format="dummy",
                 quantization=arguments.quantization,
                 num_threads=arguments.threads,
-                kv_cache_bytes=ROWS * BLOCKS_A_ROW * 16 * SHAPE.kv_bytes * 2,
-                max_model_len=PROMPT + OUTPUT,
+                kv_cache_bytes=batch.rows * batch.blocks_a_row * 16 * SHAPE.kv_bytes * 2,
+                max_model_len=batch.prompt + batch.output,
             )
         )
         assert isinstance(backend, CpuBackend)
-        prefill, decode = measure(backend, arguments.rounds)
+        prefill, decode = measure(backend, batch, arguments.rounds)
     print(f"{precision}, {arguments.threads} threads; {machine.bytes_per_s / 1e9:.1f} GB/s, "
           f"{machine.operations_per_s(precision) / 1e9:,.0f} GOP/s")  # fmt: skip
-    report(f"a step of decoding, {ROWS} rows, context {PROMPT + OUTPUT // 2}", decode,
-           limits(machine, precision, ROWS, ROWS, PROMPT + OUTPUT / 2, is_prefill=False))  # fmt: skip
-    report(f"a step of prefill, {ROWS} prompts of {PROMPT}", prefill,
-           limits(machine, precision, ROWS * PROMPT, ROWS, PROMPT / 2, is_prefill=True))  # fmt: skip
+    rows, prompt, context = batch.rows, batch.prompt, batch.prompt + batch.output / 2
+    report(f"a step of decoding, {rows} rows, context {context:.0f}", decode,
+           limits(machine, precision, rows, rows, context, is_prefill=False))  # fmt: skip
+    report(f"a step of prefill, {rows} prompts of {prompt}", prefill,
+           limits(machine, precision, rows * prompt, rows, prompt / 2, is_prefill=True))  # fmt: skip
     share = decode.stages[PYTHON] / decode.step
     print(f"Python's share of a step of decoding: {share:.1%} (wanted: under {TARGET_PYTHON:.0%})")
 
@@ -85,22 +102,23 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(backend: CpuBackend, rounds: int) -> tuple[Profile, Profile]:
+def measure(backend: CpuBackend, batch: Batch, rounds: int) -> tuple[Profile, Profile]:
     """The steps of prefill, and those of decoding."""
     runner = Runner(backend)
     runner.warm()
     prefills, decodes = [], []
     sampling = SamplingParams(temperature=0.0)
     for number in range(rounds):
-        rows = range(ROWS)
+        rows, blocks = range(batch.rows), batch.blocks_a_row
         added = [
-            AddedRow(row, number, [300 + (number + row * 7 + i) % 3700 for i in range(PROMPT)], PROMPT, 0,
-                     list(range(row * BLOCKS_A_ROW, (row + 1) * BLOCKS_A_ROW)), sampling)
+            AddedRow(row, number, [300 + (number + row * 7 + i) % 3700 for i in range(batch.prompt)], batch.prompt, 0,
+                     list(range(row * blocks, (row + 1) * blocks)), sampling)
             for row in rows
         ]  # fmt: skip
-        prefills.append(timed(backend, runner, StepPlan(0, [], added, [], [Chunk(row, 0, PROMPT) for row in rows], [])))
+        chunks = [Chunk(row, 0, batch.prompt) for row in rows]
+        prefills.append(timed(backend, runner, StepPlan(0, [], added, [], chunks, [])))
         plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])
-        decodes += [timed(backend, runner, plan) for _ in range(OUTPUT - 1)]
+        decodes += [timed(backend, runner, plan) for _ in range(batch.output - 1)]
         runner.run(StepPlan(0, list(rows), [], [], [], []))
     return median(prefills), median(decodes)
 
