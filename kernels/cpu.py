@@ -19,6 +19,9 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 LANES = 16
 """Columns of a panel of weights, tokens of a page of KV."""
 SPLIT = 256
@@ -177,6 +180,11 @@ class Kernels(Structure):
         ("sample", CFUNCTYPE(None, _P, _I, POINTER(SamplingRow), _P, POINTER(SampledToken), _P, _P)),
         ("logprobs", CFUNCTYPE(None, _P, _I, _I, _I, _P, POINTER(c_float), _P, _P)),
     )
+
+
+def address(array: NDArray[np.generic]) -> int:
+    """Where a contiguous array begins. Whoever keeps the address keeps the array too."""
+    return int(array.__array_interface__["data"][0])  # array.ctypes takes several times as long
 
 
 def library_path() -> Path:

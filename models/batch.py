@@ -3,6 +3,8 @@ device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
 Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first."""
 
@@ -28,20 +30,35 @@ class Batch:
     """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
     token_ids: Ids
     """(T,)."""
-    positions: Ids
-    """(T,)."""
-    slots: Ids
-    """(T,): where each token's KV is written: block * block_size + offset."""
     tables: Ids
     """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
     nothing."""
+    block_size: int
 
-    @property
+    # What not every backend needs is found out when it is asked for: a step of a small model is short.
+
+    @cached_property
     def samples(self) -> list[bool]:
         """Of each row: whether its last token ends its history, so that the next token is to be chosen."""
-        return [
-            int(end) == len(row.history) and row.pooled is None for row, end in zip(self.rows, self.ends, strict=True)
-        ]
+        ends = self.ends.tolist()
+        return [end == len(row.history) and row.pooled is None for row, end in zip(self.rows, ends, strict=True)]
+
+    @cached_property
+    def positions(self) -> Ids:
+        """(T,)."""
+        owners = self._owners
+        return np.arange(len(self.token_ids)) - self.token_starts[owners] + self.starts[owners]
+
+    @property
+    def slots(self) -> Ids:
+        """(T,): where each token's KV is written: block * block_size + offset."""
+        blocks, offsets = np.divmod(self.positions, self.block_size)
+        return self.tables[self._owners, blocks] * self.block_size + offsets
+
+    @cached_property
+    def _owners(self) -> Ids:
+        """(T,): index of each token's row."""
+        return np.repeat(np.arange(len(self.rows)), self.ends - self.starts)
 
     def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
         """Of each row with hidden states that its vector is made of: where they are added, the index in the batch of
@@ -93,23 +110,15 @@ def build_batch(table: RowTable, plan: StepPlan) -> Batch:
         assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
     rows = [row for row, _, _ in spans]
     assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
-    starts = np.array([start for _, start, _ in spans], dtype=np.int64)
-    ends = np.array([end for _, _, end in spans], dtype=np.int64)
-    lengths = ends - starts
-    token_starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
-    owners = np.repeat(np.arange(len(rows)), lengths)
-    positions = np.arange(token_starts[-1]) - token_starts[owners] + starts[owners]
-    tables = table.tables(rows)
     token_ids: list[int] = []
     for row, start, end in spans:
         token_ids += row.history[start:end] if end - start > 1 else (row.history[start],)
     return Batch(
         rows=rows,
-        starts=starts,
-        ends=ends,
-        token_starts=token_starts,
+        starts=np.array([start for _, start, _ in spans], dtype=np.int64),
+        ends=np.array([end for _, _, end in spans], dtype=np.int64),
+        token_starts=np.array([0, *accumulate(end - start for _, start, end in spans)], dtype=np.int64),
         token_ids=np.array(token_ids, dtype=np.int64),
-        positions=positions,
-        slots=tables[owners, positions // table.block_size] * table.block_size + positions % table.block_size,
-        tables=tables,
+        tables=table.tables(rows),
+        block_size=table.block_size,
     )

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, find_kernels
+from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
 from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
 from penstock.models.batch import Batch, BatchResult, Ids, Sampled
 from penstock.models.checkpoint import CheckpointInfo
@@ -20,6 +20,8 @@ from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model
 from penstock.models.cpu_weights import open_tensors
 from penstock.models.errors import ModelError
 from penstock.models.memory import check_weights_fit, num_kv_blocks
+from penstock.models.pooled_row import PooledRow
+from penstock.models.rows import Row
 from penstock.models.sampling_rows import SamplingRows
 from penstock.models.spec import ModelSpec
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
@@ -75,56 +77,46 @@ class CpuBackend:
         self._num_threads = num_threads
         self._small_step = SMALL_STEP // num_parameters
         self._sampling = SamplingRows()
+        # Of most steps: made once.
+        self._no_scores, self._not_pooled = _Scores([], num_logits), _Pooled([])
 
     def renew(self, block_ids: list[int]) -> None:
         """Nothing is to be done: whoever writes a page first zeroes what is masked."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens, in one call."""
-        due = np.array(batch.samples, dtype=np.bool_)
-        sampling = self._sampling.gather(
-            [row for row, samples in zip(batch.rows, due.tolist(), strict=True) if samples]
-        )
+        due = batch.samples
+        sampling = self._sampling.gather([row for row, samples in zip(batch.rows, due, strict=True) if samples])
         sampled = batch.token_starts[1:][due] - 1
         tokens = (SampledToken * len(sampled))()
         room = sampling.num_top
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
         tops = np.empty((len(sampled), room), dtype=np.float32)
-        scores = _Scores(batch, self._num_logits)
-        pooled = _Pooled(batch)
+        spans, pooled_spans = list(batch.prompt_spans()), list(batch.pooled_spans())
+        scores = _Scores(spans, self._num_logits) if spans else self._no_scores
+        pooled = _Pooled(pooled_spans) if pooled_spans else self._not_pooled
         tables = np.ascontiguousarray(batch.tables)
         step = Step(
             num_tokens=len(batch.token_ids),
             num_rows=len(batch.rows),
             num_sampled=len(sampled),
-            num_scored=len(scores.tokens),
-            token_ids=batch.token_ids.ctypes.data,
-            starts=batch.starts.ctypes.data,
-            ends=batch.ends.ctypes.data,
-            token_starts=batch.token_starts.ctypes.data,
-            tables=tables.ctypes.data,
+            token_ids=address(batch.token_ids),
+            starts=address(batch.starts),
+            ends=address(batch.ends),
+            token_starts=address(batch.token_starts),
+            tables=address(tables),
             table_stride=tables.shape[1],
-            sampled=sampled.ctypes.data,
+            sampled=address(sampled),
             sampling=sampling.address,
             tokens=ctypes.addressof(tokens),
             room=room,
-            top_ids=top_ids.ctypes.data,
-            tops=tops.ctypes.data,
-            scored=scores.tokens.ctypes.data,
-            targets=scores.targets.ctypes.data,
-            num_tops=scores.num_tops.ctypes.data,
-            scored_room=scores.room,
-            chosen=scores.chosen.ctypes.data,
-            scored_top_ids=scores.top_ids.ctypes.data,
-            scored_tops=scores.tops.ctypes.data,
-            num_vectors=len(pooled.vectors),
-            num_pooled=len(pooled.tokens),
-            pooled=pooled.tokens.ctypes.data,
-            pooled_starts=pooled.starts.ctypes.data,
-            vectors=pooled.vectors.ctypes.data,
+            top_ids=address(top_ids),
+            tops=address(tops),
+            **scores.fields,
+            **pooled.fields,
         )
         self._program.run(step, 1 if len(batch.token_ids) <= self._small_step else self._num_threads)
-        return BatchResult(_sampled(batch, due.tolist(), tokens, top_ids, tops), scores.parts())
+        return BatchResult(_sampled(batch, tokens, top_ids, tops), scores.parts())
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""
@@ -133,13 +125,12 @@ class CpuBackend:
 
 def _sampled(
     batch: Batch,
-    due: list[bool],
     tokens: "ctypes.Array[SampledToken]",
     top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
     tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
 ) -> list[Sampled]:
     results = []
-    rows = [row for row, samples in zip(batch.rows, due, strict=True) if samples]
+    rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
     for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         logprobs = None
         if row.sampling.logprobs is not None:
@@ -152,21 +143,28 @@ def _sampled(
 class _Scores:
     """The log-probabilities of prompt tokens that come out of a batch: what is asked, and room for the answers."""
 
-    def __init__(self, batch: Batch, num_logits: int) -> None:
-        self._spans = list(batch.prompt_spans())
+    def __init__(self, spans: list[tuple[Row, int, int, int]], num_logits: int) -> None:
+        self._spans = spans
         parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
         told = [row.history[position : position + count] for row, _, count, position in self._spans]
         for part in told:
             assert max(part) < num_logits, "prompts' ids are checked against the tokenizer's vocabulary"
         tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in self._spans]
         self._tops = tops
-        self.tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        self.targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
-        self.num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
-        self.room = max(tops, default=0)
-        self.chosen = np.empty(len(self.tokens), dtype=np.float32)
-        self.top_ids = np.empty((len(self.tokens), self.room), dtype=np.int32)
-        self.tops = np.empty((len(self.tokens), self.room), dtype=np.float32)
+        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
+        num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
+        room = max(tops, default=0)
+        self._chosen = np.empty(len(tokens), dtype=np.float32)
+        self._top_ids = np.empty((len(tokens), room), dtype=np.int32)
+        self._log_probabilities = np.empty((len(tokens), room), dtype=np.float32)
+        self._kept = (tokens, targets, num_tops)
+        self.fields = {
+            "num_scored": len(tokens), "scored": address(tokens), "targets": address(targets),
+            "num_tops": address(num_tops), "scored_room": room, "chosen": address(self._chosen),
+            "scored_top_ids": address(self._top_ids), "scored_tops": address(self._log_probabilities),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
 
     def parts(self) -> list[PromptLogprobsPart]:
         """The answers, a part for each row."""
@@ -176,9 +174,9 @@ class _Scores:
             end = begin + count
             logprobs = TokenLogprobs(
                 top,
-                self.chosen[begin:end].tolist(),
-                self.top_ids[begin:end, :top].ravel().tolist(),
-                self.tops[begin:end, :top].ravel().tolist(),
+                self._chosen[begin:end].tolist(),
+                self._top_ids[begin:end, :top].ravel().tolist(),
+                self._log_probabilities[begin:end, :top].ravel().tolist(),
             )
             parts.append(PromptLogprobsPart(row.number, row.epoch, position, logprobs))
             begin = end
@@ -188,13 +186,18 @@ class _Scores:
 class _Pooled:
     """The tokens of a batch whose hidden states are added to vectors, and where these lie."""
 
-    def __init__(self, batch: Batch) -> None:
-        spans = list(batch.pooled_spans())
+    def __init__(self, spans: list[tuple[PooledRow, int, int]]) -> None:
         parts = [np.arange(first, first + count) for _, first, count in spans]
-        self.tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        self.starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
-        self.vectors: Ids = np.array([row.total.ctypes.data for row, _, _ in spans], dtype=np.int64)
-        """Addresses; the rows keep what they point to."""
+        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
+        # Addresses; the rows keep what they point to.
+        vectors: Ids = np.array([address(row.total) for row, _, _ in spans], dtype=np.int64)
+        self._kept = (tokens, starts, vectors)
+        self.fields = {
+            "num_vectors": len(vectors), "num_pooled": len(tokens), "pooled": address(tokens),
+            "pooled_starts": address(starts), "vectors": address(vectors),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
 
 
 def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:

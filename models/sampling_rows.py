@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import SamplingRow
+from penstock.kernels.cpu import SamplingRow, address
 from penstock.models.forbidden import forbidden_ids
 from penstock.models.rows import Row
 from penstock.models.token_counts import TokenCounts
@@ -56,7 +56,7 @@ class _Counts:
         ids = self._counts.ids
         if self._arrays is None or ids.base is not self._arrays[0]:
             output = self._counts.output
-            self._arrays, self._place = (ids.base, output.base), (_address(ids), _address(output))
+            self._arrays, self._place = (ids.base, output.base), (address(ids), address(output))
         return (*self._place, len(ids)), self._arrays
 
 
@@ -90,7 +90,7 @@ class SamplingRows:
         self._point_to_counts(lines, numbers, kept)
         self._point_to_forbidden(lines, rows, kept)
         num_top = int(lines[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
-        return SamplingBatch(lines.ctypes.data, len(rows), num_top, tuple(kept))
+        return SamplingBatch(address(lines), len(rows), num_top, tuple(kept))
 
     def _point_to_counts(self, lines: Words, numbers: list[int], kept: list[object]) -> None:
         penalised = [(line, self._counts[n]) for line, n in enumerate(numbers) if n in self._counts]
@@ -108,7 +108,7 @@ class SamplingRows:
         if restrained:
             arrays = [ids for _, ids in restrained]
             kept += arrays
-            _write(lines, FORBIDDEN, [line for line, _ in restrained], [(_address(ids), len(ids)) for ids in arrays])
+            _write(lines, FORBIDDEN, [line for line, _ in restrained], [(address(ids), len(ids)) for ids in arrays])
 
     def _fill(self, row: Row) -> None:
         sampling, lists, number = row.sampling, row.lists, row.number
@@ -122,12 +122,12 @@ class SamplingRows:
             seed=sampling.seed,
             top_k=sampling.top_k,
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            bias_ids=_address(lists.bias_ids),
-            biases=_address(lists.bias),
+            bias_ids=address(lists.bias_ids),
+            biases=address(lists.bias),
             num_biases=len(lists.bias),
         )
         if lists.allowed is not None:
-            line.allowed, line.num_allowed = _address(lists.allowed), len(lists.allowed)
+            line.allowed, line.num_allowed = address(lists.allowed), len(lists.allowed)
         self._table[number] = np.frombuffer(bytes(line), dtype=np.uint64)
         self._lists[number] = lists
         self._counts.pop(number, None)
@@ -149,7 +149,3 @@ class SamplingRows:
 def _write(lines: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
     """Some columns of some lines."""
     lines[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)
-
-
-def _address(array: NDArray[np.int64] | NDArray[np.float64]) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -8,15 +8,33 @@ asks for.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from google.protobuf.message import Message
 
 from penstock.scheduler.config import MAX_REQUEST_RATE, MAX_TOKEN_BUDGET, MIN_REQUEST_RATE
+from penstock.service.bound_kinds import (
+    Biases,
+    Bound,
+    Free,
+    Ids,
+    Items,
+    Known,
+    Limit,
+    ModelLimits,
+    NestedIds,
+    Number,
+    Problem,
+    Refs,
+    Text,
+    Texts,
+    foreign_id,
+)
 from penstock.service.errors import invalid
 from penstock.service.identity import TENANT_NAME
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
+
+__all__ = ["FIELD_BOUNDS", "Limit", "ModelLimits", "Validator", "chat_bytes"]
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -27,186 +45,8 @@ MAX_NAMED_TENANTS = 16_384
 """With settings of their own: all of them fit in one message."""
 MAX_TOKENS_CAP = 1 << 24
 MAX_LIVE_REQUESTS_CAP = 1 << 20
-MAX_IDS_ON_LOOP = 4096
-"""Longer lists of ids have their values checked where the request is prepared, off the event loop."""
-
-
-class Limit(Enum):
-    """A bound that the served model sets."""
-
-    PROMPT = auto()
-    """The most tokens of a prompt, or of an output: the context, less one for the other."""
-    CONTEXT = auto()
-    """The most tokens of what has no output."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What the served model can take."""
-
-    vocab_size: int
-    """The tokenizer's, not the rows of the logits."""
-    max_model_len: int
-
-    def resolve(self, bound: float | Limit) -> float:
-        """The number that a bound stands for."""
-        if isinstance(bound, Limit):
-            return self.max_model_len - (bound is Limit.PROMPT)
-        return bound
-
-
-class Problem(NamedTuple):
-    """What is wrong with a value, and at which place in it."""
-
-    text: str
-    at: str = ""
-    """Added to the field's path: ``[3]`` or ``[3].role``."""
-
-
-class Bound(Protocol):
-    """What a field's value must keep to."""
-
-    @property
-    def required(self) -> bool:
-        """Whether the field must be set."""
-        ...
-
-    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """What is wrong with ``value``; None if nothing is."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Any value of the field's type, and all of them are few: a bool."""
-
-    required: bool = False
-
-    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """Nothing can be wrong with it."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A number that the enum knows."""
-
-    numbers: frozenset[int]
-    required: bool = False
-
-    def problem(self, value: int, limits: ModelLimits) -> Problem | None:
-        """Enums are open on the wire, so any number may arrive."""
-        if value in self.numbers:
-            return None
-        return Problem(f"must be one of the enum's values, {_listed(self.numbers)}; it is {value}")
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """``low <= value <= high``, or ``low < value <= high``; neither NaN nor infinite."""
-
-    low: float
-    high: float | Limit
-    above_low: bool = False
-    required: bool = False
-
-    def problem(self, value: float, limits: ModelLimits) -> Problem | None:
-        """NaN compares false with everything, and so is refused."""
-        high = limits.resolve(self.high)
-        if (self.low < value if self.above_low else self.low <= value) and value <= high:
-            return None
-        floor = "above" if self.above_low else "at least"
-        return Problem(f"must be {floor} {_shown(self.low)} and at most {high:,}; it is {_shown(value)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """``low`` to ``high`` bytes of UTF-8, all of it matching ``pattern``."""
-
-    low: int
-    high: int
-    pattern: re.Pattern[str] | None = None
-    allowed: str = ""
-    """What the pattern asks for, in words."""
-    required: bool = False
-
-    def problem(self, value: str, limits: ModelLimits) -> Problem | None:
-        """The text itself is never repeated in the answer."""
-        num_bytes = utf8_bytes(value)
-        if not self.low <= num_bytes <= self.high:
-            wanted = f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
-            return Problem(f"must be {wanted} bytes long; it has {num_bytes:,}")
-        if self.pattern is not None and not self.pattern.fullmatch(value):
-            return Problem(f"must be {self.allowed}")
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """At most ``high`` items, each within ``each``."""
-
-    high: int
-    each: Bound
-    required: bool = False
-
-    def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """The first item that is out of bounds is named."""
-        if len(value) > self.high:
-            return Problem(f"at most {self.high:,} items; it has {len(value):,}")
-        for index, item in enumerate(value):
-            found = self.each.problem(item, limits)
-            if found is not None:
-                return Problem(found.text, f"[{index}]{found.at}")
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Refs:
-    """At most ``high`` numbers of the client's own, any of them."""
-
-    high: int
-    required: bool = False
-
-    def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
-        """The numbers mean nothing to us."""
-        return None if len(value) <= self.high else Problem(f"at most {self.high:,} refs; it has {len(value):,}")
-
-
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """At most ``high`` token ids, each below the vocabulary size; the values of long lists are looked at later."""
-
-    high: int | Limit
-    required: bool = False
-
-    def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
-        """The length is checked first, so that a long list costs nothing."""
-        high = limits.resolve(self.high)
-        if len(value) > high:
-            return Problem(f"at most {high:,} ids; it has {len(value):,}")
-        if len(value) > MAX_IDS_ON_LOOP:
-            return None
-        return _foreign_id(value, limits.vocab_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Biases:
-    """At most ``high`` entries; ids below the vocabulary size, values from ``-most`` to ``most``."""
-
-    high: int
-    most: float
-    required: bool = False
-
-    def problem(self, value: Mapping[int, float], limits: ModelLimits) -> Problem | None:
-        """Keys and values both."""
-        if len(value) > self.high:
-            return Problem(f"at most {self.high:,} entries; it has {len(value):,}")
-        for token_id, bias in value.items():
-            if token_id >= limits.vocab_size:
-                return Problem(f"must be an id below the vocabulary size, {limits.vocab_size:,}", f"[{token_id}]")
-            if not abs(bias) <= self.most:
-                return Problem(f"must be -{self.most:g} to {self.most:g}; it is {bias:g}", f"[{token_id}]")
-        return None
+MAX_TOOL_CALLS = 4096
+"""In all messages of a conversation: each is a message to look at, on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +60,6 @@ class Nested:
         return _walk(value, limits)
 
 
-@dataclass(frozen=True, slots=True)
-class NestedIds:
-    """A list of ids in a message of its own, with other bounds than the message has elsewhere."""
-
-    ids: Ids
-    required: bool = False
-
-    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
-        """Looks at the list."""
-        found = self.ids.problem(value.ids, limits)
-        return None if found is None else Problem(found.text, f".ids{found.at}")
-
-
 def chat_bytes(messages: Iterable[Any]) -> int:
     """What the long texts of chat messages have in all."""
     return sum(
@@ -243,39 +70,23 @@ def chat_bytes(messages: Iterable[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """At most ``high`` chat messages, their texts together at most ``max_bytes``."""
+    """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in all."""
 
     high: int
+    max_calls: int
     max_bytes: int
     required: bool = False
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        """Each message, then their sum."""
+        """Their number first, then each of them, then the sum of their texts."""
+        if len(value) <= self.high and (num_calls := sum(len(each.tool_calls) for each in value)) > self.max_calls:
+            return Problem(f"at most {self.max_calls:,} tool_calls in all; they have {num_calls:,}")
         found = Items(self.high, Nested()).problem(value, limits)
         if found is not None:
             return found
         total = chat_bytes(value)
         if total > self.max_bytes:
             return Problem(f"the messages together at most {self.max_bytes:,} bytes; they have {total:,}")
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """At most ``high`` texts, none of them empty, together at most ``max_bytes`` of UTF-8."""
-
-    high: int
-    max_bytes: int
-    required: bool = False
-
-    def problem(self, value: Sequence[str], limits: ModelLimits) -> Problem | None:
-        """Each text, then their sum."""
-        found = Items(self.high, Text(1, self.max_bytes)).problem(value, limits)
-        if found is not None:
-            return found
-        total = sum(map(utf8_bytes, value))
-        if total > self.max_bytes:
-            return Problem(f"together at most {self.max_bytes:,} bytes; they have {total:,}")
         return None
 
 
@@ -311,7 +122,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
     "Chat": {
-        "messages": Messages(4096, MAX_TEXT_BYTES, required=True),
+        "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
         "add_generation_prompt": _FLAG,
         "tools": Texts(128, MAX_TEXT_BYTES),
         "template_variables": Text(1, 64 << 10),
@@ -366,7 +177,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "traceparent": _TRACE,
         "client_request_id": _CLIENT_ID,
     },
-    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Ids(Limit.CONTEXT))},
+    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.CONTEXT)},
     "GetModelRequest": {},
     "TokenizeRequest": {"text": Text(0, MAX_TEXT_BYTES), "add_special_tokens": _FLAG},
     "DetokenizeRequest": {"token_ids": Ids(MAX_DETOKENIZED_IDS), "include_special_tokens": _FLAG},
@@ -421,7 +232,7 @@ class Validator:
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Holds the ids of a list of any length against the vocabulary; takes 10 ms for a million."""
-        found = _foreign_id(ids, self.limits.vocab_size)
+        found = foreign_id(ids, self.limits.vocab_size)
         if found is not None:
             raise invalid(field + found.at, found.text)
 
@@ -439,18 +250,3 @@ def _walk(message: Message, limits: ModelLimits) -> Problem | None:
     if missing:
         return Problem("is required", f".{min(missing)}")
     return None
-
-
-def _foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
-    if not ids or max(ids) < vocab_size:
-        return None
-    index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
-    return Problem(f"must be below the vocabulary size, {vocab_size:,}; it is {ids[index]:,}", f"[{index}]")
-
-
-def _shown(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))

@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.specials import CALLERS, without_marks
+from penstock.service.specials import CALLERS
 
 _MAX_REASON = 200
 _NOT_ASCII = re.compile(f"[^\\x00-\\x7f{CALLERS}]")
@@ -58,6 +58,10 @@ class TemplateSyntaxError(Exception):
     """A template that is no valid Jinja; the text says where and why."""
 
 
+class _Refusal(Exception):
+    """What a template says by ``raise_exception``."""
+
+
 class ChatTemplate:
     """A compiled template. Rendering changes nothing, so threads may share one."""
 
@@ -80,7 +84,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         constants = (constant.value for constant in tree.find_all(jinja2.nodes.Const))
         self.words = frozenset(constant for constant in constants if isinstance(constant, str))
-        """What the template may compare a role with."""
+        """Its texts: what it may compare a role with, or refuse with."""
         self.names = self.words | {attribute.attr for attribute in tree.find_all(jinja2.nodes.Getattr)}
         """What it may compare any other value with, or look up in one."""
         names = tree.find_all(jinja2.nodes.Name)
@@ -124,11 +128,16 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except _Refusal as refusal:
-            reason = without_marks(str(refusal))[:_MAX_REASON]
-            raise invalid("chat", f"the model's chat template refuses it: {reason}") from None
+            raise invalid("chat", f"the model's chat template refuses it{self._reason(refusal)}") from None
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
             raise invalid("chat", f"the model's chat template fails on it ({type(error).__name__})") from error
+
+    def _reason(self, refusal: _Refusal) -> str:
+        """What it says where that is a constant of the template: else it may hold what the caller wrote, which no
+        status repeats."""
+        said = str(refusal)
+        return f": {said[:_MAX_REASON]}" if said in self.words else ""
 
 
 def _as_turn(message: Message) -> dict[str, Any]:
@@ -146,10 +155,6 @@ def _as_turn(message: Message) -> dict[str, Any]:
 def _as_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
-
-
-class _Refusal(Exception):
-    """What a template says by ``raise_exception``."""
 
 
 class _GenerationTag(jinja2.ext.Extension):

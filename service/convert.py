@@ -4,6 +4,7 @@ Knows neither streams nor the engine. ``check`` is for the event loop; what ``pr
 pool.
 """
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ class Converter:
     ) -> Request:
         """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
         continues. Raises ServiceError."""
-        return await self._pool.run(lambda: self._make(start, origin, sink, answer, context), start.ByteSize())
+        work = functools.partial(self._make, start, origin, sink, answer, context)
+        return await self._pool.run(work, start.ByteSize(), origin.tenant)
 
     def _make(
         self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer, context: Kept | None

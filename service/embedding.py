@@ -68,6 +68,8 @@ class _LiveEmbedding:
         self._span: Span = INVALID_SPAN
         self._request: Request | None = None
         self._vectors: dict[int, bytes] = {}
+        self._vector_bytes = 0
+        """What of each is asked for: the rest is not kept until the last one is there."""
         self._finished: Finished | None = None
         self._end = asyncio.Event()
 
@@ -94,6 +96,7 @@ class _LiveEmbedding:
         self._tenant = self._caller.tenant_for(request.tenant)
         self._engine.check_rates(self._tenant)
         self._span = telemetry.request(self._request_id, self._tenant, _OPERATION, request.traceparent)
+        self._vector_bytes = self._converter.vector_bytes(request)
         self._request = await self._prepared(request)
         self._engine.submit(self._request)
         await self._end.wait()
@@ -127,7 +130,7 @@ class _LiveEmbedding:
     def _on_event(self, event: Event) -> None:
         """The request's sink: never raises."""
         if isinstance(event, Embedded):
-            self._vectors[event.choice] = event.vector
+            self._vectors[event.choice] = event.vector[: self._vector_bytes]
         elif isinstance(event, Finished):
             self._finished = event
             self._end.set()

@@ -1,5 +1,5 @@
 """The OpenAI-compatible HTTP gateway of ``penstock serve --http-port``: ``penstock gateway`` as a child process, which
-calls the service over a private Unix socket and is started again when it ends.
+calls the service over a private Unix socket and is started again when it ends or hangs.
 
 Knows processes and sockets; what is spoken on them it does not know. The listening socket is the service's own: a port
 in use is found out before a model is loaded, and connections that come while a gateway is replaced wait for the next.
@@ -7,6 +7,7 @@ in use is found out before a model is loaded, and connections that come while a 
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ EXTRA = "gateway"
 _CHILD = "import sys; from penstock.service.gateway_child import main; main(*sys.argv[1:])"
 _BACKLOG = 2048
 """Connections that wait while a gateway is replaced; the kernel's own limit may be lower."""
+_LOOK_S = 1.0
 _END_TIMEOUT_S = 3.0
 """How long last words may take to reach HTTP clients, once the service has ended their requests."""
 
@@ -53,6 +55,10 @@ class Patience:
     longest_s: float = 10.0
     steady_s: float = 60.0
     """One that lived for so long has proven that it can."""
+    start_s: float = 120.0
+    """How long one may take to serve."""
+    silent_s: float = 10.0
+    """How long one that serves may give no sign of life before it is killed."""
 
 
 class HttpGateway:
@@ -146,25 +152,60 @@ class HttpGateway:
 
     async def _run(self, listener: socket.socket, first: "asyncio.Future[None]") -> str:
         """One life of a child; returns how it ended. ``first`` is done when it serves."""
+        read_end, write_end = os.pipe()
         command = [sys.executable, "-P", "-c", _CHILD, self._directory, f"--target=unix:{self._directory}/socket"]
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the child is waited for on a thread
-                [*command, f"--fd={listener.fileno()}", *self._options],
-                pass_fds=[listener.fileno()],
+                [*command, f"--fd={listener.fileno()}", f"--heartbeat-fd={write_end}", *self._options],
+                pass_fds=[listener.fileno(), write_end],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal reaches the service alone, which then says when
             )
         except OSError as error:
+            os.close(read_end)
             return f"cannot be started ({error.strerror})"
+        finally:
+            os.close(write_end)
         self._process = process
         _log.info("the HTTP gateway is process %d", process.pid)
         assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin, process.stdout:
-            # It says something when it serves, and nothing more.
-            if await asyncio.to_thread(process.stdout.readline) and not first.done():
-                first.set_result(None)
+        with process.stdin:
+            pulse = _Pulse(process, first, self._patience)
+            beats = os.fdopen(read_end, "rb", buffering=0)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: pulse, beats)
+            watching = asyncio.create_task(pulse.watch(self._drained), name="http-gateway-pulse")
             await asyncio.to_thread(process.wait)
+            watching.cancel()
+            transport.close()
         self._process = None
         return ending(process.returncode)
+
+
+class _Pulse(asyncio.Protocol):
+    """The heartbeats of a child, which its event loop sends every second while it serves."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", first: "asyncio.Future[None]", patience: Patience) -> None:
+        """``first`` is done with the first one."""
+        self._process = process
+        self._first = first
+        self._patience = patience
+        self._allowed_s = patience.start_s
+        self._silent_s = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        """It lives."""
+        self._allowed_s, self._silent_s = self._patience.silent_s, 0.0
+        if not self._first.done():
+            self._first.set_result(None)
+
+    async def watch(self, drained: asyncio.Event) -> None:
+        """Kills a child that is silent for too long. One that drains is silent, and is waited for elsewhere."""
+        while self._silent_s < self._allowed_s:
+            # Counted in looks of ours: a service that was itself stopped for a while blames nobody for it.
+            look_s = min(_LOOK_S, self._allowed_s)
+            await asyncio.sleep(look_s)
+            self._silent_s += look_s
+        if not drained.is_set():
+            _log.error("the HTTP gateway gave no sign of life for %.0f s; it is killed", self._allowed_s)
+            self._process.kill()

@@ -1,11 +1,16 @@
-"""Threads that work beside the event loop, and how much may wait for them. Knows nothing of the work."""
+"""Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
+
+Tenants take turns, a job each: whoever sends more than its share waits for itself alone.
+"""
 
 import asyncio
 import contextlib
 import functools
+import threading
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from penstock.service.errors import Reason, ServiceError
 
@@ -13,49 +18,98 @@ _BYTES_PER_JOB = 1024
 """What waiting costs besides the input."""
 
 T = TypeVar("T")
+_Job = Callable[[], Any]
 
 
 class Lane:
-    """A few threads with one queue, which refuses more than it can hold. ``run`` is for the event loop."""
+    """A few threads with a queue for each tenant, which refuse more than they can hold. ``run`` is for the event loop.
+
+    A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.
+    """
 
     def __init__(self, name: str, num_threads: int, max_waiting_bytes: int) -> None:
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
+        self._waiting_bytes: Counter[str] = Counter()
+        """By tenant; what is being worked at included."""
+        self._queues: dict[str, dict[Future[Any], _Job]] = {}
+        """By tenant, without empty ones; whose turn it is comes first. The lock's."""
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
-    async def run(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
+    async def run(self, work: Callable[[], T], num_bytes: int, tenant: str) -> T:
+        """Runs ``work`` in a thread, when it is the tenant's turn; ``num_bytes`` is how much input it holds while it
+        waits.
 
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
-        cancelled.
+        cancelled; any other is dropped.
         """
         num_bytes += _BYTES_PER_JOB
-        if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+        total = self._waiting_bytes.total()
+        if total and self._waiting_bytes[tenant] + num_bytes > self._max_waiting_bytes - total:
             raise ServiceError(Reason.PREPARATION_FULL)
-        self._waiting_bytes += num_bytes
-        done = self._threads.submit(_without_panic, work)
-        done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), num_bytes))
+        self._waiting_bytes[tenant] += num_bytes
+        done: Future[T] = Future()
+        done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), tenant, num_bytes))
+        with self._lock:
+            self._queues.setdefault(tenant, {})[done] = work
+        self._threads.submit(self._do_next)
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled, and nothing is waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting = [done for queue in self._queues.values() for done in queue]
+        for done in waiting:
+            done.cancel()
 
-    def _release(self, loop: asyncio.AbstractEventLoop, num_bytes: int, done: object) -> None:
+    def _do_next(self) -> None:
+        """In a thread, once for each job; nothing is left to do for one that was cancelled."""
+        with self._lock:
+            if not self._queues:
+                return
+            tenant, queue = next(iter(self._queues.items()))
+            done = next(iter(queue))
+            work = queue.pop(done)
+            del self._queues[tenant]
+            if queue:
+                self._queues[tenant] = queue  # behind the others
+        if done.set_running_or_notify_cancel():
+            _work(done, work)
+
+    def _release(self, loop: asyncio.AbstractEventLoop, tenant: str, num_bytes: int, done: Future[Any]) -> None:
+        if done.cancelled():
+            self._drop(tenant, done)
         # Called by the thread that did the work; the count belongs to the loop, which may be closed by now.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._give_back, num_bytes)
+            loop.call_soon_threadsafe(self._give_back, tenant, num_bytes)
 
-    def _give_back(self, num_bytes: int) -> None:
-        self._waiting_bytes -= num_bytes
+    def _drop(self, tenant: str, done: Future[Any]) -> None:
+        """What it holds is free before its turn would come: else whoever cancels at once could fill the memory."""
+        with self._lock:
+            queue = self._queues.get(tenant, {})
+            queue.pop(done, None)
+            if not queue:
+                self._queues.pop(tenant, None)
+
+    def _give_back(self, tenant: str, num_bytes: int) -> None:
+        self._waiting_bytes[tenant] -= num_bytes
+        if not self._waiting_bytes[tenant]:
+            del self._waiting_bytes[tenant]
 
 
-def _without_panic(work: Callable[[], T]) -> T:
+def _work(done: Future[T], work: Callable[[], T]) -> None:
     """A panic of the tokenizer's library is no Exception; here it becomes one, so that it fails one request as any
     error does."""
     try:
-        return work()
-    except Exception:
-        raise
+        result = work()
+    except Exception as error:
+        done.set_exception(error)
+        del done  # or this frame and the error's traceback would be a circle
     except BaseException as panic:
-        raise RuntimeError(f"the tokenizer's library panicked: {panic}") from panic
+        failure = RuntimeError(f"the tokenizer's library panicked: {panic}")
+        failure.__cause__ = panic
+        done.set_exception(failure)
+        del done, failure
+    else:
+        done.set_result(result)

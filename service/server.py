@@ -161,10 +161,11 @@ class Server:
         if self._admin_address is not None:
             self._admin_address.check_free()
         facts = await self._engine.start()
-        running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
-        if self._admin_address is not None:
-            running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
+        running = None
         try:
+            running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
+            if self._admin_address is not None:
+                running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
             private = () if self._http is None else (self._http.open(),)
             bound, self.admin_target = await running.listen(self._address, private)
             self.metrics_target = running.open_metrics(self._loop_lag)
@@ -174,8 +175,11 @@ class Server:
         except BaseException:
             if self._http is not None:
                 await self._http.stop()
+            if running is not None:
+                await running.stop_listening(0.0)
             await self._engine.stop()
-            running.close()
+            if running is not None:
+                running.close()
             raise
         self._running = running
         self._engine.watch(self._on_state)
@@ -241,10 +245,9 @@ class Server:
         self._stats_log.stop()
         self._file_watch.stop()
         self._loop_lag.stop()
-        await running.stop_listening()
+        await running.stop_listening(FLUSH_S)
         await self._engine.stop()
         running.close()
-        self._address.remove()
         _log.info("stopped")
 
     def _take_tenants(self, tenants: Tenants) -> None:
@@ -295,6 +298,7 @@ class _Running:
         self._exporter = Exporter(os.environ)
         self._metrics = Metrics()
         self._outlets: MetricsOutlets | None = None
+        self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
@@ -342,19 +346,26 @@ class _Running:
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:
         """Opens both listeners, that of callers on ``private`` Unix sockets too, which are this user's alone; returns
         where the two are. Raises ListenError."""
-        bound = bind(self._server, address, self._tls)
-        with for_this_user_alone():
-            for socket in private:
-                bind(self._server, socket)
-        admin = None if self.admin is None else self.admin.bind()
-        await self._server.start()
-        if self.admin is not None:
-            await self.admin.start()
+        try:
+            bound = bind(self._server, address, self._tls)
+            self._bound = address
+            with for_this_user_alone():
+                for socket in private:
+                    bind(self._server, socket)
+        finally:
+            # After a failure too: gRPC frees the ports of servers that began, and of no others.
+            await self._server.start()
+        if self.admin is None:
+            return bound, None
+        admin = self.admin.bind()
+        await self.admin.start()
         return bound, admin
 
-    async def stop_listening(self) -> None:
-        """Closes both."""
-        await self._server.stop(FLUSH_S)
+    async def stop_listening(self, flush_s: float) -> None:
+        """Closes both; last words may take ``flush_s`` to be read."""
+        await self._server.stop(flush_s)
+        if self._bound is not None:
+            self._bound.remove()
         if self.admin is not None:
             await self.admin.stop()
 

@@ -13,6 +13,7 @@ from penstock.scheduler.request import Context, Prompt
 from penstock.service.chat_template import Chat, ChatTemplate, Message
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.guarded_chat import ChatGuard
+from penstock.service.identity import DEFAULT_TENANT, Caller, current_caller
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
@@ -24,6 +25,8 @@ __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "Tokenize
 
 _LONG_BYTES = 64 << 10
 """What has more takes so long, up to seconds, that nothing short should wait for it."""
+_NOBODY = Caller(DEFAULT_TENANT)
+"""Outside of a call."""
 
 T = TypeVar("T")
 
@@ -140,7 +143,7 @@ def _check_size(texts: Iterable[str], field: str) -> None:
 
 
 class TokenizerPool:
-    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold.
+    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold. Tenants take turns.
 
     Long texts have a thread of their own, so that a short one never waits for them. The threads run side by side: the
     library lets go of Python's lock while it encodes.
@@ -156,7 +159,7 @@ class TokenizerPool:
         max_waiting_bytes: int = 64 << 20,
     ) -> None:
         """``num_threads``: one for what is long, the others for the rest, for which there is at least one.
-        ``max_waiting_bytes`` may wait on either side."""
+        ``max_waiting_bytes`` may wait on either side, and half of that of one tenant."""
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
@@ -164,14 +167,15 @@ class TokenizerPool:
         self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes)
         self._long = Lane("tokenizer-long", 1, max_waiting_bytes)
 
-    async def run(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits.
+    async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
+        """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits. ``tenant``: whose work it
+        is; None is the caller's own.
 
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. Work that has begun goes on when its caller is
-        cancelled.
+        cancelled; any other is dropped.
         """
         lane = self._long if num_bytes > _LONG_BYTES else self._short
-        return await lane.run(work, num_bytes)
+        return await lane.run(work, num_bytes, current_caller.get(_NOBODY).tenant if tenant is None else tenant)
 
     def check_text(self, text: str, field: str = "text", room_for_output: int = 1) -> None:
         """Refuses at once a prompt that has too many tokens whatever they are. Raises ServiceError."""

@@ -1,13 +1,18 @@
 """TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
 
+from collections import Counter
 from typing import Any
 
 import grpc
 
 from penstock.service.bounds import Validator
 from penstock.service.chat_request import check_chat, parse_chat
+from penstock.service.errors import Reason, ServiceError
 from penstock.service.tokenizer import TokenizerPool
 from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
+
+MAX_DETOKENIZED_CHARS = 16 << 20
+"""Of an answer: a million ids may stand for 100 times as many characters."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,9 +42,26 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         def work() -> pb.DetokenizeResponse:
             token_ids = list(request.token_ids)
             self._validator.check_ids(token_ids, "token_ids")
+            self._check_size(token_ids)
             return pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, request.include_special_tokens))
 
         return await self._pool.run(work, request.ByteSize())
+
+    def _check_size(self, token_ids: list[int]) -> None:
+        pieces = self._tokenizer.pieces
+        if len(token_ids) * pieces.longest_bytes <= MAX_DETOKENIZED_CHARS:
+            return
+        num_chars = 0
+        for token_id, number in Counter(token_ids).items():
+            text = pieces.all[token_id]
+            num_chars += number * len(pieces.split[token_id] if text is None else text)
+        if num_chars > MAX_DETOKENIZED_CHARS:
+            raise ServiceError(
+                Reason.TOO_EXPENSIVE,
+                f"token_ids: their text has at most {MAX_DETOKENIZED_CHARS:,} characters; it has about {num_chars:,}: "
+                "send the ids in several requests",
+                field="token_ids",
+            )
 
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         """Messages to the prompt."""
@@ -55,14 +77,20 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         return await self._pool.run(work, request.ByteSize())
 
     async def DescribeTokens(self, request: pb.DescribeTokensRequest, context: Context) -> pb.DescribeTokensResponse:
-        """Ids to what each stands for; look-ups alone, so no thread is needed."""
+        """Ids to what each stands for: 1 us each, and there may be many."""
         self._validator.check(request)
-        self._validator.check_ids(request.token_ids, "token_ids")
         pieces = self._tokenizer.pieces
-        response = pb.DescribeTokensResponse()
-        for token_id in request.token_ids:
-            text = pieces.all[token_id]
-            response.tokens.add(
-                text=pieces.split[token_id] if text is None else text.encode(), is_special=token_id in pieces.skipped
-            )
-        return response
+
+        def work() -> pb.DescribeTokensResponse:
+            token_ids = list(request.token_ids)
+            self._validator.check_ids(token_ids, "token_ids")
+            response = pb.DescribeTokensResponse()
+            for token_id in token_ids:
+                text = pieces.all[token_id]
+                response.tokens.add(
+                    text=pieces.split[token_id] if text is None else text.encode(),
+                    is_special=token_id in pieces.skipped,
+                )
+            return response
+
+        return await self._pool.run(work, request.ByteSize())

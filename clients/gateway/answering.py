@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.exchange import Abandoned, Arrival, Exchange
+from penstock.clients.gateway.portions import encoded, portions
 
 Json = dict[str, Any]
 """An object on its way to a caller."""
@@ -117,12 +118,18 @@ class AnswerResponse(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
         chunks = writer.begin(exchange.request_id)
-        chunks += await writer.add(await exchange.take(rest=True))
-        chunks += writer.end()
-        for chunk in chunks:
+        num_portions = 0
+        async for portion in portions(await exchange.take(rest=True)):
+            num_portions += 1
+            for chunk in chunks + await writer.add(portion):
+                whole.add(chunk)
+            chunks = []
+        for chunk in writer.end():
             whole.add(chunk)
+        answer = whole.result()
+        body = _encode(answer) if num_portions == 1 else await encoded(answer)
         headers = {"x-request-id": exchange.request_id}
-        await Response(_encode(whole.result()), 200, headers, "application/json")(scope, receive, send)
+        await Response(body, 200, headers, "application/json")(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
         exchange, writer = self._exchange, self._writer
@@ -131,13 +138,13 @@ class AnswerResponse(Response):
         pending = _events(writer.begin(exchange.request_id))
         with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
             while not exchange.is_done:
-                arrivals = await exchange.take()
-                if data := pending + _events(await writer.add(arrivals)):
-                    pending = b""
-                    ticks.postpone()
-                    await _send_part(send, data)
-                elif not arrivals:
-                    await _send_part(send, _COMMENT)
+                async for portion in portions(await exchange.take()):
+                    if data := pending + _events(await writer.add(portion)):
+                        pending = b""
+                        ticks.postpone()
+                        await _send_part(send, data)
+                    elif not portion:
+                        await _send_part(send, _COMMENT)
         last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
         await _send_part(send, last, more=False)
 

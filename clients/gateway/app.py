@@ -1,20 +1,35 @@
 """The ASGI app, put together."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 
-from penstock.clients.gateway import chat, completions, embeddings, metrics, models, page, probes, responses, tokenizer
+from penstock.clients.gateway import (
+    api_page,
+    chat,
+    completions,
+    embeddings,
+    metrics,
+    models,
+    page,
+    probes,
+    responses,
+    tokenizer,
+)
 from penstock.clients.gateway.errors import install_handlers
 from penstock.clients.gateway.guard import Guard
+from penstock.clients.gateway.key_file import KeyFile
 from penstock.clients.gateway.schemas_chat import ChatChunk
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.traffic import Traffic
 
-_PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, page)
+_PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, page, api_page)
 _DESCRIPTION = """\
 Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
 
@@ -22,6 +37,25 @@ Send the service's key as `Authorization: Bearer KEY`, if it wants one. An error
 "param", "code"}}`; with 429 and 503 the header `Retry-After` says when to try again. Every answer has an
 `x-request-id`, which is the service's own where the request got so far. `traceparent` is passed on.
 """
+
+
+@asynccontextmanager
+async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
+    """Has the link send requests under a new key, when its file has one. Those that run end under the old one."""
+    settings = link.settings
+    if settings.api_key_file is None:
+        yield
+        return
+
+    def use(key: str) -> None:
+        link.settings = replace(settings, service=replace(settings.service, api_key=key))
+
+    file = KeyFile(settings.api_key_file, settings.service.api_key, use)
+    watching = asyncio.create_task(file.watch(), name="penstock-gateway-key")
+    try:
+        yield
+    finally:
+        watching.cancel()
 
 
 class GatewayApp(FastAPI):
@@ -39,12 +73,13 @@ class GatewayApp(FastAPI):
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The app; its link to the service (``app.state.link``) opens with the app's lifespan. Routes that speak for a
-    caller are on routers of ``route_class=CallerRoute``, and get theirs by ``CallerDep`` (see ``route``)."""
+    """The app. Its link to the service (``app.state.link``) opens with the app's lifespan; whoever serves it tells
+    ``app.state.traffic`` of the connections. Routes that speak for a caller are on routers of
+    ``route_class=CallerRoute``, and get theirs by ``CallerDep`` (see ``route``)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with ServiceLink(settings) as link:
+        async with ServiceLink(settings) as link, _key_watch(link):
             app.state.link = link
             yield
 
@@ -54,9 +89,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         description=_DESCRIPTION,
         version=version("penstock"),
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages have their scripts from a public network
+        redoc_url=None,
     )
     for part in _PARTS:
         app.include_router(part.make_router())
     install_handlers(app)
-    app.add_middleware(Guard, settings=settings)
+    app.state.traffic = Traffic()
+    app.add_middleware(Guard, settings=settings, traffic=app.state.traffic)
     return app

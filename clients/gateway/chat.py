@@ -52,7 +52,9 @@ def make_router() -> APIRouter:
             rendered = await caller.call(caller.stubs.tokenizer.RenderChat, RenderChatRequest(chat=build_chat(body)))
             prompt_token_ids = rendered.token_ids
             start.token_ids.ids.extend(prompt_token_ids)  # instead of the chat: the answer speaks of these very tokens
-        reader = ChatReader(body, caller, new_parser, with_reasoning=body.include_reasoning is not False)
+        specials = start.output.include_special_tokens
+        with_reasoning = body.include_reasoning is not False
+        reader = ChatReader(body, caller, new_parser, specials=specials, with_reasoning=with_reasoning)
         return AnswerResponse(
             Exchange(caller, [start]),
             ChatWriter(body, caller, reader, prompt_token_ids),

@@ -4,11 +4,12 @@ Both chat endpoints stand on it. Knows no chunks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.answer import AnswerParser, Piece
+from penstock.clients.gateway.chat_places import ContentTokens, PlacedEntry
 from penstock.clients.gateway.exchange import Arrival
 from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.clients.gateway.service_link import Caller
@@ -27,6 +28,8 @@ class Part:
     piece: Piece
     logprobs: list[Json] = field(default_factory=list)
     """Chat's entries, of all tokens since the last part."""
+    content_logprobs: list[PlacedEntry] = field(default_factory=list)
+    """Those of the piece's content alone."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     """Of a choice's last part alone."""
@@ -36,8 +39,9 @@ class Part:
 class _Choice:
     """How far one choice has come."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self, parser: AnswerParser, *, specials: bool) -> None:
         self.parser = parser
+        self.content = ContentTokens(specials=specials)
         self.has_calls = False
         self.logprobs: list[Json] = []
         self.token_ids: list[int] = []
@@ -52,13 +56,15 @@ class ChatReader:
         caller: Caller,
         new_parser: Callable[[], AnswerParser],
         *,
+        specials: bool,
         with_reasoning: bool = True,
     ) -> None:
-        """``new_parser`` makes one for each choice; ``with_reasoning``: whether reasoning is shown."""
+        """``new_parser`` makes one for each choice; ``specials``: whether special tokens are in the text;
+        ``with_reasoning``: whether reasoning is shown."""
         self._body = body
         self._caller = caller
         self._eos = frozenset(caller.model.eos_token_ids)
-        self._choices = [_Choice(new_parser()) for _ in range(body.num_choices)]
+        self._choices = [_Choice(new_parser(), specials=specials) for _ in range(body.num_choices)]
         self._with_reasoning = with_reasoning
 
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
@@ -79,15 +85,18 @@ class ChatReader:
     def _read(self, delta: Delta, names: TokenNames) -> Part | None:
         choice = self._choices[delta.choice]
         choice.token_ids += delta.token_ids
+        text = with_stop(delta, self._body, names)
         if delta.logprobs is not None:
-            choice.logprobs += chat_entries(delta.token_ids, delta.logprobs, names)
-        piece = self._shown(choice.parser.feed(with_stop(delta, self._body, names)))
+            entries = chat_entries(delta.token_ids, delta.logprobs, names)
+            choice.logprobs += entries
+            choice.content.add(text, delta.token_ids, entries, names)
+        piece = self._shown(choice.parser.feed(text))
         if delta.end is not None:
             piece += self._shown(choice.parser.end())
         choice.has_calls = choice.has_calls or bool(piece.calls)
         if not piece and delta.end is None:
             return None
-        part = Part(delta.choice, piece, choice.logprobs, choice.token_ids)
+        part = Part(delta.choice, piece, choice.logprobs, choice.content.take(piece.spans), choice.token_ids)
         choice.logprobs, choice.token_ids = [], []
         if delta.end is not None:
             part.finish_reason = self._finish_reason(choice, delta.end)
@@ -95,7 +104,7 @@ class ChatReader:
         return part
 
     def _shown(self, piece: Piece) -> Piece:
-        return piece if self._with_reasoning or not piece.reasoning else Piece(piece.content, calls=piece.calls)
+        return piece if self._with_reasoning else replace(piece, reasoning="")
 
     @staticmethod
     def _finish_reason(choice: _Choice, end: ChoiceEnd) -> str | None:

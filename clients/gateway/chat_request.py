@@ -13,6 +13,8 @@ from penstock.v1 import generation_pb2 as pb
 
 _ROLES = {"developer": "system"}
 """OpenAI's newer name of a role that templates know by its old one."""
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""The second and third are what Responses call it."""
 
 
 def check_chat(body: ChatRequest, caller: Caller) -> None:
@@ -111,7 +113,7 @@ def _text(content: str | list[TextPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for at, part in enumerate(content):
-        if part.text is None:
+        if part.text is None or part.type not in _TEXT_PARTS:
             raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
     return "\n".join(part.text for part in content if part.text is not None)
 

@@ -5,13 +5,15 @@ import logging
 import re
 import ssl
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.clients.command_parser import CommandParser
-from penstock.clients.connection import TARGET_VARIABLE, Connection, add_connection_flags, connection, default_target
+from penstock.clients.connection import TARGET_VARIABLE, add_connection_flags, connection, default_target
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.app import create_app
 from penstock.clients.gateway.http_server import HttpSettings, serve
+from penstock.clients.gateway.key_file import read_key
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
@@ -44,9 +46,12 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     service = connection(arguments, target)
     if arguments.api_key_file is None:
         # A key in the environment is a person's: whoever reaches the gateway would call under it.
-        service = Connection(service.target, None, service.tls)
+        service = replace(service, api_key=None)
+    else:
+        service = replace(service, api_key=read_key(arguments.api_key_file))
     return GatewaySettings(
         service=service,
+        api_key_file=arguments.api_key_file,
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
         tool_call_parser=arguments.tool_call_parser,
@@ -76,9 +81,11 @@ def http_settings(arguments: argparse.Namespace) -> HttpSettings:
         port=arguments.port,
         unix_path=arguments.unix_socket,
         descriptor=arguments.fd,
+        heartbeat=arguments.heartbeat_fd,
         certificate=certificate,
         private_key=key,
         max_connections=arguments.max_connections,
+        write_timeout_s=arguments.write_timeout,
         shutdown_s=arguments.shutdown_grace,
     )
 
@@ -93,7 +100,8 @@ def make_parser() -> CommandParser:
     add_connection_flags(
         parser,
         f"where the service is, or unix:PATH; otherwise ${TARGET_VARIABLE} (default: {default_target()})",
-        of_key="file with a key of the gateway's own, for all requests: whoever reaches the gateway then calls under "
+        of_key="file with a key of the gateway's own, for all requests, read again when it changes: "
+        "whoever reaches the gateway then calls under "
         "it, so put it behind what knows the callers (default: each caller's own key is passed on)",
     )
     flags = parser.add_argument_group("HTTP")
@@ -103,6 +111,10 @@ def make_parser() -> CommandParser:
     flags.add_argument("--port", type=_number(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
     flags.add_argument("--unix-socket", type=Path, metavar="PATH", help="listen on a Unix socket instead")
     flags.add_argument("--fd", type=_number(0, 2**20), metavar="N", help="listen on a socket that was opened already")
+    flags.add_argument(
+        "--heartbeat-fd", type=_number(0, 2**20), metavar="N",
+        help="write a byte there every second while it serves, for what supervises it",
+    )  # fmt: skip
     flags.add_argument("--http-tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this chain, as PEM")
     flags.add_argument("--http-tls-key", type=Path, metavar="FILE", help="its private key")
     flags.add_argument(
@@ -110,8 +122,13 @@ def make_parser() -> CommandParser:
         type=_number(1, 10**6),
         default=4096,
         metavar="N",
-        help="more get 503 (default: %(default)s)",
+        help="more get 503, but for probes (default: %(default)s)",
     )
+    flags.add_argument(
+        "--write-timeout", type=_number(1, 86_400), default=60, metavar="SECONDS",
+        help="close a connection whose other side has taken nothing of an answer for so long, and cancel the request "
+        "(default: %(default)s)",
+    )  # fmt: skip
     flags.add_argument(
         "--max-body-mib", type=_number(1, 1024), default=16, metavar="N", help="the largest body (default: %(default)s)"
     )

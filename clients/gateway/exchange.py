@@ -8,8 +8,8 @@ from penstock.clients.events import Accepted, Event, Finished, merge
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
 
-_MAX_WAITING = 64
-"""Events of each request; more are merged, so that what waits for a slow caller is bounded by the output itself."""
+_MAX_UNMERGED = 64
+"""Events of each choice; more are merged, so that what waits for a slow caller is bounded by the output itself."""
 
 Arrival = tuple[int, Event]
 """An event, and the index of the request among the exchange's that it belongs to."""
@@ -28,7 +28,9 @@ class Exchange:
         self._cancels: dict[int, Callable[[], None]] = {}
         """Of the requests that have not ended."""
         self._waiting: list[Arrival] = []
-        self._min_merged = self._merge_above = _MAX_WAITING * len(starts)
+        self._num_merged = 0
+        """The first of them, which were."""
+        self._max_unmerged = _MAX_UNMERGED * sum(max(1, start.sampling.n) for start in starts)
         self._failure: RequestFailed | Abandoned | None = None
         self._nudged = False
         self._news = asyncio.Event()
@@ -64,7 +66,7 @@ class Exchange:
         if self._failure is not None and (rest or not self._waiting):
             raise self._failure
         self._nudged = False
-        arrivals, self._waiting = self._waiting, []
+        arrivals, self._waiting, self._num_merged = self._waiting, [], 0
         return arrivals
 
     def nudge(self) -> None:
@@ -98,7 +100,7 @@ class Exchange:
         elif isinstance(event, Finished):
             del self._cancels[index]
             self._caller.done()
-        if len(self._waiting) > self._merge_above:
+        if len(self._waiting) - self._num_merged > self._max_unmerged:
             self._merge()
         if not self._cancels or not self._wants_rest:
             self._news.set()
@@ -119,12 +121,12 @@ class Exchange:
         await self._news.wait()
 
     def _merge(self) -> None:
+        """Of what came since the last time: were all of it one event, what writes the answer could not pause."""
         of: dict[int, list[Event]] = {}
-        for index, event in self._waiting:
+        for index, event in self._waiting[self._num_merged :]:
             of.setdefault(index, []).append(event)
-        self._waiting = [(index, event) for index, events in of.items() for event in merge(events)]
-        # With many choices as many stay: merging again with the next event would cost more than it saves.
-        self._merge_above = max(self._min_merged, 2 * len(self._waiting))
+        self._waiting[self._num_merged :] = [(index, event) for index, events in of.items() for event in merge(events)]
+        self._num_merged = len(self._waiting)
 
 
 class _Place:

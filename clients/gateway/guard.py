@@ -1,4 +1,5 @@
-"""The outermost layer: an id for every answer, a bound on every body, and an end for every error of our own."""
+"""The outermost layer: an id for every answer, a bound on every body and on all connections, and an end for every error
+of our own."""
 
 import logging
 import secrets
@@ -9,6 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.traffic import Exchanged, Traffic
+
+_PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
+_FULL = "the gateway has as many connections as it may have; try again"
+_FULL_RETRY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -16,22 +23,29 @@ _log = logging.getLogger(__name__)
 class Guard:
     """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
 
-    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: Traffic) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
+        self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with self._traffic.request(scope) as exchanged:
+            await self._pass_on(scope, receive, send, exchanged)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: Exchanged) -> None:
         has_begun = False
+        is_refused = self._traffic.is_full and scope["path"] not in _PROBES
         num_bytes = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
+                exchanged.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
             await send(message)
@@ -46,6 +60,8 @@ class Guard:
             return message
 
         try:
+            if is_refused:
+                raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=_FULL_RETRY_S, may_retry=True)
             if int(Headers(scope=scope).get("content-length") or 0) > self._max_body_bytes:
                 raise self._too_large()
             await self._app(scope, receive_bounded, send_with_id)
@@ -54,7 +70,10 @@ class Guard:
                 _log_without_text(error)
             if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
                 raise _Cut from None
-            await as_gateway_error(error).response()(scope, receive, send_with_id)
+            response = as_gateway_error(error).response()
+            if is_refused:
+                response.headers["connection"] = "close"  # which makes room
+            await response(scope, receive, send_with_id)
 
     def _too_large(self) -> GatewayError:
         return GatewayError(

@@ -8,10 +8,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.clients.errors import PenstockError
@@ -19,6 +21,7 @@ from penstock.clients.event_loop import loop_factory
 from penstock.clients.gateway.certificate import Certificate
 
 _BACKLOG = 2048
+_TICKS_PER_BEAT = 10
 _HEAD_S = 30.0
 """How long the head of a request may take to arrive, the first one of a connection from when that is made."""
 
@@ -34,18 +37,22 @@ class HttpSettings:
     """A Unix socket instead of host and port."""
     descriptor: int | None = None
     """A socket that listens already, instead of either."""
+    heartbeat: int | None = None
+    """A descriptor where a byte is written every second, while requests are taken."""
     certificate: Path | None = None
     """TLS: the chain, as PEM; ``private_key`` belongs to it."""
     private_key: Path | None = None
     keep_alive_s: int = 75
     """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
     max_connections: int = 4096
-    """More are answered with 503."""
+    """While there are more, requests are answered with 503, but for probes."""
+    write_timeout_s: int = 60
+    """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
     shutdown_s: int = 10
     """How long answers may go on after a signal to stop."""
 
 
-def serve(app: ASGIApp, http: HttpSettings, what: str) -> int:
+def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
     """Serves until a signal; returns the exit status. ``what`` is served is told when it is. Raises PenstockError."""
     with _listening(http) as (listener, address):
         server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
@@ -105,9 +112,12 @@ def _host(host: str) -> str:
 class HttpServer(uvicorn.Server):
     """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
 
-    def __init__(self, app: ASGIApp, http: HttpSettings, greeting: str = "") -> None:
+    def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
         super().__init__(_config(app, http))
+        app.state.traffic.bound(self.server_state.connections, http.max_connections)
+        self._write_timeout_s = http.write_timeout_s
         self._greeting = greeting
+        self._heartbeat = http.heartbeat
         self._watching: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -123,8 +133,19 @@ class HttpServer(uvicorn.Server):
             for each in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(each)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._heartbeat is not None and counter % _TICKS_PER_BEAT == 0:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens, which is their business
+                os.write(self._heartbeat, b".")
+        return await super().on_tick(counter)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says where it serves, when it does."""
+        for listener in sockets or ():
+            _bound_writes(listener, self._write_timeout_s)
+        if self._heartbeat is not None:
+            os.set_blocking(self._heartbeat, False)
         await super().startup(sockets)
         if self.started and self._greeting:
             print(self._greeting, flush=True)
@@ -144,10 +165,15 @@ class HttpServer(uvicorn.Server):
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, but for connections that send no whole head of a request: each holds a place, and uvicorn waits for
-    ever."""
+    """uvicorn's, but for connections that send no whole head of a request, or take nothing of an answer: each holds a
+    place, and uvicorn waits for ever."""
 
     _due: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def __init__(self, *, write_timeout_s: float, **given: Any) -> None:
+        super().__init__(**given)
+        self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From here on a head is awaited."""
@@ -157,6 +183,7 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._have_head()
+        self._have_reader()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -168,6 +195,32 @@ class PatientProtocol(HttpToolsProtocol):
         """The last one; a body's time is its route's business."""
         self._have_head()
         super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """Much waits to be read by the other side. Of TCP the kernel knows when it takes too long (``_bound_writes``);
+        of a Unix socket nobody does."""
+        super().pause_writing()
+        if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
+            self._await_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Most of it was."""
+        self._have_reader()
+        super().resume_writing()
+
+    def _await_reader(self, num_unread: int) -> None:
+        self._unread = self.loop.call_later(self._write_timeout_s, self._look_at_reader, num_unread)
+
+    def _look_at_reader(self, num_unread: int) -> None:
+        if (now_unread := self.transport.get_write_buffer_size()) < num_unread:
+            self._await_reader(now_unread)
+        else:
+            self.transport.abort()
+
+    def _have_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _await_head(self) -> None:
         if self._due is None:
@@ -186,10 +239,17 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def _config(app: ASGIApp, http: HttpSettings) -> uvicorn.Config:
+def _bound_writes(listener: socket.socket, seconds: int) -> None:
+    """Has the kernel end connections whose other side takes nothing for so long, gone or merely slow. They inherit it
+    from the listener. The kernel alone knows what was taken, with TLS too."""
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+
+def _config(app: FastAPI, http: HttpSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=PatientProtocol,
+        http=partial(PatientProtocol, write_timeout_s=http.write_timeout_s),  # type: ignore[arg-type]
         ws="none",
         interface="asgi3",
         log_config=None,
@@ -201,5 +261,4 @@ def _config(app: ASGIApp, http: HttpSettings) -> uvicorn.Config:
         ssl_keyfile=http.private_key,
         timeout_keep_alive=http.keep_alive_s,
         timeout_graceful_shutdown=http.shutdown_s,
-        limit_concurrency=http.max_connections,
     )

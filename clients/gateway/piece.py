@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
+Spans = tuple[tuple[int, int], ...]
+"""Begin and end of each run of characters, in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
@@ -32,6 +35,8 @@ class Piece:
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
+    spans: Spans = field(default=(), compare=False)
+    """Where the content stands in the text that the model wrote."""
 
     def __bool__(self) -> bool:
         """Whether it adds anything."""
@@ -42,4 +47,6 @@ class Piece:
         calls = list(self.calls)
         for call in more.calls:
             append_call(calls, replace(call, at=len(self.content) + call.at))
-        return Piece(self.content + more.content, self.reasoning + more.reasoning, tuple(calls))
+        return Piece(
+            self.content + more.content, self.reasoning + more.reasoning, tuple(calls), self.spans + more.spans
+        )

@@ -1,6 +1,7 @@
 """Tells a model's reasoning from its answer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.clients.gateway.piece import Piece
@@ -42,9 +43,13 @@ class ReasoningParser:
         self._in_reasoning = in_reasoning
         self._is_begun = False
         """Whether anything of the reasoning, or else of the answer, has been sent."""
+        self._num_read = 0
+        self._answer_at: int | None = None
+        """Where the other parser's text begins in this one's."""
 
     def feed(self, text: str) -> Piece:
         """See AnswerParser."""
+        self._num_read += len(text)
         if not self._may_open and not self._in_reasoning:
             return self._answer_piece(text)
         self._held += text
@@ -59,7 +64,7 @@ class ReasoningParser:
         if self._in_reasoning:
             return Piece(reasoning=self._take_held())
         self._is_begun = self._is_begun or self._may_open
-        return self._answer_piece(self._take_held()) + self._answer.end()
+        return self._answer_piece(self._take_held()) + self._placed(self._answer.end())
 
     def _open(self) -> None:
         """Decides whether an answer begins with reasoning, once that can be told."""
@@ -78,7 +83,7 @@ class ReasoningParser:
         if marker:
             self._held, self._in_reasoning, self._is_begun = "", False, False
             after = self._answer_piece(answer)
-            return Piece(after.content, reasoning.rstrip(), after.calls)
+            return replace(after, reasoning=reasoning.rstrip())
         end = len(reasoning) - num_held(reasoning, self._form.closes)
         end = len(reasoning[:end].rstrip())
         self._held = reasoning[end:]
@@ -91,7 +96,15 @@ class ReasoningParser:
         if not text:
             return Piece()
         self._is_begun = True
-        return self._answer.feed(text)
+        if self._answer_at is None:
+            self._answer_at = self._num_read - len(text)
+        return self._placed(self._answer.feed(text))
+
+    def _placed(self, piece: Piece) -> Piece:
+        """What the other parser said, in this one's places."""
+        at = self._answer_at or 0
+        spans = tuple((begin + at, end + at) for begin, end in piece.spans)
+        return replace(piece, spans=spans)
 
     def _take_held(self) -> str:
         held, self._held = self._held, ""

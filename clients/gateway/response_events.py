@@ -5,8 +5,10 @@ neither HTTP nor the service.
 """
 
 import time
+from collections.abc import Sequence
 
 from penstock.clients.gateway.answering import Json
+from penstock.clients.gateway.chat_places import PlacedEntry
 from penstock.clients.gateway.piece import CallPiece, Piece
 
 
@@ -31,8 +33,8 @@ class ResponseEvents:
         """Before any output."""
         return [self._of_response("response.created"), self._of_response("response.in_progress")]
 
-    def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
-        """More of the answer; ``logprobs`` are of the piece's tokens."""
+    def add(self, piece: Piece, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+        """More of the answer; ``logprobs`` are of its content's tokens."""
         events: list[Json] = []
         calls = list(piece.calls)
         while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
@@ -42,10 +44,9 @@ class ResponseEvents:
             events.append(self._delta(piece.reasoning))
         told = 0
         for call in calls:
-            said = self._say(piece.content[told : call.at], logprobs)
-            events += said + self._call(call)
-            told, logprobs = call.at, [] if said else logprobs
-        return events + self._say(piece.content[told:], logprobs)
+            events += self._say(piece, told, call.at, logprobs) + self._call(call)
+            told = call.at
+        return events + self._say(piece, told, len(piece.content), logprobs)
 
     def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
         """The end of the answer; ``is_cut`` says that it reached its limit of tokens."""
@@ -65,13 +66,15 @@ class ResponseEvents:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
-    def _say(self, text: str, logprobs: list[Json]) -> list[Json]:
-        """More of a message; without text, log-probabilities of tokens whose text is cut, if a message is open."""
-        events = self._turn_to(_Message) if text else []
-        if isinstance(self._open, _Message) and (text or logprobs):
-            self._open.logprobs += logprobs
-            events.append(self._delta(text, logprobs=logprobs))
-        return events
+    def _say(self, piece: Piece, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+        """More of a message: a part of the piece's content."""
+        if begin == end:
+            return []
+        events = self._turn_to(_Message)
+        assert isinstance(self._open, _Message)
+        of_part = [entry for at, entry in logprobs if begin <= at < end]
+        self._open.logprobs += of_part
+        return [*events, self._delta(piece.content[begin:end], logprobs=of_part)]
 
     def _call(self, piece: CallPiece) -> list[Json]:
         events: list[Json] = []

@@ -46,9 +46,10 @@ def make_router() -> APIRouter:
         start = build_chat_start(chat, request.headers, caller)
         if shows_specials:
             start.output.include_special_tokens = True
+        reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
         return AnswerResponse(
             Exchange(caller, [start]),
-            ResponseWriter(body, caller, ChatReader(chat, caller, new_parser)),
+            ResponseWriter(body, caller, reader),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
             renamed=RENAMED,
@@ -85,7 +86,7 @@ class ResponseWriter:
         for part in await self._reader.read(arrivals):
             self._is_cut = part.finish_reason == "length"
             self._reasoning.append(part.piece.reasoning)
-            events += self._events.add(part.piece, part.logprobs)
+            events += self._events.add(part.piece, part.content_logprobs)
         if any(isinstance(event, Finished) for _, event in arrivals):
             await self._count_reasoning()
         return events

@@ -32,12 +32,13 @@ FEW_ENTRIES = BeforeValidator(_not_too_many)
 class StreamOptions(BaseModel):
     """What a streamed answer tells besides."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = Field(None, description="Whether a last chunk, without choices, has the usage.")
     continuous_usage_stats: bool | None = Field(
         None, description="Whether every chunk has the usage so far. An extension of vLLM's."
     )
+    include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
 
 
 class Body(BaseModel):

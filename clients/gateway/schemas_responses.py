@@ -9,6 +9,7 @@ from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.schemas_common import FEW_ENTRIES, Items, SamplingBody, UInt32
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
+_KNOWN = ConfigDict(strict=True, extra="forbid")
 
 
 class TextPart(BaseModel):
@@ -120,7 +121,7 @@ class TextFormat(BaseModel):
 class TextConfig(BaseModel):
     """About the answer's text."""
 
-    model_config = _LENIENT
+    model_config = _KNOWN
 
     format: TextFormat | None = Field(None, description='Of type "text"; others are not supported yet.')
     verbosity: Literal["medium"] | None = None
@@ -129,10 +130,21 @@ class TextConfig(BaseModel):
 class ReasoningConfig(BaseModel):
     """About the model's reasoning."""
 
-    model_config = _LENIENT
+    model_config = _KNOWN
 
     effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
     summary: Literal["auto"] | None = Field(None, description="Reasoning is returned as it was written.")
+    generate_summary: Literal["auto"] | None = Field(None, description="The older name of summary.")
+    context: Literal["auto"] | None = Field(None, description="The template decides what is shown of earlier turns.")
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(BaseModel):
+    """What a streamed answer tells besides."""
+
+    model_config = _KNOWN
+
+    include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
 
 
 _NO_STORE = "nothing is stored here"
@@ -160,7 +172,7 @@ class ResponsesRequest(SamplingBody):
         None, description="The most tokens. Default: all that the context leaves."
     )
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
-    stream_options: dict[str, Any] | None = Field(None, description="Passed over: there is no padding to be left out.")
+    stream_options: ResponseStreamOptions | None = None
     tools: FunctionTools | None = Field(None, description="What the model may call.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")

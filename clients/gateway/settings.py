@@ -1,6 +1,7 @@
 """What the gateway is told when it starts: frozen, complete, checked by ``command``."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.connection import Connection
@@ -16,6 +17,8 @@ class GatewaySettings:
     service: Connection = field(default_factory=lambda: Connection(DEFAULT_TARGET))
     """Where the gRPC service is. With an ``api_key`` here every request is sent under that key, whatever its caller
     shows; without one each caller's own key is passed on."""
+    api_key_file: Path | None = None
+    """Where that ``api_key`` was read, and is read again when it changes; None: it stays."""
     tenant_header: str = ""
     """The HTTP header, in small letters, that names the tenant of a request; empty: none does."""
     metrics_target: str = ""

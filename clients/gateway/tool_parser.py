@@ -13,9 +13,13 @@ _EXPECTED_KEYS = frozenset({"id", "type"})
 class ContentParser:
     """All of the text is content."""
 
+    def __init__(self) -> None:
+        self._num_read = 0
+
     def feed(self, text: str) -> Piece:
         """See AnswerParser."""
-        return Piece(text)
+        begin, self._num_read = self._num_read, self._num_read + len(text)
+        return Piece(text, spans=((begin, self._num_read),))
 
     def end(self) -> Piece:
         """See AnswerParser."""
@@ -37,6 +41,8 @@ class ToolCallParser:
         self._new_id = new_id
         self._source = Source()
         self._content: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        """Of the content, in the text."""
         self._calls: list[CallPiece] = []
         self._num_calls = 0
         self._held_space = ""
@@ -54,8 +60,8 @@ class ToolCallParser:
         """See AnswerParser."""
         self._source.ended = True
         next(self._reading, None)
-        self._add_content(self._source.rest)
-        self._content.append(self._held_space)
+        self._add_rest()
+        self._say(self._held_space, self._source.at - len(self._held_space))
         return self._take()
 
     def _read(self) -> Reading[None]:
@@ -63,21 +69,34 @@ class ToolCallParser:
         raise NotImplementedError
 
     def _take(self) -> Piece:
-        piece = Piece("".join(self._content), calls=tuple(self._calls))
+        piece = Piece("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
         self._content.clear()
+        self._spans.clear()
         self._calls.clear()
         return piece
 
-    def _add_content(self, text: str) -> None:
+    def _add_content(self, text: str, end: int) -> None:
+        """``end``: where it ends in the text that was read."""
         if self._after_call:
             text = text.lstrip()
         if not text:
             return
         self._after_call = False
         text = self._held_space + text
-        end = len(text.rstrip())
-        self._held_space = text[end:]
-        self._content.append(text[:end])
+        begin, length = end - len(text), len(text.rstrip())
+        self._held_space = text[length:]
+        self._say(text[:length], begin)
+
+    def _say(self, text: str, begin: int) -> None:
+        if text:
+            self._content.append(text)
+            self._spans.append((begin, begin + len(text)))
+
+    def _add_rest(self, length: int | None = None) -> None:
+        """Reads on, by so many characters or to the end: they are content."""
+        text = self._source.rest[:length]
+        self._source.at += len(text)
+        self._add_content(text, self._source.at)
 
     def _open_call(self, name: str, call_id: str = "") -> None:
         self._held_space = ""
@@ -100,12 +119,11 @@ class ToolCallParser:
             rest = source.rest
             found = rest.find(marker)
             if found >= 0:
-                self._add_content(rest[:found])
-                source.at += found + len(marker)
+                self._add_rest(found)
+                source.at += len(marker)
                 return True
             end = len(rest) if source.ended else len(rest) - num_held(rest, marker)
-            self._add_content(rest[:end])
-            source.at += end
+            self._add_rest(end)
             if source.ended:
                 return False
             yield
@@ -113,8 +131,7 @@ class ToolCallParser:
     def _read_rest(self) -> Reading[None]:
         """Content, to the end of the text."""
         while not self._source.ended:
-            self._add_content(self._source.rest)
-            self._source.at += len(self._source.rest)
+            self._add_rest()
             yield
 
     def _read_calls(self, attempt: Reading[bool], marker: str = "") -> Reading[bool]:
@@ -128,7 +145,7 @@ class ToolCallParser:
             return True
         self._source.go_back()
         if num_calls == self._num_calls:
-            self._add_content(marker)
+            self._add_content(marker, self._source.at)
         return False
 
     def _read_object(self, *, must_be_known: bool = False) -> Reading[bool]:

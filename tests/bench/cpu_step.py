@@ -1,9 +1,9 @@
 """Where the time of a step goes on a CPU: one step of decoding of W1, and one of its prefill, by the kernels' stages.
 
 16 rows with 128 tokens of prompt (--rows 1 --prompt 512 is W4), the shape of Qwen3-0.6B in bf16 (or --quantization),
-weights made up. Each stage with its time, its share of the step, and the share of its limit that it reaches: the bytes it must read at the memory's
-bandwidth, or its operations at the arithmetic's peak, whichever takes longer. Python's share is what the step took
-beyond the stages.
+weights made up. Each stage with its time, its share of the step, and the share of its limit that it reaches: the bytes
+it must read at the memory's bandwidth, or its operations at the arithmetic's peak, whichever takes longer. Python's
+share is what the step took beyond the stages.
 """
 
 import argparse

@@ -8,6 +8,7 @@ and share nothing.
 import argparse
 
 from cpu_bench import workloads
+
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.fake_worker import FakeRow, UncheckedSlots

@@ -183,6 +183,14 @@ async def test_the_developer_speaks_as_the_system(scripted_gateway):
     assert prompt.startswith(b"system")
 
 
+async def test_a_part_that_is_no_text_is_refused_whatever_else_it_has(scripted_gateway):
+    for kind in ("image_url", "input_audio", "file"):
+        part = {"type": kind, "text": "SAY x"}
+        response = await scripted_gateway.post(PATH, messages=[{"role": "user", "content": [part]}])
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages[0].content[0]"
+
+
 async def test_the_last_message_may_be_continued(start_gateway):
     gateway = await start_gateway()
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Once"}]

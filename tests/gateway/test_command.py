@@ -20,7 +20,16 @@ def test_help_has_examples_and_every_flag(capsys):
     assert cli.main(["gateway", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "examples:\n  penstock gateway " in shown
-    for flag in ("--target", "--api-key-file", "--tenant-header", "--fd", "--unix-socket", "--tool-call-parser"):
+    for flag in (
+        "--target",
+        "--api-key-file",
+        "--write-timeout",
+        "--tenant-header",
+        "--fd",
+        "--heartbeat-fd",
+        "--unix-socket",
+        "--tool-call-parser",
+    ):
         assert flag in shown
 
 
@@ -104,3 +113,22 @@ def test_the_description_is_whole():
         if not shape.get("description") and "$ref" not in str(shape)
     ]
     assert undescribed == []
+
+
+async def test_the_page_of_the_description_is_whole_and_asks_nobody_else():
+    app = create_app(GatewaySettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
+        answer = await http.get("/docs")
+    assert answer.status_code == 200
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = answer.text
+    assert not re.search(r"<script|<link|https?://|src=", page)
+    described = app.openapi()
+    for path, methods in described["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in page
+    anchors = set(re.findall(r'id="(\w+)"', page))
+    assert anchors == described["components"]["schemas"].keys()
+    assert set(re.findall(r'href="#(\w+)"', page)) <= anchors
+    for field in described["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert f"<code>{field}</code>" in page

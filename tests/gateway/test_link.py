@@ -194,14 +194,15 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
 
     monkeypatch.setattr("penstock.clients.gateway.exchange.merge", note)
     nobody: Any = Nobody()
-    exchange = Exchange(nobody, [pb.Start()])
+    exchange = Exchange(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
     exchange.begin()
-    for at in range(64 * 100):
+    for at in range(64 * 1000):
         exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
     arrivals = await exchange.take()
-    assert len(numbers) <= 100
-    assert len(arrivals) <= 2 * 64
-    assert sum(len(event.text) for _, event in arrivals if isinstance(event, Delta)) == 64 * 100
+    assert len(numbers) <= 16
+    assert len(arrivals) <= (64 + 16) * 64
+    assert sum(len(event.text) for _, event in arrivals if isinstance(event, Delta)) == 64 * 1000
+    assert max(len(event.text) for _, event in arrivals if isinstance(event, Delta)) <= 65  # none grows for ever
     exchange.close()
 
 

@@ -126,6 +126,30 @@ def test_what_is_streamed_is_what_is_sent_whole(respond, case):
         assert "".join(event.delta for event in of_item if event.type.endswith(".delta")) == text
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_are_of_messages_alone_streamed_or_whole(respond, case):
+    """Each message has those of its own text: none of reasoning, of calls, or of the marks around them."""
+    question, options = CASES[case]
+    options = options | {"include": ["message.output_text.logprobs"]}
+    whole = respond(question, **options)
+    events = respond(question, stream=True, **options)
+    for index, item in enumerate(whole.output):
+        deltas = [
+            event for event in events if getattr(event, "output_index", None) == index and hasattr(event, "delta")
+        ]
+        told = [entry.model_dump() for event in deltas for entry in getattr(event, "logprobs", ())]
+        if item.type != "message":
+            assert told == []
+            continue
+        (part,) = item.content
+        assert [entry.model_dump(include={"token", "logprob", "top_logprobs"}) for entry in part.logprobs] == [
+            {name: entry[name] for name in ("token", "logprob", "top_logprobs")} for entry in told
+        ]
+        assert b"".join(bytes(entry.bytes) for entry in part.logprobs) == part.text.encode()
+        for event in deltas:
+            assert b"".join(bytes(entry.bytes) for entry in event.logprobs) == event.delta.encode()
+
+
 def test_text_comes_in_typed_events(respond):
     events = respond("SAY hello", stream=True)
     kinds = [event.type.removeprefix("response.") for event in events]

@@ -31,7 +31,7 @@ from penstock.service.listen import HTTP_FLAG, Address, ListenError
 
 # The real bootstrap, and instead of the gateway one that answers each connection with its own process id and arguments.
 STAND_IN = """
-import os, signal, socket, sys
+import os, signal, socket, sys, threading, time
 from penstock.service import gateway_child
 
 def gateway(arguments):
@@ -39,7 +39,15 @@ def gateway(arguments):
     assert name == "gateway"
     given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     listener = socket.socket(fileno=int(given["fd"]))
-    print("it serves", flush=True)
+    beats = int(given["heartbeat-fd"])
+    os.write(beats, b".")
+
+    def beat():
+        while True:
+            time.sleep(0.1)
+            os.write(beats, b".")
+
+    threading.Thread(target=beat, daemon=True).start()
     if "deaf" in given:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "tells-signals" in given:
@@ -132,6 +140,37 @@ async def test_another_follows_one_that_was_killed_and_no_connection_is_refused(
         answers = await asyncio.gather(*(ask(address) for _ in range(20)))
         assert pid not in {answer for answer, _ in answers}
         assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in caplog.text
+
+
+async def test_one_that_hangs_is_killed_and_another_follows(stand_in, caplog):
+    async with running(first_s=0.05, silent_s=2.0) as (_, address, _):
+        pid, _ = await ask(address)
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: is_gone(pid))
+        answers = await asyncio.gather(*(ask(address) for _ in range(3)))
+        assert pid not in {answer for answer, _ in answers}
+        assert "the HTTP gateway gave no sign of life for 2 s; it is killed" in caplog.text
+        assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in caplog.text
+
+
+async def test_one_that_hangs_before_it_serves_is_no_gateway(monkeypatch):
+    monkeypatch.setattr(http_gateway, "_CHILD", "import time; time.sleep(1000)")
+    with pytest.raises(GatewayFailed, match="the gateway was ended by SIGKILL"):
+        async with running(start_s=0.1):
+            pass
+
+
+async def test_the_gateway_itself_lives_while_its_loop_does(caplog):
+    async with running(first_s=0.05, silent_s=3.0) as (gateway, address, _), httpx.AsyncClient(timeout=60) as http:
+        first = gateway.pid
+        await asyncio.sleep(4)
+        assert gateway.pid == first
+        assert not caplog.records
+        os.kill(first, signal.SIGSTOP)
+        await eventually(lambda: is_gone(first))
+        assert (await http.get(f"http://{address}/version")).status_code == 200
+        assert gateway.pid != first
+        assert "gave no sign of life" in caplog.text
 
 
 async def test_one_that_never_serves_is_no_gateway(monkeypatch):

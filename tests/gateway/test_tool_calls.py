@@ -4,18 +4,16 @@ of the text is lost."""
 import itertools
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import example, given, settings, strategies as st
-from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients.gateway.answer import make_parser, shows_special_tokens
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
-from penstock.service.tokenizer import Tokenizer
+
+from .tool_texts import ARGUMENTS, ONE
 
 NAMES = frozenset({"weather", "time", "ns.find"})
 every_format = pytest.mark.parametrize("tool_format", [None, *TOOL_FORMATS])
@@ -26,10 +24,13 @@ def take_apart(parts, tool_format, reasoning_format=None, **given):
     numbers = itertools.count()
     options: dict[str, Any] = {"tool_names": NAMES, "new_call_id": lambda: f"id{next(numbers)}"} | given
     parser = make_parser(tool_format, reasoning_format, **options)
-    content, reasoning = "", ""
+    text = "".join(parts)
+    content, placed, reasoning = "", "", ""
     calls: list[list[str]] = []
     for piece in [*map(parser.feed, parts), parser.end()]:
         content += piece.content
+        placed += "".join(text[begin:end] for begin, end in piece.spans)
+        assert content == placed, "it stands where the parser says"
         reasoning += piece.reasoning
         for call in piece.calls:
             if call.index == len(calls):
@@ -49,13 +50,6 @@ def calls_of(text, tool_format, **options):
     return content, [(name, arguments) for _, name, arguments in calls]
 
 
-ONE = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}\n</tool_call>',
-    "llama3_json": '{"name": "weather", "parameters": {"city": "Köln", "days": [1, {"a": "}"}]}}',
-    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}]',
-    "pythonic": '[weather(city="Köln", days=[1, {"a": "}"}])]',
-}
-ARGUMENTS = '{"city": "Köln", "days": [1, {"a": "}"}]}'
 TWO = {
     "hermes": '<tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>\n'
     '<tool_call>\n{"arguments": {}, "name": "time"}\n</tool_call>\n',
@@ -274,6 +268,7 @@ def squeezed(text):
 @settings(max_examples=300, deadline=None)
 @given(text=answers)
 @example(text='<tool_call>{"name": "time", "arguments": {"a": ]}}')
+@example(text='[TOOL_CALLS]é{"a": ')
 def test_no_text_is_lost(tool_format, text):
     """Without calls the content is the text. With calls, what is left out is white space and what says that they are
     calls: what is there stands in the text, in this order."""
@@ -289,7 +284,7 @@ def test_no_text_is_lost(tool_format, text):
         assert text.count(marker) - found <= len(calls), "each call takes one of each marker at most"
     if tool_format != "pythonic":
         for _, name, arguments in calls:
-            assert json.dumps(name)[1:-1] in text
+            assert json.dumps(name, ensure_ascii=False)[1:-1] in text
             assert arguments == "{}" or arguments in text
 
 
@@ -299,134 +294,3 @@ def test_long_answers_take_time_in_proportion(tool_format):
     for text in ("word " * 5000, '{"name": "' * 3000, "<tool_call>" * 2000, ONE.get(tool_format or "", "") * 200):
         content, _, calls = take_apart(text, tool_format)
         assert content or calls or not text
-
-
-TEMPLATES = Path(__file__).parent.parent / "service" / "templates"
-FORMATS = {"qwen3": "hermes", "llama31": "llama3_json", "mistral": "mistral", "pythonic": "pythonic"}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-PYTHONIC = (
-    "{{ tools or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
-    "{{ v | tojson }}{% endfor %})]{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
-END, TOOL_CALLS = 256, 257
-
-
-@pytest.fixture
-def load(tmp_path):
-    """A tokenizer whose ids are bytes, with the template of a kind of model."""
-
-    def load(kind):
-        letters = pre_tokenizers.ByteLevel.alphabet()
-        moved = iter(sorted(letter for letter in letters if ord(letter) > 255))
-        vocab = {(chr(byte) if chr(byte) in letters else next(moved)): byte for byte in range(256)}
-        library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        library.decoder = decoders.ByteLevel()
-        library.add_special_tokens(["<END>", "[TOOL_CALLS]"])
-        library.save(str(tmp_path / "tokenizer.json"))
-        template = PYTHONIC if kind == "pythonic" else (TEMPLATES / f"{kind}.jinja").read_text()
-        config = {"eos_token": "<END>", "bos_token": "<END>", "chat_template": template}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return Tokenizer.load(tmp_path)
-
-    return load
-
-
-def says(text):
-    """A model that answers whatever it is asked with the same text."""
-    before, marker, after = text.partition("[TOOL_CALLS]")
-    ids = [*before.encode(), *([TOOL_CALLS] if marker else []), *after.encode(), END]
-    begins: dict[int, int] = {}
-
-    def next_token(history, sampling):
-        said = len(history) - begins.setdefault(sampling.seed, len(history))
-        return ids[min(said, len(ids) - 1)]
-
-    return next_token
-
-
-def body(**fields):
-    return {"model": "bytes", "messages": [{"role": "user", "content": "Rain?"}], **fields}
-
-
-def folded(chunks):
-    """The one choice of a streamed answer."""
-    content, reasoning, calls, end = "", "", [], None
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            content += delta.get("content") or ""
-            reasoning += delta.get("reasoning_content") or ""
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    calls.append([call["function"]["name"], ""])
-                calls[call["index"]][1] += call["function"]["arguments"]
-            end = choice["finish_reason"] or end
-    return content, reasoning, calls, end
-
-
-def whole(answer):
-    message = answer["choices"][0]["message"]
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-    return (
-        message["content"] or "",
-        message.get("reasoning_content") or "",
-        calls,
-        answer["choices"][0]["finish_reason"],
-    )
-
-
-PATH = "/v1/chat/completions"
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-async def test_the_chat_template_tells_the_format(kind, start_gateway, load):
-    """A service whose model writes what models of its kind write: the gateway finds out how to read it."""
-    said = "Hm. " * (kind in ("qwen3", "mistral"))
-    gateway = await start_gateway(says(said + ONE[FORMATS[kind]]), tokenizer=load(kind))
-    expected = (said.strip(), "", [["weather", ARGUMENTS]], "tool_calls")
-    answer = (await gateway.post(PATH, **body(tools=[TOOL]))).json()
-    assert whole(answer) == expected
-    assert folded(await gateway.chunks(PATH, **body(tools=[TOOL]))) == expected
-    plain = (await gateway.post(PATH, **body(tools=[TOOL], tool_choice="none"))).json()
-    assert whole(plain) == (said + ONE[FORMATS[kind]].replace("[TOOL_CALLS]", ""), "", [], "stop")
-    # What was called goes back, with its result, to a template that insists on its form.
-    call = answer["choices"][0]["message"]
-    result = {"role": "tool", "content": "yes", "tool_call_id": call["tool_calls"][0]["id"]}
-    more = await gateway.post(PATH, **body(tools=[TOOL]) | {"messages": [*body()["messages"], call, result]})
-    assert more.status_code == 200, more.text
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, ("Yes", "Hm.", [], "stop")),
-        ({"include_reasoning": False}, ("Yes", "", [], "stop")),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, ("Yes", "Hm.", [], "stop")),
-    ],
-)
-async def test_the_chat_template_tells_the_reasoning(fields, expected, start_gateway, load):
-    gateway = await start_gateway(says("<think>\nHm.\n</think>\n\nYes"), tokenizer=load("qwen3"))
-    assert whole((await gateway.post(PATH, **body(**fields))).json()) == expected
-    assert folded(await gateway.chunks(PATH, **body(**fields))) == expected
-
-
-async def test_an_answer_that_is_continued_in_its_reasoning(start_gateway, load):
-    gateway = await start_gateway(says(" this.</think>Yes"), tokenizer=load("qwen3"))
-    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "<think>I think"}]
-    answer = await gateway.post(PATH, **body(continue_final_message=True) | {"messages": messages})
-    assert whole(answer.json()) == ("Yes", "this.", [], "stop")
-
-
-async def test_what_is_wrong_with_tools_is_told(start_gateway, load):
-    gateway = await start_gateway(says("x"), tokenizer=load("qwen3"), tool_call_parser="none")
-    answer = await gateway.post(PATH, **body(tools=[TOOL]))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{"}}
-    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    answer = await gateway.post(PATH, **body() | {"messages": messages})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].arguments"
-    answer = await gateway.post(PATH, **body(chat_template_kwargs={"tools": []}))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")

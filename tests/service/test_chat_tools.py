@@ -10,9 +10,8 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from penstock.service.chat_request import MAX_JSON_DEPTH, check_chat, parse_chat
-from penstock.service.errors import Reason, ServiceError
-from penstock.service.text_size import MAX_TEXT_BYTES
+from penstock.service.chat_request import check_chat, parse_chat
+from penstock.service.errors import ServiceError
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb, tokenizer_pb2
 
@@ -260,77 +259,7 @@ def test_whether_a_template_shows_tools(template, shows, load):
     assert load(template).shows_tools is shows
 
 
-def checked(chat):
-    check_chat(chat, shows_tools=True)
-    return parse_chat(chat)
-
-
-def refusal(chat):
-    with pytest.raises(ServiceError) as error:
-        checked(chat)
-    return error.value
-
-
-def nested(depth):
-    return '{"a": ' * depth + "1" + "}" * depth
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[1]", '"text"', "null", "{'a': 1}", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}']
-    + ['{"a": ' + inner + "}" for inner in ("9" * 5000, nested(MAX_JSON_DEPTH), nested(100_000), "[" * 100_000)],
-    ids=range(12),
-)
-def test_what_is_no_object_of_json_is_refused_by_name(text):
-    message = pb.ChatMessage(
-        role="assistant", tool_calls=[pb.ToolCall(name="x"), pb.ToolCall(name="x", arguments=text)]
-    )
-    user = pb.ChatMessage(role="user")
-    for chat, field in (
-        (pb.Chat(messages=[user], tools=["{}", text]), "chat.tools[1]"),
-        (pb.Chat(messages=[user], template_variables=text), "chat.template_variables"),
-        (pb.Chat(messages=[user, message]), "chat.messages[1].tool_calls[1].arguments"),
-    ):
-        error = refusal(chat)
-        assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
-        assert len(error.message) < 120
-
-
-def test_what_is_nested_as_deep_as_may_be_is_taken():
-    parsed = parse_chat(pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[nested(MAX_JSON_DEPTH)]))
-    assert json.dumps(parsed.tools[0]) == nested(MAX_JSON_DEPTH)
-
-
-def test_arguments_may_be_left_out():
-    call = pb.ToolCall(name="x")
-    assert parse_chat(pb.Chat(messages=[pb.ChatMessage(role="assistant", tool_calls=[call])])).messages[
-        0
-    ].tool_calls == [("", "x", {})]
-
-
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
-def test_a_variable_that_has_a_field_is_refused(name):
-    error = refusal(chat_of([QUESTION], variables={name: True}))
-    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.template_variables")
-    assert name in error.message
-
-
 ANSWER = {"role": "assistant", "content": "Yes"}
-
-
-@pytest.mark.parametrize(
-    "chat",
-    [
-        chat_of([QUESTION, ANSWER], continue_final_message=True, add_generation_prompt=True),
-        chat_of([QUESTION], continue_final_message=True),
-        chat_of([QUESTION, {"role": "assistant", "content": ""}], continue_final_message=True),
-        chat_of([QUESTION, CALL | {"content": "x"}], continue_final_message=True),
-    ],
-    ids=["opens a turn", "a question", "empty", "calls"],
-)
-def test_a_message_that_cannot_be_open_is_refused(chat):
-    error = refusal(chat)
-    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.continue_final_message")
 
 
 def test_an_open_message_needs_no_other_field(loaded):
@@ -347,12 +276,6 @@ def test_a_template_that_does_not_show_the_last_message_cannot_leave_it_open(tem
         grpc.StatusCode.FAILED_PRECONDITION,
         "chat.continue_final_message",
     )
-
-
-def test_tools_and_messages_are_bounded_together():
-    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * (MAX_TEXT_BYTES - 10))], tools=["{}" + " " * 9])
-    error = refusal(chat)
-    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.tools")
 
 
 @every_template

@@ -1,4 +1,4 @@
-"""EmbeddingService over a real socket: vectors in order, and how requests are refused, end and fail."""
+"""EmbeddingService over a real socket: vectors in order, what is out of bounds, and what is told of a request."""
 
 import asyncio
 import logging
@@ -8,25 +8,15 @@ import time
 import grpc
 import pytest
 
-from penstock.clients import AsyncClient, Client, InvalidOption, RequestFailed
-from penstock.clients.embeddings import build_embed_request
-from penstock.models.checkpoint import resolve_model
 from penstock.models.pooling_config import Embedding
-from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.fake_worker import vector_of
 from penstock.scheduler.plan import Pooling
-from penstock.scheduler.request import RefusalKind, Refused
 from penstock.service import embed_inputs
-from penstock.service.config import parse_config
-from penstock.service.errors import Reason, ServiceError
-from penstock.service.flags import ConfigError
-from penstock.service.identity import Caller
-from penstock.service.serve import prepare
 from penstock.v1 import admin_pb2, embedding_pb2 as pb, generation_pb2, model_pb2
 
 HIDDEN_SIZE = 8
-NEVER = 60.0
 
 
 def request(*inputs, **fields):
@@ -62,10 +52,6 @@ async def failure(call):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value
-
-
-def refuse(tenant):
-    raise Refused(RefusalKind.TENANT_RATE, "too fast", 1000)
 
 
 async def until(condition):
@@ -222,119 +208,6 @@ class TestBounds:
         assert math.hypot(*response.embeddings[77].values) == pytest.approx(1.0, rel=1e-5)
 
 
-class Keys:
-    """Two callers, by what they send."""
-
-    def authenticate(self, metadata):
-        key = dict(metadata).get("authorization")
-        if key not in ("acme", "gateway"):
-            raise ServiceError(Reason.UNAUTHENTICATED)
-        return Caller(key, may_act_for_others=key == "gateway")
-
-
-class TestCallers:
-    async def test_have_keys(self, start_service):
-        service = await start_service(authenticator=Keys())
-        error = await failure(service.embedding.Embed(request("x")))
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert len((await service.embedding.Embed(request("x"), metadata=(("authorization", "acme"),))).embeddings) == 1
-
-    async def test_a_malformed_body_with_a_bad_key_is_unauthenticated(self, start_service):
-        service = await start_service(authenticator=Keys())
-        call = service.channel.unary_unary("/penstock.v1.EmbeddingService/Embed")
-        error = await failure(call(b"\xff\xff\xff", metadata=(("authorization", "no key"),)))
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-        error = await failure(call(b"\xff\xff\xff", metadata=(("authorization", "acme"),)))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    async def test_a_gateway_names_the_tenant(self, start_service):
-        service = await start_service(paced(), authenticator=Keys())
-        metadata = (("authorization", "gateway"),)
-        call = service.embedding.Embed(request(*[[i] * 100 for i in range(256)], tenant="others"), metadata=metadata)
-        await until(lambda: service.engine.busiest_tenants(2))
-        assert [use.name for use in service.engine.busiest_tenants(2)] == ["others"]
-        await call
-        error = await failure(service.embedding.Embed(request("x", tenant="b"), metadata=(("authorization", "acme"),)))
-        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-
-    async def test_one_request_is_one_whatever_its_inputs(self, start_service, details_of):
-        limits = TenantLimits(max_live_requests=1, max_prompt_tokens=50)
-        service = await start_service(
-            paced(0.01), SchedulerConfig(max_num_seqs=4, max_queued_requests=1, default_tenant=limits)
-        )
-        call = asyncio.ensure_future(service.embedding.Embed(request(*[[i] * 50 for i in range(100)])))
-        await until(lambda: service.engine.stats().requests)
-        error = await failure(service.embedding.Embed(request("x")))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert details_of(error)["ErrorInfo"].reason == "TENANT_BUSY"
-        assert len((await call).embeddings) == 100
-        with pytest.MonkeyPatch.context() as patch:  # nothing is tokenized for a tenant that has used up its rate
-            patch.setattr(service.engine, "check_rates", refuse)
-            error = await failure(service.embedding.Embed(request("x")))
-            assert details_of(error)["ErrorInfo"].reason == "TENANT_RATE"
-        error = await failure(service.embedding.Embed(request("x", "y" * 51)))
-        assert details_of(error)["ErrorInfo"].reason == "TENANT_CAP"
-        assert is_idle(service)
-
-
-class TestEnds:
-    async def test_a_deadline(self, start_service, details_of):
-        service = await start_service(paced(0.05), SchedulerConfig(max_num_seqs=1))
-        error = await failure(service.embedding.Embed(request(*["x"] * 50), timeout=0.2))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: is_idle(service))
-
-    async def test_a_deadline_while_inputs_are_tokenized(self, start_service, byte_tokenizer, monkeypatch):
-        service = await start_service()
-        seen: list[object] = []
-
-        def encode(self, text):
-            time.sleep(0.3)
-            return [1]
-
-        monkeypatch.setattr(service.engine, "submit", seen.append)
-        monkeypatch.setattr(type(byte_tokenizer), "encode", encode)
-        error = await failure(service.embedding.Embed(request("x"), timeout=0.1))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.sleep(0.4)
-        assert not seen
-
-    async def test_a_cancelled_call_frees_its_blocks_within_two_steps(self, start_service):
-        service = await start_service(paced(0.01))
-        call = service.embedding.Embed(request(*[[i % 256] * 1000 for i in range(500)]))
-        await until(lambda: service.engine.stats().running > 1)
-        call.cancel()
-        await until(lambda: not service.engine.stats().requests)
-        steps = service.engine.stats().steps
-        await until(lambda: is_idle(service))
-        await asyncio.sleep(0.05)
-        assert service.engine.stats().steps <= steps + 2
-
-    async def test_the_service_goes_down(self, start_service, details_of):
-        service = await start_service(paced(0.05), SchedulerConfig(max_num_seqs=1))
-        call = asyncio.ensure_future(service.embedding.Embed(request(*["x"] * 1000)))
-        await until(lambda: service.engine.stats().running)
-        await service.server.stop(grace_s=0.01)
-        error = await failure(call)
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert details_of(error)["ErrorInfo"].reason == "SHUTDOWN"
-
-    async def test_it_is_given_its_time_to_finish(self, start_service):
-        service = await start_service(paced(0.01), SchedulerConfig(max_num_seqs=1))
-        call = asyncio.ensure_future(service.embedding.Embed(request(*["x"] * 10)))
-        await until(lambda: service.engine.stats().running)
-        await service.server.stop(grace_s=NEVER)
-        assert len((await call).embeddings) == 10
-
-    async def test_a_request_that_kills_workers_is_refused(self, start_service, details_of):
-        executor = FakeExecutor(vocab_size=258, kills=lambda row: row.history[0] == 13)
-        service = await start_service(executor)
-        good = asyncio.ensure_future(service.embedding.Embed(request(*[[i] * 30 for i in range(14, 40)])))
-        error = await failure(service.embedding.Embed(request([13], [14])))
-        assert details_of(error)["ErrorInfo"].reason == "KILLED_WORKER"
-        assert len((await good).embeddings) == 26
-
-
 async def test_it_can_be_explained(start_service):
     service = await start_service(paced(0.001), SchedulerConfig(max_num_seqs=1), admin_listen="127.0.0.1:0")
     response = await service.embedding.Embed(request("x" * 40, "y" * 50, client_request_id="mine"))
@@ -357,67 +230,3 @@ async def test_the_log_has_counts_and_no_text(start_service, caplog):
     assert "(tenant default, client id 'mine'): STOP, OK after" in line
     assert "prompt 6, cached 0, output 0" in line
     assert any("INVALID_FIELD at dimensions" in line for line in lines)
-
-
-class TestClients:
-    async def test_asynchronous(self, start_service):
-        service = await start_service()
-        async with AsyncClient(service.target) as client:
-            answer = await client.embed(["ab", [1, 2, 3]], normalize=False, dimensions=2, timeout=30.0)
-            assert answer.vectors == [raw(list(b"ab"), Pooling.LAST)[:2], raw([1, 2, 3], Pooling.LAST)[:2]]
-            assert answer.usage.prompt_tokens == 5
-            assert len(answer.request_id) == 26
-            assert (await client.embed("ab")).vectors == [pytest.approx(scaled(raw(list(b"ab"), Pooling.LAST)))]
-            with pytest.raises(RequestFailed, match="dimensions: at most 8") as failed:
-                await client.embed("ab", dimensions=9)
-            assert failed.value.code is grpc.StatusCode.INVALID_ARGUMENT
-
-    async def test_synchronous(self, start_service):
-        service = await start_service()
-        with Client(service.target) as client:
-            answer = await asyncio.to_thread(client.embed, ["ab", "c"], normalize=False)
-        assert answer.vectors == [raw(list(b"ab"), Pooling.LAST), raw(list(b"c"), Pooling.LAST)]
-
-    @pytest.mark.parametrize(
-        ("inputs", "options", "field"),
-        [
-            (7, {}, "inputs"),
-            (b"x", {}, "inputs"),
-            ({"text": "x"}, {}, "inputs"),
-            (["x", 7], {}, "inputs[1]"),
-            (["x", [1, -1]], {}, "inputs[1]"),
-            (["x", [True]], {}, "inputs[1]"),
-            (["x", ["y"]], {}, "inputs[1]"),
-            (["\ud800"], {}, "inputs[0]"),
-            (["x" * (6 << 20)], {}, "inputs"),
-            ("x", {"dimensions": "many"}, "dimensions"),
-            ("x", {"normalise": True}, "normalise"),
-        ],
-    )
-    def test_what_cannot_be_sent_is_named(self, inputs, options, field):
-        with pytest.raises(InvalidOption) as error:
-            build_embed_request(inputs, options)
-        assert error.value.field == field
-
-
-class TestServe:
-    @pytest.fixture
-    def model(self, tmp_path):
-        """The demo model, with files that say how it is to be embedded."""
-        for file in resolve_model("demo").iterdir():
-            (tmp_path / file.name).symlink_to(file)
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-        (tmp_path / "modules.json").write_text('[{"path": "1_Pooling", "type": "some.place.Pooling"}]')
-        return tmp_path
-
-    def test_the_models_files_and_the_flag(self, model):
-        def embedding(*flags):
-            return prepare(parse_config([str(model), "--port=0", "--admin-listen=off", *flags])).server.embedding
-
-        assert embedding() == Embedding(Pooling.MEAN, normalize=False)
-        assert embedding("--pooling", "cls") == Embedding(Pooling.CLS, normalize=False)
-
-    def test_the_flag_knows_three(self):
-        with pytest.raises(ConfigError, match=r"--pooling: .*last.*mean.*cls"):
-            parse_config(["--pooling", "max"])

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from penstock.service import bounds
+from penstock.service import bound_kinds as kinds, bounds
 from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
 from penstock.service.errors import ServiceError
 from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
@@ -44,7 +45,7 @@ def test_reliability_figure_11_every_field_of_every_request_has_a_bound():
     assert fields == {name: set(bounded) for name, bounded in FIELD_BOUNDS.items()}
 
 
-def bad_numbers(bound: bounds.Number, field: FieldDescriptor) -> Iterator[float]:
+def bad_numbers(bound: kinds.Number, field: FieldDescriptor) -> Iterator[float]:
     """Numbers just outside a bound, where the field's type has room for them."""
     low, high = bound.low, LIMITS.resolve(bound.high)
     if bound.above_low:
@@ -62,23 +63,26 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
     """Lists that are too long, in items or in bytes, or have an item that is out of its own bounds."""
     high = bound.high
     match bound:
-        case bounds.Messages(max_bytes=max_bytes):
+        case bounds.Messages(max_bytes=max_bytes, max_calls=max_calls):
+            per_message = 128
+            calls = [pb.ToolCall(name="x")] * per_message
+            yield [pb.ChatMessage(role="assistant", tool_calls=calls)] * (max_calls // per_message + 1), ""
             yield [pb.ChatMessage(role="user")] * (high + 1), ""
             yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
             call = pb.ToolCall(name="x", arguments="x" * max_bytes)
             yield [pb.ChatMessage(role="assistant", content="x", tool_calls=[call])], ""
             yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
-        case bounds.Texts(max_bytes=max_bytes):
+        case kinds.Texts(max_bytes=max_bytes):
             yield ["x"] * (high + 1), ""
             yield ["x", ""], "[1]"
             yield ["x" * (max_bytes // 2 + 1)] * 2, ""
-        case bounds.Items() if of_what == "ToolCall":
+        case kinds.Items() if of_what == "ToolCall":
             yield [pb.ToolCall(name="x")] * (high + 1), ""
             yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
-        case bounds.Items() if of_what == "EmbedInput":
+        case kinds.Items() if of_what == "EmbedInput":
             yield [embedding_pb2.EmbedInput(text="x")] * (high + 1), ""
-            foreign = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0, LIMITS.vocab_size]))
-            yield [embedding_pb2.EmbedInput(text="x"), foreign], "[1].token_ids.ids[1]"
+            long = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (LIMITS.max_model_len + 1)))
+            yield [embedding_pb2.EmbedInput(text="x"), long], "[1].token_ids.ids"
         case _:
             yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
             yield [admin_pb2.TenantSettings(tenant="x"), admin_pb2.TenantSettings(weight=-1)], "[1].weight"
@@ -87,39 +91,38 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
 def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
     """Values just outside a bound, each with what is added to the field's path."""
     match bound:
-        case bounds.Number():
+        case kinds.Number():
             yield from ((value, "") for value in bad_numbers(bound, field))
-        case bounds.Text(high=high):
+        case kinds.Text(high=high):
             yield "x" * (high + 1), ""
             if bound.low > 1:
                 yield "x", ""
             if bound.pattern is not None:
                 yield "\n" * max(bound.low, 1), ""
-        case bounds.Known(numbers=numbers):
+        case kinds.Known(numbers=numbers):
             yield max(numbers) + 1, ""
-        case bounds.Items(high=high, each=bounds.Text() as each):
+        case kinds.Items(high=high, each=kinds.Text() as each):
             yield ["x"] * (high + 1), ""
             yield [""], "[0]"
             yield ["x", "x" * (each.high + 1)], "[1]"
-        case bounds.Messages() | bounds.Texts() | bounds.Items(each=bounds.Nested()):
+        case bounds.Messages() | kinds.Texts() | kinds.Items(each=bounds.Nested()):
             yield from bad_lists(bound, field.message_type.name if field.message_type is not None else "")
-        case bounds.NestedIds(ids=bounds.Ids(high=high)):
+        case kinds.NestedIds(high=high):
             yield pb.TokenIds(ids=[0] * (int(LIMITS.resolve(high)) + 1)), ".ids"
-            yield pb.TokenIds(ids=[LIMITS.vocab_size]), ".ids[0]"
-        case bounds.Ids(high=high):
+        case kinds.Ids(high=high):
             high = int(LIMITS.resolve(high))
             yield [0] * (high + 1), ""
             yield [LIMITS.vocab_size], "[0]"
             yield [0, 2**32 - 1], "[1]"
             yield [0] * (high - 1) + [LIMITS.vocab_size], f"[{high - 1}]"
-        case bounds.Biases(high=high, most=most):
+        case kinds.Biases(high=high, most=most):
             yield dict.fromkeys(range(high + 1), 0.0), ""
             yield {LIMITS.vocab_size: 0.0}, f"[{LIMITS.vocab_size}]"
             for value in (math.nan, math.inf, -math.inf, most * 1.01, -most * 1.01):
                 yield {3: value}, "[3]"
-        case bounds.Refs(high=high):
+        case kinds.Refs(high=high):
             yield [0] * (high + 1), ""
-        case bounds.Nested() | bounds.Free():
+        case bounds.Nested() | kinds.Free():
             pass
         case _:
             raise AssertionError(f"no bad values for {bound}")
@@ -235,7 +238,7 @@ def test_reliability_figure_11_validator_refuses_at_once(bad, path):
     validator = Validator(LIMITS)
     complete(bad)
     field = path.partition("[")[0]
-    ids = getattr(bad, field) if isinstance(FIELD_BOUNDS[type(bad).__name__].get(field), bounds.Ids) else []
+    ids = getattr(bad, field) if isinstance(FIELD_BOUNDS[type(bad).__name__].get(field), kinds.Ids) else []
     seconds = math.inf
     for _ in range(3):
         started = time.perf_counter()
@@ -245,7 +248,7 @@ def test_reliability_figure_11_validator_refuses_at_once(bad, path):
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.value.field == path
     assert len(error.value.message) < 300
-    if len(ids) <= bounds.MAX_IDS_ON_LOOP:  # the values of longer lists are looked at off the loop
+    if len(ids) <= kinds.MAX_IDS_ON_LOOP:  # the values of longer lists are looked at off the loop
         assert seconds < REFUSED_WITHIN_S
 
 
@@ -303,6 +306,20 @@ def test_a_penalty_is_not_so_small_that_logits_overflow():
     validator.check(pb.Start(sampling=pb.Sampling(repetition_penalty=0.01)))
 
 
+class Unread(list[int]):
+    """Too many to be looked at on the event loop."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("they were looked at")
+
+
+def test_ids_of_thousands_of_inputs_are_counted_alone():
+    """All of them together may be millions; their values are looked at where the inputs are prepared."""
+    bound = FIELD_BOUNDS["EmbedInput"]["token_ids"]
+    assert bound.problem(SimpleNamespace(ids=Unread([LIMITS.vocab_size] * 4096)), LIMITS) is None
+    assert bound.problem(SimpleNamespace(ids=Unread([0] * 4097)), LIMITS) is not None
+
+
 def test_one_length_is_not_told_as_a_range():
     with pytest.raises(ServiceError) as error:
         Validator(LIMITS).check(pb.Start(traceparent="00-"))
@@ -316,23 +333,23 @@ def test_the_bounds_themselves_are_allowed(name):
     for field_name, bound in FIELD_BOUNDS[name].items():
         good: list[Any] = []
         match bound:
-            case bounds.Number(low=low, high=high):
+            case kinds.Number(low=low, high=high):
                 good = [LIMITS.resolve(high), 1e-6 if bound.above_low else low]
-            case bounds.Text(low=low, high=high) if bound.pattern is None:
+            case kinds.Text(low=low, high=high) if bound.pattern is None:
                 good = ["x" * low, "x" * high]
-            case bounds.Known(numbers=numbers):
+            case kinds.Known(numbers=numbers):
                 good = list(numbers)
-            case bounds.Items(high=high, each=bounds.Text() as each):
+            case kinds.Items(high=high, each=kinds.Text() as each):
                 good = [["x" * each.high] * high]
-            case bounds.Texts(high=high, max_bytes=max_bytes):
+            case kinds.Texts(high=high, max_bytes=max_bytes):
                 good = [["x"] * high, ["x" * max_bytes]]
-            case bounds.Ids(high=high):
+            case kinds.Ids(high=high):
                 good = [[LIMITS.vocab_size - 1] * int(LIMITS.resolve(high))]
-            case bounds.NestedIds(ids=bounds.Ids(high=high)):
+            case kinds.NestedIds(high=high):
                 good = [pb.TokenIds(ids=[LIMITS.vocab_size - 1] * int(LIMITS.resolve(high)))]
-            case bounds.Biases(most=most):
+            case kinds.Biases(most=most):
                 good = [dict.fromkeys(range(LIMITS.vocab_size), most), {0: -most}]
-            case bounds.Refs(high=high):
+            case kinds.Refs(high=high):
                 good = [[2**32 - 1] * high]
         for value in good:
             message = message_types()[name]()

@@ -22,8 +22,9 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
 from penstock.service import server as server_module
 from penstock.service.health import LIVENESS
+from penstock.service.http_gateway import HttpGateway
 from penstock.service.listen import Address, ListenError
-from penstock.service.server import SERVICES
+from penstock.service.server import SERVICES, Server, ServerConfig
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
 
 Status = health_pb2.HealthCheckResponse
@@ -114,6 +115,47 @@ class TestListening:
         assert path.read_text() == "data"
         with pytest.raises(ListenError, match="no directory"):
             await start_service(listen=f"unix:{tmp_path}/missing/s")
+
+
+class TestFailedStart:
+    """It leaves nothing behind."""
+
+    @pytest.mark.parametrize("fails", ["admin", "metrics", "http"])
+    async def test_what_listened_already_does_not_any_more(self, byte_tokenizer, tmp_path, monkeypatch, fails):
+        engine = Engine(endless(), SchedulerConfig())
+        path, admin = tmp_path / "s", tmp_path / "a"
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            http = HttpGateway(Address("127.0.0.1", port if fails == "http" else 0))
+            config = ServerConfig(
+                "bytes",
+                f"unix:{path}",
+                f"unix:{admin}",
+                f"127.0.0.1:{port}" if fails == "metrics" else "127.0.0.1:0",
+            )
+            server = Server(config, engine, byte_tokenizer, http)
+            if fails == "admin":
+                monkeypatch.setattr("penstock.service.admin_listener.bind", self.cannot_bind)
+            with pytest.raises(ListenError):
+                await server.start()
+        assert engine.state is EngineState.STOPPED
+        assert not path.exists()
+        assert not admin.exists()
+
+    @staticmethod
+    def cannot_bind(server, address, tls):
+        raise ListenError(f"{address}: cannot be listened on")
+
+    async def test_a_port_is_free_again(self, start_service):
+        with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+            port, metrics = free.getsockname()[1], f"127.0.0.1:{taken.getsockname()[1]}"
+            free.close()
+            tasks = asyncio.all_tasks()
+            with pytest.raises(ListenError, match="--metrics-listen"):
+                await start_service(listen=f"127.0.0.1:{port}", metrics_listen=metrics)
+            assert asyncio.all_tasks() == tasks
+            service = await start_service(listen=f"127.0.0.1:{port}")
+            assert await health_of(service.channel) == Status.SERVING
 
 
 class TestItself:

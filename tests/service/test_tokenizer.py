@@ -8,10 +8,10 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.service.errors import Reason, ServiceError
+from penstock.service.errors import ServiceError
 from penstock.service.specials import _any_of
 from penstock.service.text_size import MAX_TEXT_BYTES
-from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.tokenizer import Chat, Message, Tokenizer
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 
@@ -102,14 +102,12 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def write(directory, library, template=None, config=None, **files):
+def write(directory, library, template=None, config=None):
     library.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
     if template is not None:
         config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    for name, content in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(content))
     return directory
 
 
@@ -329,75 +327,6 @@ def test_a_role_that_the_template_knows_reaches_it_as_it_is(tmp_path):
     assert tokenizer.render_chat(Chat([Message("observation", "rain"), Message("other", "sun")])) == "<|im_start|>rain"
 
 
-def test_a_template_sees_the_content_as_it_is(tmp_path):
-    template = "{% set text = messages[0].content %}{{ text.split('</think>')[-1].lstrip('\\n') }}|{{ text | length }}"
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    assert tokenizer.render_chat(Chat([Message("assistant", "hm</think>\n\nyes")])) == "yes|15"
-
-
-def test_templates_have_what_they_are_written_for(tmp_path):
-    template = (
-        "{{ bos_token }}{{ {'a': 'é<'} | tojson }}\n    {% for m in messages %}\n"
-        "{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}\n    {% endfor %}\n"
-        "{% generation %}{{ strftime_now('%Y') | length }}{% endgeneration %}"
-        "{{ tools is none }}"
-    )
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template, {"bos_token": {"content": "<|endoftext|>"}}))
-    assert tokenizer.render_chat(Chat(alternating(["one", "two"]))) == '<|endoftext|>{"a": "é<"}\none\n4True'
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages[0].nothing.at_all }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_template_that_fails_fails_one_request_alone(template, tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    with pytest.raises(ServiceError, match="chat: the model's chat template fails on it") as caught:
-        tokenizer.encode_chat(Chat([Message("user", "secret words")]))
-    assert caught.value.reason is Reason.INVALID_FIELD
-    assert "secret" not in caught.value.message
-
-
-def test_a_template_may_refuse(loaded):
-    with pytest.raises(ServiceError, match="Only user and assistant roles!"):
-        loaded["metaspace"].encode_chat(Chat([Message("system", "x")]))
-
-
-def test_a_refusal_repeats_a_role_as_it_was_written(tmp_path):
-    template = "{% for m in messages %}{{ raise_exception('no role ' ~ m.role ~ ' here') }}{% endfor %}"
-    tokenizer = Tokenizer.load(write(tmp_path, qwen(), template))
-    with pytest.raises(ServiceError) as caught:
-        tokenizer.encode_chat(Chat([Message("other", "x")]))
-    assert caught.value.message == "chat: the model's chat template refuses it: no role other here"
-
-
-def test_without_a_template_there_are_no_chats(tmp_path):
-    tokenizer = Tokenizer.load(write(tmp_path, qwen()))
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ServiceError) as caught:
-        tokenizer.encode_chat(Chat([Message("user", "x")]))
-    assert caught.value.reason is Reason.NO_CHAT_TEMPLATE
-
-
-def test_where_a_template_comes_from(tmp_path):
-    def rendered(**options):
-        return Tokenizer.load(tmp_path, **options).render_chat(Chat([Message("user", "x")]))
-
-    listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
-    write(tmp_path, qwen(), listed)
-    assert rendered() == "listed"
-    (tmp_path / "chat_template.jinja").write_text("beside")
-    assert rendered() == "beside"
-    given_file = tmp_path / "mine.jinja"
-    given_file.write_text("mine")
-    assert rendered(chat_template=given_file) == "mine"
-
-
 def test_a_text_too_long_or_broken_is_refused(loaded):
     for text, problem in [("x" * (MAX_TEXT_BYTES + 1), "at most 4,194,304 bytes"), ("\ud800", "surrogate")]:
         with pytest.raises(ServiceError, match=problem):
@@ -406,79 +335,7 @@ def test_a_text_too_long_or_broken_is_refused(loaded):
             loaded["qwen"].encode_chat(Chat([Message("user", text)]))
 
 
-def test_vocabulary_and_end_tokens(tmp_path):
-    library = qwen()
-    end, start = library.token_to_id("<|endoftext|>"), library.token_to_id("<|im_start|>")
-    write(
-        tmp_path,
-        library,
-        config={"eos_token": "<|im_end|>"},
-        generation_config={"eos_token_id": [end, 10**6]},
-        config_={},
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": start}))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.vocab_size == library.get_vocab_size()
-    assert tokenizer.eos_token_ids == tuple(sorted((end, start, library.token_to_id("<|im_end|>"))))
-
-
-def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_path):
-    library = qwen()
-    library.add_tokens([AddedToken("<|stop|>", special=False, normalized=False)])
-    tokenizer = Tokenizer.load(write(tmp_path, library, config={"eos_token": "<|stop|>"}))
-    stop = library.token_to_id("<|stop|>")
-    assert stop in tokenizer.special_ids
-    assert stop not in tokenizer.encode("a<|stop|>")
-    assert tokenizer.decode([*tokenizer.encode("a"), stop]) == "a"
-
-
 def test_bad_words_are_spelled_with_and_without_a_space(loaded):
     tokenizer = loaded["qwen"]
     spelled = tokenizer.bad_word_ids(["pipe"])
     assert {tokenizer.decode(ids) for ids in spelled} == {"pipe", " pipe"}
-
-
-BROKEN = {
-    "missing": ("tokenizer.json", None, "tokenizer.json: is missing"),
-    "garbage": ("tokenizer.json", "{", "tokenizer.json: is no valid tokenizer"),
-    "other": ("tokenizer.json", "{}", "tokenizer.json: is no valid tokenizer"),
-    "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is no JSON object"),
-    "truncated": ("generation_config.json", '{"eos', "generation_config.json: is no valid JSON"),
-    "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is no valid Jinja, line 1"),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_files_are_named(what, tmp_path):
-    name, content, message = BROKEN[what]
-    write(tmp_path, qwen(), CHATML)
-    path = tmp_path / name
-    if content is None:
-        path.unlink()
-    else:
-        path.write_text(content)
-    with pytest.raises(TokenizerError) as caught:
-        Tokenizer.load(tmp_path)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_prefix_that_would_end_the_process_is_refused(tmp_path):
-    write(tmp_path, qwen())
-    path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["continuing_subword_prefix"] = "x"
-    path.write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match="continuing_subword_prefix is not supported"):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("listed", [[], [5], [None], [{"name": "default"}], [{"name": "other", "template": "x"}]])
-def test_a_list_without_a_default_template_is_no_template(listed, tmp_path):
-    assert not Tokenizer.load(write(tmp_path, qwen(), listed)).has_chat_template
-
-
-def test_a_template_file_that_is_not_there_is_named(tmp_path):
-    write(tmp_path, qwen())
-    with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
-        Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")

@@ -2,11 +2,14 @@
 
 import asyncio
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.identity import Caller, current_caller
 from penstock.service.tokenizer import TokenizerPool
 
 
@@ -43,19 +46,93 @@ async def test_a_text_far_too_long_is_refused_before_it_is_tokenized(pool):
 
 async def test_more_than_the_pool_holds_is_refused_and_it_recovers(pool):
     gate = threading.Event()
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 30_000)) for _ in range(3)]
+    blocked = [asyncio.ensure_future(pool.run(gate.wait, 15_000)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(ServiceError) as caught:
-        await pool.run(lambda: None, 30_000)
+        await pool.run(lambda: None, 15_000)
     assert caught.value.reason is Reason.PREPARATION_FULL
     gate.set()
     await asyncio.gather(*blocked)
-    blocked = [asyncio.ensure_future(pool.run(lambda: "room again", 30_000)) for _ in range(3)]
+    blocked = [asyncio.ensure_future(pool.run(lambda: "room again", 15_000)) for _ in range(3)]
     assert await asyncio.gather(*blocked) == ["room again"] * 3
 
 
+async def test_a_tenant_leaves_room_for_others(pool):
+    """However much it sends, half of it is theirs."""
+    gate = threading.Event()
+    blocked = [asyncio.ensure_future(pool.run(gate.wait, 5_000, "greedy")) for _ in range(30)]
+    await asyncio.sleep(0)
+    refused = [task for task in blocked if task.done()]
+    blocked += [asyncio.ensure_future(pool.run(gate.wait, 20_000, "modest"))]
+    await asyncio.sleep(0)
+    assert not blocked[-1].done()
+    gate.set()
+    outcomes = await asyncio.gather(*blocked, return_exceptions=True)
+    assert len(refused) > 15
+    assert {error.reason for error in outcomes if isinstance(error, ServiceError)} == {Reason.PREPARATION_FULL}
+    assert outcomes.count(True) == len(blocked) - len(refused)
+
+
+async def test_tenants_take_turns(pool):
+    gate = threading.Event()
+    order: list[str] = []
+    tenants = ["greedy"] * 4 + ["modest", "other"] * 2
+    blocked = [asyncio.ensure_future(pool.run(gate.wait, 100, "greedy"))]
+    blocked += [asyncio.ensure_future(pool.run(partial(order.append, name), 100, name)) for name in tenants]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*blocked)
+    assert order == ["greedy", "modest", "other"] * 2 + ["greedy"] * 2
+
+
+async def test_work_without_a_tenant_is_the_callers(pool):
+    gate = threading.Event()
+    order: list[str] = []
+    blocked = [asyncio.ensure_future(pool.run(gate.wait, 100, "a"))]
+    for tenant in "aab":
+        current_caller.set(Caller(tenant))
+        blocked.append(asyncio.create_task(pool.run(partial(order.append, tenant), 100)))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*blocked)
+    assert order == ["a", "b", "a"]
+
+
+class Input:
+    """What work holds."""
+
+
+async def test_work_that_is_dropped_holds_nothing(pool):
+    """Who sends much and cancels it at once would fill the memory with what waits for its turn."""
+    gate = threading.Event()
+    held = Input()
+    blocked = asyncio.ensure_future(pool.run(gate.wait, 100))
+    dropped = asyncio.ensure_future(pool.run(partial(id, held), 100))
+    await asyncio.sleep(0)
+    dropped.cancel()
+    await asyncio.gather(dropped, return_exceptions=True)
+    watch = weakref.ref(held)
+    del held, dropped
+    await asyncio.sleep(0)
+    assert watch() is None
+    assert not blocked.done()
+    gate.set()
+    await blocked
+
+
+async def test_what_waits_ends_with_the_pool(pool):
+    gate = threading.Event()
+    tasks = [asyncio.ensure_future(pool.run(gate.wait, 100)) for _ in range(3)]
+    await asyncio.sleep(0)
+    pool.close()
+    gate.set()
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(outcomes[2], asyncio.CancelledError)
+
+
 async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
-    pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50, max_waiting_bytes=400_000)
+    pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50, max_waiting_bytes=700_000)
     gate = threading.Event()
     long = [asyncio.ensure_future(pool.run(gate.wait, 100_000)) for _ in range(3)]
     try:
@@ -74,7 +151,7 @@ async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
 
 async def test_a_cancelled_caller_gives_its_room_back(pool):
     gate = threading.Event()
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 20_000)) for _ in range(4)]
+    blocked = [asyncio.ensure_future(pool.run(gate.wait, 20_000)) for _ in range(2)]
     await asyncio.sleep(0)
     for task in blocked:
         task.cancel()

@@ -548,7 +548,7 @@ class ChatMessage(_message.Message):
     """Who speaks, where several share a role, or the tool's name. At most 256 bytes."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The calls that an answer of the assistant's made. At most 128."""
+        """The calls that an answer of the assistant's made. At most 128, and 4,096 in all messages of a chat."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class DetokenizeRequest(_message.Message):
     """Keeps special tokens in the text. Default: false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """0 to 1,048,576 ids, each below the vocabulary size."""
+        """0 to 1,048,576 ids, each below the vocabulary size; their text has at most 16,777,216 characters."""
 
     def __init__(
         self,

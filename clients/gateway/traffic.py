@@ -1,0 +1,73 @@
+"""What passes through the gateway: counted for ``/metrics``, and bounded.
+
+Knows HTTP alone; what the service does with a request it counts itself.
+"""
+
+import time
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import Scope
+
+GONE = 499
+"""What nginx logs of a caller that went away; nobody is sent it."""
+_NO_ROUTE = "other"
+_BOUNDS_S = tuple(0.01 * 2**i for i in range(17))
+"""From a probe's 10 ms to a long answer's 655 s."""
+
+
+class Exchanged:
+    """One request, as far as it is counted."""
+
+    status = GONE
+    """Of the answer, as soon as that begins."""
+
+
+class Traffic:
+    """Requests and connections. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        """All that is counted, for a page of metrics."""
+        self._connections: Sized = ()
+        self._max_connections: float = float("inf")
+        self._requests = Counter(
+            "penstock_gateway_requests", "Requests that ended.", ("route", "code"), registry=registry
+        )
+        self._durations = Histogram(
+            "penstock_gateway_request_duration_seconds",
+            "From a request's head to the end of its answer.",
+            ("route",),
+            registry=registry,
+            buckets=_BOUNDS_S,
+        )
+        self._live = Gauge("penstock_gateway_live_requests", "Requests that have not ended.", registry=registry)
+        connections = Gauge("penstock_gateway_connections", "Those that are open, idle ones too.", registry=registry)
+        connections.set_function(lambda: len(self._connections))
+        self.has_service_metrics = Gauge(
+            "penstock_gateway_has_service_metrics", "1 if the page has the service's metrics too.", registry=registry
+        )
+
+    def bound(self, connections: Sized, most: int) -> None:
+        """``connections`` are those that are open, now and later; more than ``most`` are too many."""
+        self._connections = connections
+        self._max_connections = most
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are more connections than there may be."""
+        return len(self._connections) > self._max_connections
+
+    @contextmanager
+    def request(self, scope: Scope) -> Iterator[Exchanged]:
+        """Counts a request, for as long as the block takes."""
+        exchanged, began = Exchanged(), time.monotonic()
+        with self._live.track_inprogress():
+            try:
+                yield exchanged
+            finally:
+                # A template, so that no caller can make new series; a request that was refused early has none.
+                route = getattr(scope.get("route"), "path", _NO_ROUTE)
+                self._requests.labels(route, str(exchanged.status)).inc()
+                self._durations.labels(route).observe(time.monotonic() - began)

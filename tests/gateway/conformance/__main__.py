@@ -1,0 +1,5 @@
+"""Prints the table."""
+
+from .table import table
+
+print(table())

@@ -1,0 +1,126 @@
+"""How the gateway listens: what too many connections and who reads nothing cost it, over TCP, TLS and Unix sockets."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import httpx
+import pytest
+
+from penstock.clients.connection import Connection
+from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.http_server import HttpServer, HttpSettings
+from penstock.clients.gateway.settings import GatewaySettings
+
+COMPLETIONS = "/v1/completions"
+NOWHERE = "127.0.0.1:1"
+
+
+@contextlib.asynccontextmanager
+async def listening(listener, target=NOWHERE, **http):
+    """A gateway on ``listener``."""
+    server = HttpServer(create_app(GatewaySettings(service=Connection(target))), HttpSettings(shutdown_s=1, **http))
+    serving = asyncio.create_task(server.serve([listener]))
+    while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
+        await asyncio.sleep(0.001)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture
+def tcp():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def unix(tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        yield listener
+
+
+def target_of(gateway):
+    """The service that is behind it."""
+    return gateway.app.state.link.settings.service.target
+
+
+def post(**fields):
+    """A request for much, on a connection of its own."""
+    body = json.dumps({"prompt": "a", "ignore_eos": True, "logprobs": 20} | fields)
+    head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+async def test_above_the_limit_of_connections_probes_are_answered_and_nothing_else_is(start_gateway, tcp):
+    behind = await start_gateway(service={"metrics_listen": "127.0.0.1:0"})
+    host, port = tcp.getsockname()
+    async with (
+        listening(tcp, target_of(behind), max_connections=1),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as http,
+    ):
+        assert (await http.get("/v1/models")).status_code == 200
+        _, idle = await asyncio.open_connection(host, port)
+        for probe in ("/health", "/ping", "/version", "/metrics"):
+            assert (await http.get(probe)).status_code == 200
+        refused = await http.get("/v1/models")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "gateway_full"
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["x-request-id"]
+        assert refused.headers["connection"] == "close"
+        assert (await http.get("/health")).status_code == 200
+        idle.close()
+        await idle.wait_closed()
+        async with asyncio.timeout(20):
+            while (await http.get("/v1/models")).status_code != 200:
+                pass
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_who_takes_nothing_of_an_answer_loses_it_and_the_request_is_cancelled(start_gateway, request, kind):
+    behind = await start_gateway(seconds_per_step=0.005)
+    listener = request.getfixturevalue(kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sent = post(max_tokens=4000, stream=True)
+    with socket.socket(listener.family) as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with listening(listener, target_of(behind), write_timeout_s=1):
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(caller, listener.getsockname())
+            await loop.sock_sendall(caller, sent)
+            await behind.until(lambda stats: stats.output_tokens > 0)
+            await behind.until(lambda stats: stats.requests == 0)
+            assert behind.engine.stats().output_tokens < 4000
+            with contextlib.suppress(ConnectionError):
+                while await loop.sock_recv(caller, 1 << 16):  # what had been sent, and then the end
+                    pass
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_who_reads_slowly_gets_all(start_gateway, request, kind):
+    behind = await start_gateway()
+    listener = request.getfixturevalue(kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sent = post(max_tokens=2000)
+    with socket.socket(listener.family) as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        async with listening(listener, target_of(behind), write_timeout_s=4):
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(caller, listener.getsockname())
+            await loop.sock_sendall(caller, sent)
+            answer = b""
+            for _ in range(12):
+                await asyncio.sleep(0.4)
+                answer += await loop.sock_recv(caller, 1 << 16)
+            while part := await loop.sock_recv(caller, 1 << 16):
+                answer += part
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2000

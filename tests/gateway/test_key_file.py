@@ -1,0 +1,78 @@
+"""The gateway's own key, whose file is read again."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from penstock.clients.errors import PenstockError
+from penstock.clients.gateway.key_file import KeyFile, read_key
+from penstock.service.identity import ApiKeys
+
+COMPLETIONS = "/v1/completions"
+FIRST, SECOND = "first" * 8, "second" * 8
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def own_keys(tmp_path):
+    """What the service knows."""
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (FIRST, SECOND)]
+    (tmp_path / "keys").write_text("".join(f"sha256:{each} gateway\n" for each in hashes))
+    return {"authenticator": ApiKeys.load(tmp_path / "keys")}
+
+
+def test_a_changed_key_is_passed_on_once(path, caplog):
+    path.write_text("one\n")
+    used: list[str] = []
+    file = KeyFile(path, read_key(path), used.append)
+    file.look()
+    path.write_text("two\n")
+    file.look()
+    file.look()
+    assert used == ["two"]
+    assert "two" not in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"a\nb", b"\xff", "ключ".encode(), b"x" * 5000])
+def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, content):
+    path.write_bytes(content)
+    used: list[str] = []
+    file = KeyFile(path, "one", used.append)
+    file.look()
+    file.look()
+    [record] = caplog.records
+    assert record.message.startswith(f"--api-key-file: {path} ")
+    assert record.message.endswith("; the key from before stays in use")
+    path.unlink()
+    file.look()
+    assert f"cannot read {path}" in caplog.text
+    path.write_text("two")
+    file.look()
+    assert used == ["two"]
+    path.write_bytes(content)
+    with pytest.raises(PenstockError):
+        read_key(path)
+
+
+async def test_requests_go_under_the_new_key_and_those_that_run_end_under_the_old_one(
+    start_gateway, own_keys, path, monkeypatch
+):
+    monkeypatch.setattr(KeyFile.watch, "__defaults__", (0.02,))
+    path.write_text(FIRST)
+    gateway = await start_gateway(service=own_keys, api_key=FIRST, api_key_file=path, seconds_per_step=0.002)
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
+    running = asyncio.create_task(gateway.post(COMPLETIONS, **body))
+    await gateway.until(lambda stats: stats.requests == 1)
+    path.write_text("unknown" * 8)
+    while (answer := await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code == 200:
+        pass
+    assert answer.json()["error"]["code"] == "gateway_key_refused"
+    path.write_text(SECOND)
+    while (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code != 200:
+        pass
+    assert (await running).json()["usage"]["completion_tokens"] == 1000

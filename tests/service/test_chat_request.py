@@ -1,0 +1,122 @@
+"""What of a chat's fields, and of the JSON in them, is refused before a template sees it."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.service.chat_request import MAX_JSON_DEPTH, check_chat, parse_chat
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.text_size import MAX_TEXT_BYTES
+from penstock.v1 import generation_pb2 as pb
+
+QUESTION = pb.ChatMessage(role="user", content="Is it raining in Köln?")
+ANSWER = pb.ChatMessage(role="assistant", content="Yes")
+CALL = pb.ChatMessage(role="assistant", content="x", tool_calls=[pb.ToolCall(name="get_weather")])
+
+
+def checked(chat):
+    check_chat(chat, shows_tools=True)
+    return parse_chat(chat)
+
+
+def refusal(chat):
+    with pytest.raises(ServiceError) as error:
+        checked(chat)
+    return error.value
+
+
+def nested(depth):
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", '"text"', "null", "{'a': 1}", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}']
+    + ['{"a": ' + inner + "}" for inner in ("9" * 5000, nested(MAX_JSON_DEPTH), nested(100_000), "[" * 100_000)],
+    ids=range(12),
+)
+def test_what_is_no_object_of_json_is_refused_by_name(text):
+    message = pb.ChatMessage(
+        role="assistant", tool_calls=[pb.ToolCall(name="x"), pb.ToolCall(name="x", arguments=text)]
+    )
+    user = pb.ChatMessage(role="user")
+    for chat, field in (
+        (pb.Chat(messages=[user], tools=["{}", text]), "chat.tools[1]"),
+        (pb.Chat(messages=[user], template_variables=text), "chat.template_variables"),
+        (pb.Chat(messages=[user, message]), "chat.messages[1].tool_calls[1].arguments"),
+    ):
+        error = refusal(chat)
+        assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
+        assert len(error.message) < 120
+
+
+def test_what_is_nested_as_deep_as_may_be_is_taken():
+    parsed = parse_chat(pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[nested(MAX_JSON_DEPTH)]))
+    assert json.dumps(parsed.tools[0]) == nested(MAX_JSON_DEPTH)
+
+
+def test_arguments_may_be_left_out():
+    call = pb.ToolCall(name="x")
+    assert parse_chat(pb.Chat(messages=[pb.ChatMessage(role="assistant", tool_calls=[call])])).messages[
+        0
+    ].tool_calls == [("", "x", {})]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
+def test_a_variable_that_has_a_field_is_refused(name):
+    error = refusal(pb.Chat(messages=[QUESTION], template_variables=json.dumps({name: True})))
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.template_variables")
+    assert name in error.message
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        pb.Chat(messages=[QUESTION, ANSWER], continue_final_message=True, add_generation_prompt=True),
+        pb.Chat(messages=[QUESTION], continue_final_message=True),
+        pb.Chat(messages=[QUESTION, pb.ChatMessage(role="assistant")], continue_final_message=True),
+        pb.Chat(messages=[QUESTION, CALL], continue_final_message=True),
+    ],
+    ids=["opens a turn", "a question", "empty", "calls"],
+)
+def test_a_message_that_cannot_be_open_is_refused(chat):
+    error = refusal(chat)
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.continue_final_message")
+
+
+def test_tools_and_messages_are_bounded_together():
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * (MAX_TEXT_BYTES - 10))], tools=["{}" + " " * 9])
+    error = refusal(chat)
+    assert (error.reason, error.field) == (Reason.INVALID_FIELD, "chat.tools")
+
+
+async def test_the_loop_turns_while_a_long_text_is_parsed():
+    """One call of json's code in C would hold Python's lock throughout: then the loop could not turn at all."""
+    chat = pb.Chat(messages=[QUESTION], tools=['{"a": [' + "[]," * (MAX_TEXT_BYTES // 3 - 10)])
+    with ThreadPoolExecutor(1) as thread:
+        refused = asyncio.get_running_loop().run_in_executor(thread, refusal, chat)
+        turns = 0
+        while not refused.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+    assert (await refused).field == "chat.tools[0]"
+    assert turns > 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": NaN}', '{"a": "\\ud800"}', "[1]", "{'a': 1}", '{"a": "\n"}', "[" * 100_000, nested(MAX_JSON_DEPTH + 1)],
+    ids=range(7),
+)
+def test_a_long_text_is_held_to_the_same_rules_as_a_short_one(text):
+    long = text + " " * (1 << 16)
+    messages = [refusal(pb.Chat(messages=[QUESTION], tools=[tool])).message for tool in (text, long)]
+    assert messages[0] == messages[1]
+
+
+def test_a_long_text_is_parsed_as_a_short_one():
+    value = {"a": [1, -2.5e3, True, None, {"b": "ä 🙂 \\"}], "long": "x" * (1 << 16)}
+    for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+        assert parse_chat(pb.Chat(messages=[QUESTION], tools=[text])).tools[0] == value

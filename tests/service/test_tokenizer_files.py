@@ -1,0 +1,105 @@
+"""What a tokenizer is read from: where its template and its end tokens stand, and how broken files are named."""
+
+import json
+
+import pytest
+import tokenizers
+
+from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
+
+
+@pytest.fixture
+def library(byte_tokenizer_path):
+    """With the special tokens <|end|> and <|turn|>."""
+    return tokenizers.Tokenizer.from_file(str(byte_tokenizer_path / "tokenizer.json"))
+
+
+def write(directory, library, template=None, config=None, **files):
+    library.save(str(directory / "tokenizer.json"))
+    config = dict(config or {})
+    if template is not None:
+        config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_where_a_template_comes_from(tmp_path, library):
+    def rendered(**options):
+        return Tokenizer.load(tmp_path, **options).render_chat(Chat([Message("user", "x")]))
+
+    listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
+    write(tmp_path, library, listed)
+    assert rendered() == "listed"
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert rendered() == "beside"
+    given_file = tmp_path / "mine.jinja"
+    given_file.write_text("mine")
+    assert rendered(chat_template=given_file) == "mine"
+
+
+def test_vocabulary_and_end_tokens(tmp_path, library):
+    end, start = library.token_to_id("<|end|>"), library.token_to_id("<|turn|>")
+    library.add_special_tokens(["<|stop|>"])
+    config = {"eos_token": "<|stop|>"}
+    write(tmp_path, library, config=config, generation_config={"eos_token_id": [end, 10**6]})
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": start}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    assert tokenizer.eos_token_ids == tuple(sorted((end, start, library.token_to_id("<|stop|>"))))
+
+
+def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_path, library):
+    library.add_tokens([tokenizers.AddedToken("<|stop|>", special=False, normalized=False)])
+    tokenizer = Tokenizer.load(write(tmp_path, library, config={"eos_token": "<|stop|>"}))
+    stop = library.token_to_id("<|stop|>")
+    assert stop in tokenizer.special_ids
+    assert stop not in tokenizer.encode("a<|stop|>")
+    assert tokenizer.decode([*tokenizer.encode("a"), stop]) == "a"
+
+
+BROKEN = {
+    "missing": ("tokenizer.json", None, "tokenizer.json: is missing"),
+    "garbage": ("tokenizer.json", "{", "tokenizer.json: is no valid tokenizer"),
+    "other": ("tokenizer.json", "{}", "tokenizer.json: is no valid tokenizer"),
+    "config": ("tokenizer_config.json", "[]", "tokenizer_config.json: is no JSON object"),
+    "truncated": ("generation_config.json", '{"eos', "generation_config.json: is no valid JSON"),
+    "template": ("chat_template.jinja", "{% if %}", "chat_template.jinja: the chat template is no valid Jinja, line 1"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_named(what, tmp_path, library):
+    name, content, message = BROKEN[what]
+    write(tmp_path, library, "{{ messages }}")
+    path = tmp_path / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prefix_that_would_end_the_process_is_refused(tmp_path, library):
+    write(tmp_path, library)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "x"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="continuing_subword_prefix is not supported"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [[], [5], [None], [{"name": "default"}], [{"name": "other", "template": "x"}]])
+def test_a_list_without_a_default_template_is_no_template(listed, tmp_path, library):
+    assert not Tokenizer.load(write(tmp_path, library, listed)).has_chat_template
+
+
+def test_a_template_file_that_is_not_there_is_named(tmp_path, library):
+    write(tmp_path, library)
+    with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
+        Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")

@@ -1,0 +1,110 @@
+"""TokenizerService: no call works on the event loop, and none keeps other tenants from theirs."""
+
+import asyncio
+import threading
+import time
+
+import grpc
+import pytest
+
+from penstock.service import tokenizer_service
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.identity import Caller
+from penstock.service.tokenizer import TokenizerPool
+from penstock.v1 import generation_pb2, tokenizer_pb2 as pb
+
+CALLS = {
+    "Tokenize": pb.TokenizeRequest(text="hi"),
+    "Detokenize": pb.DetokenizeRequest(token_ids=[104, 105]),
+    "RenderChat": pb.RenderChatRequest(
+        chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    ),
+    "DescribeTokens": pb.DescribeTokensRequest(token_ids=[104, 257]),
+}
+
+
+class Keys:
+    """A key is its tenant's name."""
+
+    def authenticate(self, metadata):
+        key = dict(metadata).get("authorization")
+        if key is None:
+            raise ServiceError(Reason.UNAUTHENTICATED)
+        return Caller(key)
+
+
+async def until(condition):
+    give_up = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come to be"
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_every_call_works_in_the_pool(start_service, monkeypatch, method):
+    """A thousand ids take a millisecond, and a call may have many thousands."""
+    service = await start_service()
+    loops_thread, run, threads = threading.current_thread(), TokenizerPool.run, []
+
+    def noting(pool, work, *arguments):
+        def noted():
+            threads.append(threading.current_thread())
+            return work()
+
+        return run(pool, noted, *arguments)
+
+    monkeypatch.setattr(TokenizerPool, "run", noting)
+    await getattr(service.tokenizer, method)(CALLS[method])
+    assert threads
+    assert loops_thread not in threads
+
+
+async def test_what_tokens_stand_for(start_service):
+    service = await start_service()
+    response = await service.tokenizer.DescribeTokens(CALLS["DescribeTokens"])
+    assert [(token.text, token.is_special) for token in response.tokens] == [(b"h", False), (b"<|turn|>", True)]
+    with pytest.raises(grpc.aio.AioRpcError, match="token_ids"):
+        await service.tokenizer.DescribeTokens(pb.DescribeTokensRequest(token_ids=[0, 258]))
+
+
+async def test_ids_of_too_much_text_are_refused_before_it_is_made(start_service, details_of, monkeypatch):
+    service = await start_service()
+    monkeypatch.setattr(tokenizer_service, "MAX_DETOKENIZED_CHARS", 10)
+    response = await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=[120] * 10))
+    assert response.text == "x" * 10
+    with pytest.raises(grpc.aio.AioRpcError, match="several requests") as error:
+        await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=[120] * 10 + [195]))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details_of(error.value)["ErrorInfo"].reason == "TOO_EXPENSIVE"
+
+
+async def test_a_tenant_that_sends_much_waits_for_itself_alone(start_service, byte_tokenizer, monkeypatch, details_of):
+    service = await start_service(authenticator=Keys())
+    lane = service.server._running.pool._short
+    lane._max_waiting_bytes = 100_000
+    gate, order, encode = threading.Event(), [], type(byte_tokenizer).encode
+
+    def slow(self, text, *options):
+        gate.wait()
+        order.append(text[0])
+        return encode(self, text, *options)
+
+    monkeypatch.setattr(type(byte_tokenizer), "encode", slow)
+
+    def tokenize(tenant, text):
+        call = service.tokenizer.Tokenize(pb.TokenizeRequest(text=text), metadata=(("authorization", tenant),))
+        return asyncio.ensure_future(call)
+
+    try:
+        greedy = [tokenize("greedy", "g" * 5_000) for _ in range(20)]
+        refused, _ = await asyncio.wait(greedy, timeout=60, return_when=asyncio.FIRST_EXCEPTION)
+        modest = tokenize("modest", "m")
+        await until(lambda: "modest" in lane._queues)
+    finally:
+        gate.set()
+    error = refused.pop().exception()
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details_of(error)["RetryInfo"].retry_delay.ToMilliseconds() > 0
+    assert list((await modest).token_ids) == [ord("m")]
+    await asyncio.wait(greedy)
+    assert order.index("m") < 3 < order.count("g")
