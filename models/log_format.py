@@ -27,10 +27,11 @@ _log = logging.getLogger(__name__)
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-def set_up_logging(form: str, level: str, *, holds_texts: bool) -> None:
-    """Has everything of at least ``level`` logged to stderr as ``form``, one of TEXT and JSON; nothing, where logging
-    is set up already. ``holds_texts``: whether the process has callers' texts, which no line may repeat."""
-    handler = logging.StreamHandler()
+def set_up_logging(form: str, level: str, *, holds_texts: bool, handler: logging.Handler | None = None) -> None:
+    """Has everything of at least ``level`` logged as ``form``, one of TEXT and JSON, by ``handler`` or to stderr;
+    nothing, where logging is set up already. ``holds_texts``: whether the process has callers' texts, which no line may
+    repeat."""
+    handler = handler or logging.StreamHandler()
     handler.setFormatter((JsonFormatter if form == JSON else TextFormatter)(holds_texts=holds_texts))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 

@@ -36,6 +36,7 @@ from penstock.service.flags import ConfigError
 from penstock.service.http_gateway import GatewayFailed, HttpGateway, check_installed
 from penstock.service.identity import Everyone
 from penstock.service.listen import HTTP_FLAG, Address, ListenError, admin_address, metrics_address
+from penstock.service.log_thread import LogThread
 from penstock.service.operator_files import OperatorFiles
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tenants_file import Tenants
@@ -83,7 +84,7 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
     except ConfigError as error:
         _tell(str(error))
         return USAGE_ERROR
-    set_up_logging(config.log_format, config.log_level, holds_texts=True)
+    set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import (
@@ -54,35 +55,50 @@ class Served:
     """Of gRPC."""
     greeting: str
     process: "subprocess.Popen[str]"
+    _log: Path
 
     @property
     def openai(self) -> str:
         """The base of OpenAI's API."""
         return f"{self.http}/v1"
 
+    def log(self) -> str:
+        """What it has logged so far."""
+        return self._log.read_text()
+
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Served]:
     """``penstock serve`` with HTTP, on free ports; killed at the end if it still runs."""
     command = [str(PENSTOCK), "serve", "--port=0", "--http-port=0", "--kv-cache-memory-bytes=64M", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        lines = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if "Ctrl-C ends it." in line:
-                break
-        else:
-            pytest.fail(f"it never served: {process.communicate()[1]}")
-        greeting = "".join(lines)
-        target, base = re.search(r"serves \S+ on (\S+)", greeting), re.search(r"base is (\S+)/v1", greeting)
-        assert target is not None
-        assert base is not None, greeting
-        yield Served(base[1], target[1], greeting, process)
-    finally:
-        process.kill()
-        process.communicate()
+    # A pipe that nobody reads would be full of log lines at some time, and hold the service up.
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            yield _greeted(process, Path(log.name))
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _greeted(process: "subprocess.Popen[str]", log: Path) -> Served:
+    """As soon as it serves."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if "Ctrl-C ends it." in line:
+            break
+    else:
+        process.wait()
+        pytest.fail(f"it never served: {log.read_text()}")
+    greeting = "".join(lines)
+    target, base = re.search(r"serves \S+ on (\S+)", greeting), re.search(r"base is (\S+)/v1", greeting)
+    assert target is not None
+    assert base is not None, greeting
+    return Served(base[1], target[1], greeting, process, log)
 
 
 @pytest.fixture(scope="session")

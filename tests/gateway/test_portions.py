@@ -96,5 +96,6 @@ async def test_whole_answers_are_made_so(start_gateway, monkeypatch):
     assert len(choice["prompt_logprobs"]) == 600
     assert len(choice["logprobs"]["tokens"]) == 600
     assert sum(size for size, _ in sizes) == 599 * 21 + 600 * 21
-    # Tokens that came together stay so: a delta is not cut. All of them in one would be 600 * 21.
-    assert all(size <= (MOST if num_events > 1 else 4 * MOST) for size, num_events in sizes)
+    # Tokens that came together stay so: a delta is not cut, and on a busy machine one may have all. A prompt's are cut.
+    assert all(size <= MOST for size, num_events in sizes if num_events > 1)
+    assert len(sizes) > 599 * 21 // MOST

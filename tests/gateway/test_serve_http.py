@@ -351,7 +351,8 @@ def test_killing_the_gateway_costs_the_service_nothing_and_killing_the_service_e
         directory = socket_directory(second)
         assert directory.is_dir()
         served.process.kill()
-        _, errors = served.process.communicate()
+        served.process.wait()
+        errors = served.log()
         assert "the HTTP gateway was ended by SIGKILL; it is started again in 0.1 s" in errors
         assert "Traceback" not in errors
         wait_until(lambda: is_gone(second.pid) and not directory.exists())
@@ -381,7 +382,7 @@ def test_at_the_end_http_takes_nothing_new_and_streams_finish(start_serving):
             assert last.usage is not None
             assert last.usage.completion_tokens == 1500
         assert served.process.wait(20) == 0
-        assert "Traceback" not in served.process.communicate()[1]
+        assert "Traceback" not in served.log()
         assert not directory.exists()
 
 

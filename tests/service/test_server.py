@@ -1,9 +1,8 @@
-"""The server as a whole: where it listens, what it says of itself, and how it goes down."""
+"""The server as a whole: what it says of itself, and how it goes down."""
 
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,9 +21,7 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
 from penstock.service import server as server_module
 from penstock.service.health import LIVENESS
-from penstock.service.http_gateway import HttpGateway
-from penstock.service.listen import Address, ListenError
-from penstock.service.server import SERVICES, Server, ServerConfig
+from penstock.service.server import SERVICES
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
 
 Status = health_pb2.HealthCheckResponse
@@ -52,110 +49,6 @@ async def health_of(channel, service=""):
 async def to_its_end(call):
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-class TestListening:
-    """host:port and unix:PATH."""
-
-    @pytest.mark.parametrize(
-        ("text", "parsed"),
-        [
-            ("127.0.0.1:50051", "127.0.0.1:50051"),
-            ("localhost:0", "localhost:0"),
-            ("[::1]:80", "[::1]:80"),
-            ("unix:/tmp/x.sock", "unix:/tmp/x.sock"),
-        ],
-    )
-    def test_addresses(self, text, parsed):
-        assert str(Address.parse(text)) == parsed
-
-    @pytest.mark.parametrize(
-        "text", ["", "50051", ":50051", "host:", "host:x", "host:65536", "host:-1", "unix:", "unix:/" + "x" * 200]
-    )
-    def test_what_is_no_address_is_named(self, text):
-        with pytest.raises(ListenError, match="--listen"):
-            Address.parse(text)
-
-    async def test_a_port_in_use_is_named_before_anything_starts(self, start_service):
-        service = await start_service()
-        executor = endless()
-        executor.start = None  # it must not come to that
-        with pytest.raises(ListenError, match=f"{service.target}.*in use"):
-            await start_service(executor, listen=service.target)
-
-    async def test_an_address_that_is_not_ours_is_named(self, start_service):
-        with pytest.raises(ListenError, match=r"192\.0\.2\.1.*no such address"):
-            await start_service(listen="192.0.2.1:50051")
-        with pytest.raises(ListenError, match="no address for this host"):
-            await start_service(listen="nowhere.invalid:50051")
-
-    async def test_a_unix_socket(self, start_service, tmp_path):
-        path = tmp_path / "s"
-        service = await start_service(listen=f"unix:{path}")
-        assert service.target == f"unix:{path}"
-        assert await health_of(service.channel) == Status.SERVING
-        with pytest.raises(ListenError, match="in use"):
-            await start_service(listen=f"unix:{path}")
-        assert await health_of(service.channel) == Status.SERVING
-        await service.server.stop()
-        assert not path.exists()
-
-    async def test_what_a_dead_service_left_is_removed(self, start_service, tmp_path):
-        path = tmp_path / "s"
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(path))
-        service = await start_service(listen=f"unix:{path}")
-        assert await health_of(service.channel) == Status.SERVING
-
-    async def test_a_file_is_not(self, start_service, tmp_path):
-        path = tmp_path / "precious"
-        path.write_text("data")
-        with pytest.raises(ListenError, match="no socket"):
-            await start_service(listen=f"unix:{path}")
-        assert path.read_text() == "data"
-        with pytest.raises(ListenError, match="no directory"):
-            await start_service(listen=f"unix:{tmp_path}/missing/s")
-
-
-class TestFailedStart:
-    """It leaves nothing behind."""
-
-    @pytest.mark.parametrize("fails", ["admin", "metrics", "http"])
-    async def test_what_listened_already_does_not_any_more(self, byte_tokenizer, tmp_path, monkeypatch, fails):
-        engine = Engine(endless(), SchedulerConfig())
-        path, admin = tmp_path / "s", tmp_path / "a"
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            http = HttpGateway(Address("127.0.0.1", port if fails == "http" else 0))
-            config = ServerConfig(
-                "bytes",
-                f"unix:{path}",
-                f"unix:{admin}",
-                f"127.0.0.1:{port}" if fails == "metrics" else "127.0.0.1:0",
-            )
-            server = Server(config, engine, byte_tokenizer, http)
-            if fails == "admin":
-                monkeypatch.setattr("penstock.service.admin_listener.bind", self.cannot_bind)
-            with pytest.raises(ListenError):
-                await server.start()
-        assert engine.state is EngineState.STOPPED
-        assert not path.exists()
-        assert not admin.exists()
-
-    @staticmethod
-    def cannot_bind(server, address, tls):
-        raise ListenError(f"{address}: cannot be listened on")
-
-    async def test_a_port_is_free_again(self, start_service):
-        with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
-            port, metrics = free.getsockname()[1], f"127.0.0.1:{taken.getsockname()[1]}"
-            free.close()
-            tasks = asyncio.all_tasks()
-            with pytest.raises(ListenError, match="--metrics-listen"):
-                await start_service(listen=f"127.0.0.1:{port}", metrics_listen=metrics)
-            assert asyncio.all_tasks() == tasks
-            service = await start_service(listen=f"127.0.0.1:{port}")
-            assert await health_of(service.channel) == Status.SERVING
 
 
 class TestItself:

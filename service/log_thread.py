@@ -1,0 +1,64 @@
+"""The log's way to stderr. Knows nothing of what the lines say."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+
+MAX_WAITING = 4096
+"""Lines; more are dropped."""
+_FLUSH_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class LogThread(logging.Handler):
+    """Writes to stderr in a thread of its own: a pipe that nobody reads, or a slow disk, holds up no event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)
+        self._num_dropped = 0
+        self._counting = threading.Lock()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Never waits."""
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            with self._counting:
+                self._num_dropped += 1
+
+    def flush(self) -> None:
+        """Waits until all is written, but not for long; called when the process ends."""
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _FLUSH_S)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError):  # nobody is there any more who could be told
+                # Not by sys.stderr, whose lock whoever flushes it at the end would wait for.
+                _write_all(2, f"{line}\n{self._dropped()}".encode(errors="backslashreplace"))
+            self._lines.task_done()
+
+    def _dropped(self) -> str:
+        with self._counting:
+            number, self._num_dropped = self._num_dropped, 0
+        if not number:
+            return ""
+        message = "%d lines of the log were dropped: stderr was not read as fast as they came"
+        return f"{self.format(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, message, (number,), None))}\n"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,56 @@
+"""A log that nobody reads holds nobody up, and says later what was lost."""
+
+import re
+import subprocess
+import sys
+
+LOG_MUCH = """
+import logging, sys
+from penstock.models.log_format import set_up_logging
+from penstock.service.log_thread import LogThread
+set_up_logging("text", "info", holds_texts=True, handler=LogThread())
+for number in range(10_000):
+    logging.info("line %d %s", number, "x" * 100)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+LINE = re.compile(r"^\S+ \S+ INFO root: line (\d+) x{100}$", re.MULTILINE)
+DROPPED = re.compile(r"^\S+ \S+ WARNING penstock.service.log_thread: (\d+) lines of the log were dropped", re.MULTILINE)
+
+
+def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", LOG_MUCH],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "done\n", "it waits for a reader of its log"
+            _, log = process.communicate("\n", timeout=60)
+        finally:
+            process.kill()
+    written = [int(number) for number in LINE.findall(log)]
+    assert written == sorted(set(written))
+    dropped = [int(number) for number in DROPPED.findall(log)]
+    assert dropped
+    assert len(written) + sum(dropped) == 10_000
+
+
+def test_a_process_whose_log_nobody_reads_can_end():
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", LOG_MUCH],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
