@@ -52,7 +52,7 @@ TILE_TOKENS = 32
 POPULATED_TOKENS, POPULATED_BYTES = 1 << 15, 4 << 30
 """Of KV at most, whose memory is taken before they are there."""
 POPULATE_S = 1.0
-"""A start takes so much longer for it, at most."""
+"""How long it may take time from the first steps."""
 SLICE_BYTES = 2 << 20
 """Of a layer, at a time: a huge page."""
 
@@ -300,8 +300,9 @@ def _default_budget(spec: ModelSpec, num_threads: int) -> int:
 
 def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int) -> None:
     """Takes the memory of the first pages that will be written from the system: there, the first write can cost more
-    than what is computed meanwhile. All threads do it for a moment, and one goes on in the time that nothing else
-    needs. The other pages are taken as they are written, so that an idle service does not hold memory for nothing."""
+    than what is computed meanwhile. As many threads as compute do it for a moment, beside whatever is computed then,
+    and one goes on in the time that nothing else needs. The other pages are taken as they are written, so that an idle
+    service does not hold memory for nothing."""
     layer_bytes = pages.num_bytes // num_layers
     wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES), POPULATED_BYTES // num_layers)
     slices = iter(range(0, wanted, SLICE_BYTES))
@@ -311,20 +312,16 @@ def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int)
         while time.monotonic() < until and (begin := next(slices, None)) is not None:
             pages.populate(num_layers, layer_bytes, begin, min(SLICE_BYTES, wanted - begin))
 
-    def populate_rest() -> None:
+    def populate_all() -> None:
+        populate()
         begin = next(slices, wanted)
         with contextlib.suppress(OSError):  # it is only slower then
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         # One call: between two it would hold the interpreter while it waits for a core.
         pages.populate(num_layers, layer_bytes, begin, wanted - begin)
 
-    helpers = [threading.Thread(target=populate) for _ in range(num_threads - 1)]
-    for helper in helpers:
-        helper.start()
-    populate()
-    for helper in helpers:
-        helper.join()
-    threading.Thread(target=populate_rest, name="populate", daemon=True).start()
+    for work in [populate_all] + [populate] * (num_threads - 1):
+        threading.Thread(target=work, name="populate", daemon=True).start()
 
 
 def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:

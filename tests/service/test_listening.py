@@ -45,7 +45,7 @@ class TestListening:
     async def test_a_port_in_use_is_named_before_anything_starts(self, start_service):
         service = await start_service()
         executor = FakeExecutor(vocab_size=258)
-        executor.start = None  # it must not come to that
+        executor.start = None  # type: ignore[assignment, method-assign]  # it must not come to that
         with pytest.raises(ListenError, match=f"{service.target}.*in use"):
             await start_service(executor, listen=service.target)
 
