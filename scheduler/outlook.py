@@ -15,9 +15,8 @@ from penstock.scheduler.step_model import StepModel, StepWork
 
 NUM_RECENT_STEPS = 128
 MIN_MARGIN_S, MARGIN = 0.003, 0.25
-"""The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step."""
-_FORGETTING = 0.95
-"""What a worker that waited once adds to that becomes less with every step."""
+"""The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step.
+More after each wait of the worker's was tried: it waited no less, and a tenant beside a loud one waited a fifth longer."""
 SHORT_PROMPT = 32
 UNTESTED_S = 30.0
 """What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
@@ -34,10 +33,6 @@ class Outlook:
         self._block_size = block_size
         self._clock = clock
         self._in_flight: deque[StepWork] = deque()
-        self._follows: deque[bool] = deque()
-        """Of each: whether another was on its way before it, so that the worker need not have waited."""
-        self._late_s = 0.0
-        """How much too late plans were lately: predictions are wrong, or the event loop is busy."""
         self._answered_at = clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
@@ -56,15 +51,11 @@ class Outlook:
         """A step of so much work is on its way."""
         if not self._in_flight:
             self._answered_at = self._clock()
-        self._follows.append(bool(self._in_flight))
         self._in_flight.append(work)
 
-    def answered(self, seconds: float, waited_s: float) -> None:
-        """The oldest step is answered; it took so long, and the worker had waited so long for its plan."""
+    def answered(self, seconds: float) -> None:
+        """The oldest step is answered; it took so long."""
         work = self._in_flight.popleft()
-        self._late_s *= _FORGETTING
-        if self._follows.popleft():
-            self._late_s = max(self._late_s, waited_s)
         self._model.observe(work, seconds)
         self._recent_s.append(seconds)
         self._answered_at = self._clock()
@@ -74,7 +65,6 @@ class Outlook:
     def restart(self) -> None:
         """What was on its way is lost."""
         self._in_flight.clear()
-        self._follows.clear()
 
     @property
     def median_step_s(self) -> float:
@@ -93,8 +83,7 @@ class Outlook:
         if len(self._in_flight) != 1:
             return 0.0
         step_s = self.oldest_step_s or 0.0
-        margin_s = max(MIN_MARGIN_S, MARGIN * step_s) + self._late_s
-        return max(0.0, self._answered_at + step_s - margin_s - self._clock())
+        return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
 
     # Requests -------------------------------------------------------------------------------------------------------
 

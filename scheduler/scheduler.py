@@ -327,7 +327,7 @@ class Scheduler:
         assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
         assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
-        self.outlook.answered(result.computed_us * 1e-6, result.waited_us * 1e-6)
+        self.outlook.answered(result.computed_us * 1e-6)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
         for chunk in plan.chunks:

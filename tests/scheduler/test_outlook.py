@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.outlook import UNTESTED_S
 from penstock.scheduler.request import FinishReason
@@ -145,50 +143,3 @@ def test_the_next_plan_waits_for_most_of_a_step_once_steps_are_known(world_type,
     assert outlook.spare_s <= 0
     world.schedule()
     assert outlook.spare_s == 0.0, "both plans are on their way"
-
-
-def test_a_worker_that_waited_gets_its_plans_sooner_for_some_time(world_type, new_request):
-    world = world_type(100, config())
-    outlook = world.scheduler.outlook
-    learn(world, new_request)
-    world.add(new_request("first", prompt(8), max_tokens=40))
-    answer = world.scheduler.update
-
-    def answered_after(waited_us):
-        def update(result):
-            result.waited_us = waited_us
-            answer(result)
-
-        world.scheduler.update = update
-        world.schedule()
-        world.schedule()
-        world.answer()
-        return outlook.spare_s / outlook.oldest_step_s
-
-    answered_after(0)
-    usual = answered_after(0)
-    step_us = round(outlook.oldest_step_s * 1e6)
-    late = answered_after(step_us // 4)
-    assert usual - late == pytest.approx(0.25, abs=0.02)
-    assert late < answered_after(0) < answered_after(0) < usual
-    world.scheduler.update = answer
-    world.drain()
-
-
-def test_that_a_worker_had_nothing_to_do_says_nothing_of_plans(world_type, new_request):
-    world = world_type(100, config())
-    outlook = world.scheduler.outlook
-    learn(world, new_request)
-    answer = world.scheduler.update
-
-    def update(result):
-        result.waited_us = 10_000_000
-        answer(result)
-
-    world.scheduler.update = update
-    world.add(new_request("after a pause", prompt(8), max_tokens=40))
-    world.schedule()
-    world.answer()
-    assert outlook._late_s == 0
-    world.scheduler.update = answer
-    world.drain()
