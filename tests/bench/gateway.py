@@ -46,7 +46,7 @@ class Model:
     """The least share of gRPC's speed that is wanted."""
 
 
-MODELS = (Model("demo", 400), Model("M1", 24, TARGET_ON_M1))
+MODELS = (Model("demo", 400), Model("M1", 96, TARGET_ON_M1))
 
 
 @dataclass(frozen=True)
