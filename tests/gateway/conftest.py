@@ -109,8 +109,9 @@ def start_serving() -> Callable[..., AbstractContextManager[Served]]:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Served]:
-    """The demo model. Without a prefix cache, so that one request computes as another does."""
-    with serving("--no-enable-prefix-caching") as served:
+    """The demo model. Without a prefix cache, so that one request computes as another does; in float32, where no two
+    tokens are equally likely."""
+    with serving("--no-enable-prefix-caching", "--dtype=float32", "--max-model-len=8192") as served:
         yield served
 
 

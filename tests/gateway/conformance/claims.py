@@ -216,9 +216,10 @@ def has_long_vectors(answer: Answer, ask: Ask) -> None:
 
 
 def is_the_vector_of_its_text(answer: Answer, ask: Ask) -> None:
-    assert answer.vectors == [
-        ask(input=text).vectors[0] for text in ("The kernel is", "A shell")[: len(answer.vectors)]
-    ]
+    for vector, text in zip(answer.vectors, ("The kernel is", "A shell"), strict=False):
+        alone = ask(input=text).vectors[0]
+        # In plain torch sums depend on what else is in the batch.
+        assert all(math.isclose(*values, abs_tol=1e-5) for values in zip(vector, alone, strict=True))
 
 
 def is_the_same_in_either_form(answer: Answer, ask: Ask) -> None:
