@@ -16,7 +16,7 @@ from penstock.scheduler.step_model import StepModel, StepWork
 NUM_RECENT_STEPS = 128
 MIN_MARGIN_S, MARGIN = 0.003, 0.25
 """The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step.
-More after each wait of the worker's was tried: it waited no less, and a tenant beside a loud one a fifth longer."""
+More after each wait of the worker's was tried: it waited no less, a tenant beside a loud one 15 % longer."""
 SHORT_PROMPT = 32
 UNTESTED_S = 30.0
 """What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""

@@ -18,14 +18,19 @@ LINE = re.compile(r"^\S+ \S+ INFO root: line (\d+) x{100}$", re.MULTILINE)
 DROPPED = re.compile(r"^\S+ \S+ WARNING penstock.service.log_thread: (\d+) lines of the log were dropped", re.MULTILINE)
 
 
-def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
-    with subprocess.Popen(
+def logging_much():
+    """Whoever starts it reads none of its log as yet."""
+    return subprocess.Popen(
         [sys.executable, "-P", "-c", LOG_MUCH],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
+    )
+
+
+def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
+    with logging_much() as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "done\n", "it waits for a reader of its log"
@@ -40,13 +45,7 @@ def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
 
 
 def test_a_process_whose_log_nobody_reads_can_end():
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", LOG_MUCH],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with logging_much() as process:
         try:
             assert process.stdin is not None
             process.stdin.write("\n")
