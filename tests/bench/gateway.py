@@ -1,10 +1,13 @@
 """What the HTTP gateway passes of a service's speed, and what CPU it takes: 64 streams, by gRPC and by OpenAI's API.
 
 Both ways by turns against one `penstock serve --http-port`, on the demo model and on the shape of Qwen3-0.6B with made
-up weights (M1), with text and token ids of every token. The load generator is on the same cores.
+up weights (M1), with text for every token. The load generator is on the same cores, so over HTTP it reads bytes and
+parses the last event alone of each answer; its own CPU is told beside the others'.
 """
 
 import argparse
+import asyncio
+import json
 import re
 import runpy
 import shutil
@@ -12,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +24,10 @@ from pathlib import Path
 import psutil
 import uvloop
 
+from penstock.clients.bench_call import OK, Record
 from penstock.clients.bench_grpc import GrpcCaller
 from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, RandomLoad
-from penstock.clients.bench_openai import OpenAiCaller
+from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
 from penstock.clients.bench_run import run
 from penstock.clients.connection import Connection
 from penstock.models.checkpoint import DEMO, resolve_model
@@ -32,6 +36,8 @@ NUM_STREAMS = 64
 PROMPT_TOKENS = 16
 VOCAB_SIZE = 4000
 """Ids below it are ordinary tokens of the demo's tokenizer, which both models have."""
+TAIL_BYTES = 1024
+"""Enough for the last event, which has the usage."""
 GRPC, HTTP = "gRPC", "HTTP"
 TARGET_ON_M1 = 0.97
 
@@ -56,7 +62,7 @@ class Serving:
     target: str
     http: str
     processes: dict[str, psutil.Process]
-    """The service, its worker and the gateway."""
+    """The service, its worker, the gateway, and the client, which is this process."""
 
     def cpu_s(self) -> dict[str, float]:
         """What each has taken so far."""
@@ -89,6 +95,52 @@ def main(argv: Sequence[str] | None = None) -> None:
             report(model, rounds, arguments.streams)
 
 
+class HttpCaller:
+    """Streams completions, and looks at no more of them than it must: who calls has a machine of their own."""
+
+    def __init__(self, base: str) -> None:
+        self._host, _, self._port = base.removeprefix("http://").rpartition(":")
+
+    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+        """A connection of its own for each; notes the first event, the last and the tokens of the usage."""
+        body = json.dumps({
+            "model": "served", "prompt": request.prompt_token_ids, "max_tokens": request.max_tokens, "stream": True,
+            "stream_options": {"include_usage": True}, **request.options,
+        })  # fmt: skip
+        head = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        answer = HttpAnswer()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: answer, self._host, int(self._port))
+        transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        await answer.ended
+        assert answer.head.startswith(b"HTTP/1.1 200"), answer.head
+        counted = re.search(rb'"completion_tokens":(\d+)', answer.tail)
+        assert counted is not None, answer.tail
+        record.tokens(answer.first_s, (), int(counted[1]))
+        record.ended_s, record.status = time.perf_counter(), OK
+
+
+class HttpAnswer(asyncio.Protocol):
+    """What comes on a connection, of which the beginning and the end are kept."""
+
+    def __init__(self) -> None:
+        self.head = self.tail = b""
+        self.first_s = 0.0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """The head comes by itself, before the first event."""
+        if not self.head:
+            self.head = data
+        elif not self.first_s:
+            self.first_s = time.perf_counter()
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """All has come, or not."""
+        self.ended.set_result(None)
+
+
 async def measure(service: Serving, model: Model, num_rounds: int, num_streams: int) -> dict[str, list[Round]]:
     """The ways by turns, so that what changes on the machine changes for both."""
     rounds: dict[str, list[Round]] = {GRPC: [], HTTP: []}
@@ -101,21 +153,18 @@ async def measure(service: Serving, model: Model, num_rounds: int, num_streams: 
 
 async def call(service: Serving, way: str, output_tokens: int, num_streams: int) -> Round:
     """One round of one way."""
-    # Over HTTP ids come beside the text, so gRPC is asked for both as well.
-    options = {**DEFAULT_OPTIONS, "format": "text_and_token_ids"} if way == GRPC else DEFAULT_OPTIONS
     load = RandomLoad(
         vocab_size=VOCAB_SIZE,
         arrivals=ClosedLoop(num_streams),
         num_requests=num_streams,
         prompt_tokens=Uniform(PROMPT_TOKENS, PROMPT_TOKENS),
         output_tokens=Uniform(output_tokens, output_tokens),
-        options=options,
+        # The client by gRPC counts ids; over HTTP the usage tells how many there were.
+        options={**DEFAULT_OPTIONS, "format": "text_and_token_ids"} if way == GRPC else DEFAULT_OPTIONS,
     )
-    where = Connection(service.target if way == GRPC else service.http)
-    caller = GrpcCaller(where) if way == GRPC else OpenAiCaller(where, model="served")
-    async with caller:
+    async with GrpcCaller(Connection(service.target)) as grpc_caller:
         before = service.cpu_s()
-        done = await run(load, caller)
+        done = await run(load, grpc_caller if way == GRPC else HttpCaller(service.http))
         after = service.cpu_s()
     assert len(done.ok) == num_streams, done.failures
     tokens = sum(record.output_tokens for record in done.ok)
@@ -130,14 +179,14 @@ def report(model: Model, rounds: dict[str, list[Round]], num_streams: int) -> No
     num_rounds = len(rounds[GRPC])
     print(f"{model.name}: {num_streams} streams of {model.output_tokens} tokens, {num_rounds} rounds of each way")
     of_cpu = "CPU ms for 1,000 tokens: gateway"
-    print(f"{'':8}{'tokens/s':>10}{'1st token':>12}{of_cpu:>36}{'service':>10}{'worker':>10}")
+    print(f"{'':8}{'tokens/s':>10}{'1st token':>12}{of_cpu:>36}{'service':>10}{'worker':>10}{'client':>10}")
     for way, measured in rounds.items():
         cpu = {name: 1e3 * statistics.median(each.cpu_s[name] for each in measured) for name in measured[0].cpu_s}
         speed = statistics.median(each.tokens_per_s for each in measured)
         first = statistics.median(each.ttft_s for each in measured)
         print(
             f"{way:8}{speed:10,.0f}{first * 1e3:9,.0f} ms"
-            f"{cpu['gateway']:36,.1f}{cpu['service']:10,.1f}{cpu['worker']:10,.1f}"
+            f"{cpu['gateway']:36,.1f}{cpu['service']:10,.1f}{cpu['worker']:10,.1f}{cpu['client']:10,.1f}"
         )
     pairs = zip(rounds[GRPC], rounds[HTTP], strict=True)
     ratios = [http.tokens_per_s / grpc.tokens_per_s for grpc, http in pairs]
@@ -179,7 +228,7 @@ def serving(name: str) -> Iterator[Serving]:
 def family(pid: int) -> dict[str, psutil.Process]:
     """A service's processes by their parts."""
     service = psutil.Process(pid)
-    found = {"service": service}
+    found = {"service": service, "client": psutil.Process()}
     for child in service.children():
         found["gateway" if "gateway_child" in " ".join(child.cmdline()) else "worker"] = child
     return found

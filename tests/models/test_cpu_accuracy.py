@@ -67,7 +67,8 @@ class Model:
 
 
 def compare_in_bfloat16(worker_config, texts):
-    """Teacher-forced; the error of a log-probability is that of its logit but for a shift common to all."""
+    """Teacher-forced. A shift common to all logits of a position changes no probability and no choice, so the error of a
+    logit is what is left after the shift that leaves least; a gap over twice the largest one keeps the first first."""
     model = Model(worker_config, dtype="bfloat16")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(DEMO), dtype=torch.float32).eval()
     worst = total = 0.0
@@ -77,7 +78,8 @@ def compare_in_bfloat16(worker_config, texts):
             expected = oracle(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
         got = model.all_logprobs(text)
         assert not got.isnan().any()
-        errors = (got - expected).abs()
+        errors = got - expected
+        errors = (errors - (errors.amax(1, keepdim=True) + errors.amin(1, keepdim=True)) / 2).abs()
         worst, total = max(worst, float(errors.max())), total + float(errors.mean(dim=1).sum())
         best = expected.topk(2, dim=-1)
         gaps.append(best.values[:, 0] - best.values[:, 1])
@@ -90,8 +92,8 @@ def compare_in_bfloat16(worker_config, texts):
     )
     assert same[clear].all()
     assert same.float().mean() >= 0.99
-    # What is left is bfloat16's: with all else in float32, keys rounded to it alone bring this to 87 %.
-    assert clear.float().mean() >= 0.80
+    # What is left is bfloat16's: with all else in float32, keys and values rounded to it bring this to 90.7 %.
+    assert clear.float().mean() >= 0.85
 
 
 def test_bfloat16_beside_transformers_in_float32(worker_config):
