@@ -19,15 +19,14 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
-from penstock.scheduler.admission import Admission, check_rates
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.forecast import Prediction
+from penstock.scheduler.intake import Intake
 from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
-from penstock.scheduler.policy import Policy, Rank, rank_of
-from penstock.scheduler.request import Accepted, Change, Context, Delta, Embedded, FinishReason, Refused, Request
+from penstock.scheduler.policy import Rank
+from penstock.scheduler.request import Accepted, Change, Context, Delta, Embedded, FinishReason, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -56,7 +55,7 @@ class Scheduler:
         self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
         self._planner.beginnings.is_late = self.outlook.is_late
         self._facts = facts
-        self._admission = Admission(config, facts)
+        self._intake = Intake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
         self._config = config
         self._clock = clock
         self._on_finished = on_finished
@@ -100,67 +99,28 @@ class Scheduler:
 
     # Requests in and out --------------------------------------------------------------------------------------------
 
+    def check_rates(self, tenant: str) -> None:
+        """Raises Refused where no request of a tenant would be taken now: before anything is spent on one."""
+        self._intake.check_rates(tenant)
+
     def add(self, request: Request) -> None:
         """Takes a request into the queue and tells its sink. Raises Refused."""
         assert request.request_id not in self._requests, "request ids are unique among live requests"
-        cached = self._num_cached(request)
-        rank = self._rank(request, self._num_arrived, 0)
-        position = self._planner.waiting.num_ahead(request.tenant, rank)
-        prediction = self.outlook.predict(request, cached, position, rank)
-        self._admit(request, cached, prediction)
+        entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
         texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
-        live.entered_at, live.num_expected_cached = self._clock(), cached
+        live.entered_at, live.num_expected_cached = self._clock(), entry.num_cached_tokens
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
-            self._planner.enter(self._new_choice(live, index, (rank[0], rank[1], index), pinned=[]))
+            self._planner.enter(self._new_choice(live, index, (*entry.rank[:2], index), pinned=[]))
         ttft_s = None
-        if prediction is not None:
-            ttft_s, live.expected_s = prediction.ttft_s, prediction.total_s
+        if entry.prediction is not None:
+            ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
             live.expected_ttft_s = ttft_s
-        timeline.accepted(position, ttft_s)
-        request.sink(Accepted(cached, position, ttft_s))
-
-    def _num_cached(self, request: Request) -> int:
-        """Tokens of its prompts that need not be computed, as things stand."""
-        if not request.reads_cache:
-            return 0
-        kv, num_blocks = self.kv, 0
-        for index in range(request.num_prompts):
-            prompt = request.prompt(index)
-            num_blocks += len(kv.find_prefix(kv.hashing.first(prompt.block_hashes), len(prompt.token_ids)))
-        return num_blocks * kv.block_size
-
-    def check_rates(self, tenant: str) -> None:
-        """Raises Refused where no request of a tenant would be taken now: before anything is spent on one."""
-        try:
-            check_rates(1, self.tenants.allowance(tenant), self._clock())
-        except Refused:
-            self.counters.refused += 1
-            raise
-
-    def _admit(self, request: Request, num_cached_tokens: int, prediction: Prediction | None) -> None:
-        """Raises Refused."""
-        waiting = self._planner.waiting
-        try:
-            self._admission.check(
-                request,
-                queue=waiting.queued,
-                own_queue=waiting.queued_of(request.tenant),
-                queue_share=self.tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
-                num_pooled=waiting.num_pooled,
-                num_tenant_live=self.tenants.num_live(request.tenant),
-                allowance=self.tenants.allowance(request.tenant),
-                # While nobody is there, trying again later cannot help, and nothing would be learned.
-                prediction=prediction if self._requests and not self.outlook.needs_test else None,
-                alone_s=self.outlook.alone_s(request, num_cached_tokens),
-                now=self._clock(),
-            )
-        except Refused:
-            self.counters.refused += 1
-            raise
+        timeline.accepted(entry.position, ttft_s)
+        request.sink(Accepted(entry.num_cached_tokens, entry.position, ttft_s))
 
     def update_request(self, request_id: str, change: Change) -> bool:
         """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
@@ -170,15 +130,15 @@ class Scheduler:
             return False
         request = live.request.changed(change)
         if change.max_tokens is not None:  # no other change makes it larger, though its tenant's caps may be lower now
-            self._admission.check_size(request)
+            self._intake.admission.check_size(request)
             live.expected_s = None
         live.request = request
         live.timeline.updated(change)
         for choice in list(live.choices):
             if choice.state is not ChoiceState.ENDED:
-                self._planner.change_rank(choice, self._rank(request, live.number, choice.index))
+                self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index))
                 if change.max_tokens is not None:
-                    self._limit(choice, self._admission.max_tokens(request))
+                    self._limit(choice, self._intake.admission.max_tokens(request))
         return True
 
     def _limit(self, choice: Choice, max_tokens: int) -> None:
@@ -242,15 +202,11 @@ class Scheduler:
             except Exception:
                 logger.exception("request %s: nobody could be told of its end", request_id)
 
-    def _rank(self, request: Request, number: int, choice: int) -> Rank:
-        predicted_s = self.outlook.service_s(request) or 0.0 if self._config.policy is Policy.DEADLINE else 0.0
-        return rank_of(self._config.policy, request, predicted_s, number, choice)
-
     def _new_choice(self, live: LiveRequest, index: int, rank: Rank, pinned: list[int]) -> Choice:
         request = live.request
         hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
         # What holds for the first choice holds for all, though its tenant's cap may be another one now.
-        max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._admission.max_tokens(request)
+        max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._intake.admission.max_tokens(request)
         choice = Choice(live, index, rank, hashes, max_tokens, pinned)
         live.choices.append(choice)
         return choice
@@ -261,7 +217,7 @@ class Scheduler:
         first = live.choices[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            rank = self._rank(live.request, live.number, index)
+            rank = self._intake.rank(live.request, live.number, index)
             self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
@@ -369,11 +325,11 @@ class Scheduler:
         Raises ValueError, and then nothing has changed."""
         config.check_fits(self._facts, self._config)
         self._config = config
-        self._admission = Admission(config, self._facts)
+        self._intake.configure(config)
         self.tenants.reconfigure(config)
         self.timelines.resize(config.explain_requests)
         for live in self._requests.values():
-            rank = self._rank(live.request, live.number, 0)
+            rank = self._intake.rank(live.request, live.number, 0)
             for choice in live.choices:
                 choice.rank = (rank[0], rank[1], choice.index)
         self._planner.configure(config)

@@ -96,6 +96,9 @@ def renamed_fields(body: ChatRequest) -> Mapping[str, str]:
 
 
 def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
+    if message.function_call is not None:
+        problem = "is not supported; send the call in tool_calls, which has taken its place"
+        raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
     added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=_text(message.content, where))
     if message.name is not None:
         added.name = message.name

@@ -47,6 +47,7 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Any = Field(default=None, description="Refused: tool_calls has taken its place.")
     reasoning_content: str | None = Field(
         default=None, description="Passed over: templates drop what was reasoned before."
     )

@@ -56,6 +56,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 9999}, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "max_tokens": 9999}, "max_tokens"),
     (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),

@@ -68,7 +68,7 @@ class Model:
 
 def compare_in_bfloat16(worker_config, texts):
     """Teacher-forced. A shift common to all logits of a position changes no probability and no choice, so the error of
-    a logit is what is left after the shift that leaves least; a gap over twice the largest one keeps the first first."""
+    a logit is what is left after the shift that leaves least; a gap over twice the largest one keeps the choice."""
     model = Model(worker_config, dtype="bfloat16")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(DEMO), dtype=torch.float32).eval()
     worst = total = 0.0
