@@ -22,7 +22,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # The ids of a text of 4 MiB, the most that may be tokenized, are more than gRPC's 4 MiB.
+    # A whole answer with log-probabilities, or many vectors, may be more than gRPC's 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
 )

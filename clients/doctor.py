@@ -170,6 +170,8 @@ def describe(machine: Machine, library: CpuLibrary, choice: Choice, findings: li
     else:
         yield f"Kernels   none for a CPU ({library.problem})"
     yield f"Memory    {_gib(machine.memory_bytes)}, of which {_gib(machine.available_bytes)} are available"
+    if machine.open_files:
+        yield f"Files     {machine.open_files:,} may be open at once, connections included"
     for gpu in machine.gpus:
         yield (
             f"GPU       {gpu.name}: {_gib(gpu.memory_bytes)}, of which {_gib(gpu.free_bytes)} are free, "

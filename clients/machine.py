@@ -21,6 +21,11 @@ _INSTRUCTION_SETS = (
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
+_MEMORY_FILES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups of version 2 and of version 1: the controller, the limit, what is used, and what of it is cache."""
 _GPU_QUERY = "name,memory.total,memory.free,driver_version,compute_cap"
 
 
@@ -63,6 +68,8 @@ class Machine:
     memory_bytes: int
     """Of the machine, or of the control group if that has less."""
     available_bytes: int
+    open_files: int
+    """How many a server may have open, connections included: the hard limit. 0: it is not known."""
     gpus: list[Gpu]
     gpu_problem: str
     """Why the driver's tool failed; empty if it did not, or if there is none."""
@@ -109,6 +116,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         instruction_sets=_instruction_sets(cpu_info),
         memory_bytes=memory_bytes,
         available_bytes=available_bytes,
+        open_files=_open_files(root),
         gpus=gpus,
         gpu_problem=gpu_problem,
         packages=list(_packages()),
@@ -153,13 +161,19 @@ def _memory(root: Path) -> tuple[int, int]:
     """Bytes in all, and bytes that are free or can be made so; the least of the machine and the control groups."""
     info = _read(root / "proc/meminfo")
     total, available = (_kibibytes(_line(info, name)) for name in ("MemTotal", "MemAvailable"))
-    for group in _control_groups(root):
-        limit, used = (_read(group / name).strip() for name in ("memory.max", "memory.current"))
-        if limit.isdigit() and used.isdigit():
-            cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-            left = int(limit) - int(used) + (int(cached[1]) if cached else 0)
-            total, available = min(total, int(limit)), min(available, max(left, 0))
+    for controller, limit_file, used_file, cached_line in _MEMORY_FILES:
+        for group in _control_groups(root, controller):
+            limit, used = (_read(group / name).strip() for name in (limit_file, used_file))
+            if limit.isdigit() and used.isdigit():  # without a limit it is ``max``, or more than any machine has
+                cached = re.search(rf"^{cached_line} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                left = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+                total, available = min(total, int(limit)), min(available, max(left, 0))
     return total, available
+
+
+def _open_files(root: Path) -> int:
+    limit = re.search(r"^Max open files +\S+ +(\d+)", _read(root / "proc/self/limits"), re.MULTILINE)
+    return int(limit[1]) if limit else 0
 
 
 def _control_groups(root: Path, controller: str = "") -> Iterator[Path]:

@@ -158,13 +158,14 @@ class GenerateStream:
             update.ref = ref
             self._outgoing.put_nowait(pb.GenerateRequest(update=update))
 
-    async def close(self) -> None:
-        """Cancels what is live, lets the service end the stream, and cuts it if that takes more than a second."""
+    async def close(self, failure: RequestFailed | None = None) -> None:
+        """Cancels what is live, lets the service end the stream, and cuts it if that takes more than a second.
+        ``failure``: why what is live ends; without one it was closed by the client."""
         if self.is_open:
             if self._live:
                 self._outgoing.put_nowait(pb.GenerateRequest(cancel=pb.Cancel(refs=list(self._live))))
             self._outgoing.put_nowait(None)
-            self._break(RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed"))
+            self._break(failure or RequestFailed(grpc.StatusCode.CANCELLED, "the client was closed"))
         await asyncio.wait({self._reader}, timeout=_CLOSING_SECONDS)
         self._call.cancel()
         self._writer.cancel()

@@ -255,6 +255,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
             f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
             "--dtype, --quantization int8 or int4 or a smaller model, or raise the process's limit (ulimit -v)"
         ) from error
+    if not math.isfinite(model.error.squared_weights):
+        raise ModelError(f"{spec.architecture}: a weight is no finite number: download the weights again")
     if model.error.squared_weights:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)

@@ -31,6 +31,7 @@ from penstock.models.cpu_weights import (
     stored_format,
     widened,
 )
+from penstock.models.errors import ModelError
 from penstock.models.quantized_tensors import QuantizedLinear
 from penstock.models.rope import attention_factor, inverse_frequencies
 from penstock.models.spec import ModelSpec
@@ -229,6 +230,12 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
             for expert in range(kinds.num_experts)
         )
     )
+    for expert in array:
+        if expert.gate_up.num_parts != 1 or expert.gate_up.parts[0].order or expert.down.parts[0].order:
+            raise ModelError(
+                f"{prefix}mlp: its experts take their inputs in orders of their own (g_idx), though config.json says "
+                "desc_act or actorder is off: give --backend reference, or use a checkpoint without them"
+            )
     experts.append(array)
     layer.experts = ctypes.addressof(array)
     return layer

@@ -71,9 +71,16 @@ class Names:
 
     def __contains__(self, module: str) -> bool:
         """Whether the linear of this name is meant."""
-        if "Linear" in self._exact or module in self._exact:
-            return True
-        return any(pattern.match(module) for pattern in self._patterns)
+        return self.precision(module) is not None
+
+    def precision(self, module: str) -> int | None:
+        """How precisely the linear of this name is meant: 0 by its whole name, 1 by an expression, 2 by its class, as
+        compressed-tensors ranks them; None: not at all."""
+        if module in self._exact:
+            return 0
+        if any(pattern.match(module) for pattern in self._patterns):
+            return 1
+        return 2 if "Linear" in self._exact else None
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Quantization:
     method: str
     """gptq, awq or compressed-tensors."""
     schemes: tuple[tuple[Names, Scheme], ...]
-    """The first whose names have a linear is that linear's."""
+    """Of those whose names have a linear, the one that names it most precisely is that linear's."""
     ignored: Names
     """These stay float."""
 
@@ -92,7 +99,9 @@ class Quantization:
         stays float."""
         if module in self.ignored:
             return None
-        return next((scheme for names, scheme in self.schemes if module in names), None)
+        # Of two that name it alike, the first.
+        by_precision = {names.precision(module): scheme for names, scheme in reversed(self.schemes)}
+        return next((by_precision[at] for at in range(3) if at in by_precision), None)
 
 
 def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:

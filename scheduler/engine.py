@@ -186,6 +186,10 @@ class Engine:
         """Of those with live requests."""
         return [] if self._scheduler is None else self._scheduler.tenants.busiest(limit)
 
+    def busy_tenants(self) -> Iterator[TenantUse]:
+        """Those with live requests."""
+        return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
+
     def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
         # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
         delay = max(0.0, deadline - time.monotonic())

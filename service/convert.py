@@ -88,6 +88,8 @@ class Converter:
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
+        if num_ids := len(start.token_ids.ids):
+            self._pool.check_length(num_ids, "token_ids.ids")
         self._validator.check(start)
         prompt = start.WhichOneof("prompt")
         if prompt is None and not start.continue_from:
@@ -106,7 +108,8 @@ class Converter:
         """Whether a request that was prepared may have another limit on its output. Raises ServiceError."""
         left = self._validator.limits.max_model_len - len(request.prompt_token_ids)
         if max_tokens > left:
-            raise invalid("max_tokens", f"at most {left:,}, which the prompt leaves; it is {max_tokens:,}")
+            problem = f"at most {left:,}, which the prompt leaves; it is {max_tokens:,}"
+            raise invalid("max_tokens", problem, Reason.CONTEXT_LENGTH)
         sampling = request.sampling
         if max_tokens < sampling.min_tokens:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
@@ -191,6 +194,7 @@ class Converter:
                     "sampling.max_tokens",
                     f"at most {left:,}, which a prompt of {num_prompt_tokens:,} tokens leaves of the model's context, "
                     f"{self._validator.limits.max_model_len:,}; it is {sampling.max_tokens:,}",
+                    Reason.CONTEXT_LENGTH,
                 )
             return sampling.max_tokens
         # A cache that is smaller than the context refuses a prompt that is too long; a default must not make it so.

@@ -30,6 +30,7 @@ class Reason(Enum):
     """The reasons of the catalogue; their names are what ErrorInfo carries."""
 
     INVALID_FIELD = auto()
+    CONTEXT_LENGTH = auto()
     MALFORMED_MESSAGE = auto()
     DUPLICATE_REF = auto()
     TOO_LARGE = auto()
@@ -76,6 +77,9 @@ class Entry(NamedTuple):
 _Code = grpc.StatusCode
 CATALOGUE: Mapping[Reason, Entry] = {
     Reason.INVALID_FIELD: Entry(_Code.INVALID_ARGUMENT, "a field is out of its bounds"),
+    Reason.CONTEXT_LENGTH: Entry(
+        _Code.INVALID_ARGUMENT, "the request does not fit in the model's context; send or ask for fewer tokens"
+    ),
     Reason.MALFORMED_MESSAGE: Entry(
         _Code.INVALID_ARGUMENT, "the message is no valid protobuf of its type; generate the stubs anew"
     ),
@@ -194,9 +198,9 @@ class StatusError(Exception):
         self.status = status
 
 
-def invalid(field: str, problem: str) -> ServiceError:
+def invalid(field: str, problem: str, reason: Reason = Reason.INVALID_FIELD) -> ServiceError:
     """A field out of its bounds: ``problem`` says what is wrong and what would be right."""
-    return ServiceError(Reason.INVALID_FIELD, f"{field}: {problem}", field=field)
+    return ServiceError(reason, f"{field}: {problem}", field=field)
 
 
 def from_refusal(refused: Refused) -> ServiceError:

@@ -8,6 +8,7 @@ import grpc
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.timeline import Entry, Kind, Timeline
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.messages import milliseconds
 from penstock.v1 import admin_pb2 as pb
 
 _KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in Kind}
@@ -51,7 +52,7 @@ def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainRes
         omitted_entries=timeline.num_omitted,
     )
     if timeline.predicted_ttft_s is not None:
-        told.predicted_ttft_ms = round(timeline.predicted_ttft_s * 1000)
+        told.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
     if timeline.first_token_at is not None:
         told.first_token_us = _microseconds(timeline.first_token_at - arrival)
     return told

@@ -25,11 +25,16 @@ from penstock.service.errors import (
     to_status,
     trailers,
 )
+from penstock.service.identity import ACCESS, Access
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
+MAX_OPEN_MESSAGE_BYTES = 4096
+"""Of a request of a method that is open to everyone: whoever has no key can leave little here."""
+OPEN_PATIENCE_S = 60.0
+"""How long such a method waits for a message: gRPC keeps what has come of one, megabytes even, until the rest does."""
 ABORT_TIMEOUT_S = 1.0
 """How long the status of a call may wait behind messages that the client does not read."""
 
@@ -64,9 +69,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
+        is_open = ACCESS.get(details.method) is Access.OPEN
+        reads = handler.request_streaming or is_open
 
         async def run(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            parsed = _each(parse, argument) if handler.request_streaming else _parsed(parse, argument)
+            if handler.request_streaming:
+                parsed = _each(parse, _small_messages(context) if is_open else argument)
+            else:
+                parsed = _parsed(parse, await _small_message(context) if is_open else argument)
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 async for message in outcome:
@@ -90,15 +100,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return answered
 
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
+            make = grpc.stream_stream_rpc_method_handler if reads else grpc.unary_stream_rpc_method_handler
             return make(answer, None, lambda message: message if isinstance(message, bytes) else serialize(message))
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
+        make = grpc.stream_unary_rpc_method_handler if reads else grpc.unary_unary_rpc_method_handler
         return make(answer, None, None)
 
 
@@ -111,6 +115,36 @@ def _failing(error: BaseException) -> Handler:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+async def _read_small(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+    """The next message of a call that anyone may make; None after the last. Raises ServiceError."""
+    try:
+        async with asyncio.timeout(OPEN_PATIENCE_S):
+            raw: Any = await context.read()
+    except TimeoutError:
+        message = f"no message came within {OPEN_PATIENCE_S:g} s; call again when there is one"
+        raise ServiceError(Reason.DEADLINE, message) from None
+    if raw is grpc.aio.EOF:
+        return None
+    if len(raw) > MAX_OPEN_MESSAGE_BYTES:
+        raise ServiceError(
+            Reason.TOO_EXPENSIVE,
+            f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
+        )
+    return bytes(raw)
+
+
+async def _small_message(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    raw = await _read_small(context)
+    if raw is None:
+        raise ServiceError(Reason.MALFORMED_MESSAGE)
+    return raw
+
+
+async def _small_messages(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    while (raw := await _read_small(context)) is not None:
+        yield raw
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

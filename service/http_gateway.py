@@ -97,7 +97,11 @@ class HttpGateway:
         self._listener = self._resources.enter_context(self._listen())
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(self._listener, first), name="http-gateway")
-        await first
+        await asyncio.wait({first, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            self._keeper.result()  # raises what ended it
+            raise GatewayFailed(f"{HTTP_FLAG}: the gateway was stopped before it served")
+        first.result()
         return Address(self._address.host, self._listener.getsockname()[1], flag=HTTP_FLAG)
 
     def drain(self) -> None:
@@ -118,7 +122,7 @@ class HttpGateway:
             if not done and self._process is not None:
                 _log.warning("the HTTP gateway did not end in time; it is killed")
                 self._process.kill()
-            await self._keeper
+            await asyncio.wait({self._keeper})  # however it ended: what is left to stop must be stopped
         self._resources.close()
 
     def _listen(self) -> socket.socket:
@@ -152,7 +156,10 @@ class HttpGateway:
 
     async def _run(self, listener: socket.socket, first: "asyncio.Future[None]") -> str:
         """One life of a child; returns how it ended. ``first`` is done when it serves."""
-        read_end, write_end = os.pipe()
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as error:
+            return f"cannot be started ({error.strerror})"
         command = [sys.executable, "-P", "-c", _CHILD, self._directory, f"--target=unix:{self._directory}/socket"]
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the child is waited for on a thread

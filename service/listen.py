@@ -5,7 +5,6 @@ import ipaddress
 import os
 import socket
 import stat
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,10 +115,18 @@ class Address:
             raise ListenError(f"{self.flag} {self}: the path exists and is no socket; choose another")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1)
-            with suppress(OSError):
+            try:
                 probe.connect(str(path))
-                raise ListenError(f"{self.flag} {self}: the socket is in use; stop that service or choose another path")
-        path.unlink(missing_ok=True)
+            except ConnectionRefusedError:  # of a service that is gone
+                path.unlink(missing_ok=True)
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:  # of one with too many connections, of another user, of another kind
+                why = f"cannot be tried ({error.strerror or error})"
+            else:
+                why = "is in use"
+        raise ListenError(f"{self.flag} {self}: the socket {why}; stop that service or choose another path")
 
 
 def _explained(error: OSError) -> str:

@@ -28,7 +28,6 @@ from penstock.scheduler.request import (
     Timings,
     Usage,
 )
-from penstock.service.bounds import UINT32_MAX
 from penstock.service.conversations import Conversations, Kept
 from penstock.service.convert import Answer, Converter, Origin, output_form
 from penstock.service.errors import (
@@ -41,7 +40,7 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.identity import Caller
-from penstock.service.messages import finished_message
+from penstock.service.messages import finished_message, milliseconds
 from penstock.service.metrics import End
 from penstock.service.outbox import Receiver
 from penstock.service.request_end import report_end
@@ -273,7 +272,7 @@ class LiveRequest:
     def _from_arrival_ms(self, seconds_from_now: float | None) -> int | None:
         if seconds_from_now is None:
             return None
-        return min(round((time.monotonic() - self._arrival + seconds_from_now) * 1000), UINT32_MAX)
+        return milliseconds(time.monotonic() - self._arrival + seconds_from_now)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status that an exception stands for."""

@@ -7,6 +7,7 @@ from google.rpc import status_pb2
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, Finished, FinishReason, Matched
 from penstock.service.batch import Batch, OutputForm
+from penstock.service.bounds import UINT32_MAX
 from penstock.v1 import generation_pb2 as pb
 
 _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
@@ -70,6 +71,11 @@ def finished_message(
         seed=seed,
         request_id=request_id,
     )
+
+
+def milliseconds(seconds: float) -> int:
+    """For a field of 32 bits; what has no room in it is the most that has."""
+    return round(min(seconds * 1000, UINT32_MAX))
 
 
 def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:

@@ -81,10 +81,12 @@ class Metrics:
         self.calls[method.removeprefix("/") if method in ACCESS else _OTHER_METHODS, code.name] += 1
 
     def tenant_label(self, tenant: str) -> str:
-        """The tenant's own, or that of all for whom there is no room."""
-        if tenant in self.tenants or len(self.tenants) < MAX_TENANTS:
-            return tenant
-        return OTHER_TENANTS
+        """The tenant's own, which is its for good, or that of all for whom there is no room."""
+        if tenant not in self.tenants:
+            if len(self.tenants) >= MAX_TENANTS:
+                return OTHER_TENANTS
+            self.tenants[tenant] = TenantTotals()
+        return tenant
 
     def ended(self, end: "End") -> None:
         """A request ended, for whatever reason."""

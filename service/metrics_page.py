@@ -7,6 +7,7 @@ streams need not wait for that.
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qs
@@ -30,6 +31,8 @@ MAX_CONNECTIONS = 16
 """More are closed at once: nobody's scrapers need so many, and each has a thread."""
 IDLE_S = 10.0
 """How long a scraper may keep silent in the middle of its request."""
+REQUEST_S = 30.0
+"""How long a connection lasts: a byte now and then is no silence, and a few who send so would leave nobody a place."""
 
 
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
@@ -145,6 +148,22 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
 
 class _Handler(WSGIRequestHandler):
     timeout = IDLE_S
+
+    def setup(self) -> None:
+        """With a clock for all that follows."""
+        super().setup()
+        self._limit = threading.Timer(REQUEST_S, self._end)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def finish(self) -> None:
+        """Stops that clock."""
+        self._limit.cancel()
+        super().finish()
+
+    def _end(self) -> None:
+        with suppress(OSError):  # it has just ended by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""

@@ -3,8 +3,10 @@
 A thread waits, asks the event loop for the numbers and sends them: a collector that is slow holds nobody up.
 """
 
+import logging
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 _DEFAULT_INTERVAL_MS = 60_000
 _MIN_INTERVAL_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class MetricsPush:
@@ -55,11 +59,21 @@ class MetricsPush:
                 readings = self._reader.read()
             except TimeoutError:
                 continue
-            self._exporter.export(self._data(readings))
+            except Exception as error:
+                _tell(error)
+                continue
+            self._send(readings)
 
     def _end(self, readings: list[Reading]) -> None:
-        self._exporter.export(self._data(readings), timeout_millis=CLOSE_S * 1000)
+        self._send(readings, timeout_millis=CLOSE_S * 1000)
         self._exporter.shutdown()
+
+    def _send(self, readings: list[Reading], **options: float) -> None:
+        """Whatever goes wrong with these, later ones are tried."""
+        try:
+            self._exporter.export(self._data(readings), **options)
+        except Exception as error:
+            _tell(error)
 
     def _data(self, readings: Sequence[Reading]) -> "MetricsData":
         from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
@@ -68,6 +82,13 @@ class MetricsPush:
         metrics = to_otlp(readings, self._began_ns, time.time_ns())
         scope = ScopeMetrics(InstrumentationScope("penstock"), metrics, schema_url="")
         return MetricsData([ResourceMetrics(self._resource, [scope], schema_url="")])
+
+
+def _tell(error: Exception) -> None:
+    """Without the error's text: gRPC's may hold OTEL_EXPORTER_OTLP_HEADERS, keys among them."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
+    _log.error("metrics could not be sent (%s in %s); the next ones are tried", type(error).__name__, place)
 
 
 def push_from(environ: Mapping[str, str], reader: LoopReader) -> MetricsPush | None:

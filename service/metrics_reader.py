@@ -6,6 +6,7 @@ Runs on the event loop when somebody asks, a few times a minute; nothing is comp
 import asyncio
 import importlib.metadata
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from penstock.service import instruments as of
 from penstock.service.histogram import Distribution, Histogram
 from penstock.service.instruments import Instrument
 from penstock.service.loop_lag import MAX_SAMPLES, LoopLag
-from penstock.service.metrics import MAX_TENANTS, Metrics
+from penstock.service.metrics import Metrics
 
 READ_S = 5.0
 """How long the event loop may take to answer a thread."""
@@ -116,10 +117,9 @@ class MetricsReader:
         yield Reading(of.TENANT_LIVE, self._live_of_tenants())
 
     def _live_of_tenants(self) -> list[Point]:
-        live = dict.fromkeys(self._metrics.tenants, 0)
-        for use in self._engine.busiest_tenants(MAX_TENANTS):
-            label = self._metrics.tenant_label(use.name)
-            live[label] = live.get(label, 0) + use.num_live
+        live = Counter(dict.fromkeys(self._metrics.tenants, 0))
+        for use in self._engine.busy_tenants():
+            live[self._metrics.tenant_label(use.name)] += use.num_live
         return [Point((tenant,), count) for tenant, count in live.items()]
 
     def _genai(self) -> Iterator[Reading]:

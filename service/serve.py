@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.clients.machine import Machine, inspect_machine
+from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
@@ -84,6 +85,7 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
     except ConfigError as error:
         _tell(str(error))
         return USAGE_ERROR
+    raise_open_files_limit()
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.

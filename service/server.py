@@ -214,7 +214,7 @@ class Server:
         self._stop_requested.set()
 
     def look_at_files(self) -> None:
-        """Takes into use what has changed in the operator's files, without waiting for the next look."""
+        """Looks for what has changed in the operator's files at once; it is in use after the look that follows."""
         self._file_watch.look_now()
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from penstock.scheduler.engine import Engine
 from penstock.scheduler.state import EngineState
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.loop_lag import PERIOD_S, Lag, LoopLag
+from penstock.service.messages import milliseconds
 from penstock.v1 import admin_pb2 as pb
 
 DEFAULT_INTERVAL_MS = 1000
@@ -75,7 +76,7 @@ class StatsFeed:
             ],
         )
         if stats.predicted_ttft_s is not None:
-            answer.predicted_ttft_ms = round(stats.predicted_ttft_s * 1000)
+            answer.predicted_ttft_ms = milliseconds(stats.predicted_ttft_s)
         if lag is not None:
             p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
             answer.loop_lag.CopyFrom(pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us))

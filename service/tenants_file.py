@@ -61,7 +61,7 @@ def parse_tenants(file: NamedFile, content: bytes) -> Tenants:
     except yaml.YAMLError as error:
         raise FileError(f"{where}: is no YAML ({' '.join(str(error).split())}); correct it") from error
     if root is None:
-        return Tenants()
+        _fail(where, "is empty; write {} for no limits")
     limits = {name: _limits(node, f"{where}: {name}") for name, node in _entries(root, where)}
     default = limits.pop(_DEFAULT, TenantLimits())
     for name in limits:

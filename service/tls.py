@@ -16,7 +16,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from penstock.service.watched_files import FileError, NamedFile, WatchedFiles
+from penstock.service.watched_files import FileError, NamedFile, TooEarly, WatchedFiles
 
 CERT_FLAG, KEY_FLAG, CLIENT_CA_FLAG = "--tls-cert", "--tls-key", "--tls-client-ca"
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
@@ -101,7 +101,7 @@ def _check_time(file: NamedFile, certificate: x509.Certificate) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if now < certificate.not_valid_before_utc:
         begin = _date(certificate.not_valid_before_utc)
-        raise FileError(f"{file}: is valid from {begin} on only; give one that is valid now, or set the clock")
+        raise TooEarly(f"{file}: is valid from {begin} on only; give one that is valid now, or set the clock")
     if now > certificate.not_valid_after_utc:
         raise FileError(f"{file}: has expired on {_date(certificate.not_valid_after_utc)}; get a new one")
 

@@ -183,13 +183,19 @@ class TokenizerPool:
         # No character is less than a byte, so their number, which is there already, will do.
         if longest is not None and len(text) > longest * most:
             least = -(-len(text) // longest)
-            raise invalid(field, f"must be 1 to {most:,} tokens; it has {least:,} at least")
+            problem = f"must be 1 to {most:,} tokens; it has {least:,} at least"
+            raise invalid(field, problem, Reason.CONTEXT_LENGTH)
+
+    def check_length(self, num_tokens: int, field: str, room_for_output: int = 1) -> None:
+        """Refuses a prompt that is empty, or longer than the model's context. Raises ServiceError."""
+        most = self._context - room_for_output
+        if not 1 <= num_tokens <= most:
+            reason = Reason.CONTEXT_LENGTH if num_tokens else Reason.INVALID_FIELD
+            raise invalid(field, f"must be 1 to {most:,} tokens; it has {num_tokens:,}", reason)
 
     def prompt(self, token_ids: list[int], salt: bytes, field: str, room_for_output: int = 1) -> Prompt:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
-        most = self._context - room_for_output
-        if not 1 <= len(token_ids) <= most:
-            raise invalid(field, f"must be 1 to {most:,} tokens; it has {len(token_ids):,}")
+        self.check_length(len(token_ids), field, room_for_output)
         self._check_ids(token_ids, field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
 
@@ -201,6 +207,7 @@ class TokenizerPool:
                 field,
                 f"at most {self._max_prompt_tokens:,} tokens together with the context; they are {len(whole):,}, "
                 f"{len(context.token_ids):,} of them the context's",
+                Reason.CONTEXT_LENGTH,
             )
         self._check_ids(token_ids, field)
         known = context.block_hashes

@@ -1,20 +1,25 @@
 """TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
 from penstock.service.bounds import Validator
 from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.text_size import utf8_bytes
 from penstock.service.tokenizer import TokenizerPool
 from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
-MAX_DETOKENIZED_CHARS = 16 << 20
-"""Of an answer: a million ids may stand for 100 times as many characters."""
+MAX_ANSWER_BYTES = 4 << 20
+"""What gRPC's clients take unless they are told otherwise."""
+_IDS_AT_ONCE = 1 << 16
+"""Longer lists are worked on in slices: what C does with one holds Python's lock, and so the event loop, to its end."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_WithIds = TypeVar("_WithIds", pb.TokenizeResponse, pb.RenderChatResponse)
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
@@ -31,37 +36,47 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
 
         def work() -> pb.TokenizeResponse:
-            return pb.TokenizeResponse(token_ids=self._tokenizer.encode(request.text, adds))
+            return _with_ids(pb.TokenizeResponse(), self._tokenizer.encode(request.text, adds), "text")
 
         return await self._pool.run(work, request.ByteSize())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Ids to text."""
         self._validator.check(request)
+        shows_specials = request.include_special_tokens
 
         def work() -> pb.DetokenizeResponse:
-            token_ids = list(request.token_ids)
-            self._validator.check_ids(token_ids, "token_ids")
-            self._check_size(token_ids)
-            return pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, request.include_special_tokens))
+            token_ids = self._checked(request.token_ids)
+            self._check_text(token_ids, shows_specials)
+            response = pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, shows_specials))
+            _check_answer(response.ByteSize(), "token_ids")
+            return response
 
         return await self._pool.run(work, request.ByteSize())
 
-    def _check_size(self, token_ids: list[int]) -> None:
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        """A request's ids, held against the vocabulary. Raises ServiceError."""
+        checked: list[int] = []
+        for some in _slices(token_ids):
+            checked += some
+            if max(some) >= self._validator.limits.vocab_size:
+                self._validator.check_ids(checked, "token_ids")
+        return checked
+
+    def _check_text(self, token_ids: list[int], shows_specials: bool) -> None:
+        """Refuses a text that is too long before it is made: a million ids may stand for 100 times as many bytes."""
         pieces = self._tokenizer.pieces
-        if len(token_ids) * pieces.longest_bytes <= MAX_DETOKENIZED_CHARS:
+        if len(token_ids) * pieces.longest_bytes <= MAX_ANSWER_BYTES:
             return
-        num_chars = 0
-        for token_id, number in Counter(token_ids).items():
-            text = pieces.all[token_id]
-            num_chars += number * len(pieces.split[token_id] if text is None else text)
-        if num_chars > MAX_DETOKENIZED_CHARS:
-            raise ServiceError(
-                Reason.TOO_EXPENSIVE,
-                f"token_ids: their text has at most {MAX_DETOKENIZED_CHARS:,} characters; it has about {num_chars:,}: "
-                "send the ids in several requests",
-                field="token_ids",
-            )
+        counts: Counter[int] = Counter()
+        for some in _slices(token_ids):
+            counts.update(some)
+        texts = pieces.all if shows_specials else pieces.ordinary
+        num_bytes = 0
+        for token_id, number in counts.items():
+            text = texts[token_id]
+            num_bytes += number * (len(pieces.split[token_id]) if text is None else utf8_bytes(text))
+        _check_answer(num_bytes, "token_ids")
 
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         """Messages to the prompt."""
@@ -70,9 +85,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
         def work() -> pb.RenderChatResponse:
             chat = parse_chat(request.chat)
-            return pb.RenderChatResponse(
-                text=self._tokenizer.render_chat(chat), token_ids=self._tokenizer.encode_chat(chat)
-            )
+            response = pb.RenderChatResponse(text=self._tokenizer.render_chat(chat))
+            return _with_ids(response, self._tokenizer.encode_chat(chat), "chat")
 
         return await self._pool.run(work, request.ByteSize())
 
@@ -82,15 +96,39 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         pieces = self._tokenizer.pieces
 
         def work() -> pb.DescribeTokensResponse:
-            token_ids = list(request.token_ids)
-            self._validator.check_ids(token_ids, "token_ids")
             response = pb.DescribeTokensResponse()
-            for token_id in token_ids:
+            for token_id in self._checked(request.token_ids):
                 text = pieces.all[token_id]
                 response.tokens.add(
                     text=pieces.split[token_id] if text is None else text.encode(),
                     is_special=token_id in pieces.skipped,
                 )
+            _check_answer(response.ByteSize(), "token_ids")
             return response
 
         return await self._pool.run(work, request.ByteSize())
+
+
+def _slices(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (token_ids[at : at + _IDS_AT_ONCE] for at in range(0, len(token_ids), _IDS_AT_ONCE))
+
+
+def _with_ids(response: _WithIds, token_ids: list[int], field: str) -> _WithIds:
+    """``response`` with ids in it; ``field`` is what they come from. Raises ServiceError."""
+    num_bytes = response.ByteSize()
+    _check_answer(num_bytes, field)
+    for some in _slices(token_ids):
+        part = type(response)(token_ids=some)
+        num_bytes += part.ByteSize()
+        _check_answer(num_bytes, field)
+        response.MergeFrom(part)
+    return response
+
+
+def _check_answer(num_bytes: int, field: str) -> None:
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise ServiceError(
+            Reason.TOO_EXPENSIVE,
+            f"{field}: the answer has at most {MAX_ANSWER_BYTES:,} bytes, and would have more: send less at once",
+            field=field,
+        )

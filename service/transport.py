@@ -1,6 +1,7 @@
 """A gRPC server as every listener of the service has it, and how it is bound to its address."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +37,16 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: 
         # Two services on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
     ]
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_without_arguments)
     server = grpc.aio.server(interceptors=interceptors, options=options)
     refuse_unknown_calls(server, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
     return server
+
+
+def _without_arguments(record: logging.LogRecord) -> bool:
+    # Metadata that is no UTF-8 is logged by gRPC as it came, and that may be a key.
+    record.args = ()
+    return True
 
 
 def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None) -> str:

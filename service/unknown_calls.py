@@ -6,10 +6,13 @@ loop, and nothing listens any more: any client could end the service.
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+_log = logging.getLogger(__name__)
 
 REFUSE_TIMEOUT_S = 5.0
 """A client that takes nothing holds nothing up for longer."""
@@ -20,8 +23,16 @@ def refuse_unknown_calls(server: grpc.aio.Server, *arguments: Any) -> None:
     and a limit."""
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
         return  # an older gRPC, which reads paths elsewhere; there is no other way to tell known calls from others
-    with contextlib.suppress(TypeError):  # a newer one, which is made differently
+    try:
         server._server = _Core(*arguments)  # type: ignore[attr-defined]  # noqa: SLF001
+    except TypeError:
+        # What could not be made gives back a hold on gRPC's poller that it never took: without this, the server's own.
+        cygrpc.init_grpc_aio()
+        _log.warning(
+            "grpcio %s makes its servers in a way of its own: any client can end the service, by a call whose path is "
+            "no UTF-8; use grpcio 1.85",
+            grpc.__version__,
+        )
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]

@@ -1,8 +1,9 @@
 """Files that may be exchanged while the service runs: keys, tokens' keys, certificates, tenants.
 
 A file counts as changed when what is in it is, however that came: written in place, replaced by a rename, or behind a
-symbolic link that points elsewhere now, as Kubernetes mounts secrets. What cannot be used is told once, and what was
-read before holds on.
+symbolic link that points elsewhere now, as Kubernetes mounts secrets. It is used when two looks in a row have read the
+same, since half of what is being written may be valid too: fewer keys, no limits. What cannot be used is told once, and
+what was read before holds on.
 """
 
 import asyncio
@@ -28,6 +29,10 @@ _Loaded = TypeVar("_Loaded")
 class FileError(Exception):
     """A file that the operator named cannot be used. The text is one line that names its flag, the place and the
     remedy, and never a secret."""
+
+
+class TooEarly(FileError):
+    """It cannot be used yet, and later as it is: unlike others it is tried again though it stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,14 @@ class WatchedFiles(Generic[_Loaded]):
         """``load`` gets the content of each file, in order, and raises FileError; it may take long. Raises
         FileError."""
         self._files = files
+        self._names = ", ".join(map(str, files))
         self._load = load
         self._on_change: Callable[[_Loaded], None] = lambda _: None
         self._problem = ""
         self._seen = self._signatures()
         self._contents = [file.read() for file in files]
+        self._last_read: list[bytes] | None = self._contents
+        self._is_refused = False  # what was read last
         self.value = load(*self._contents)
         """What was made of the files last."""
 
@@ -93,42 +101,57 @@ class WatchedFiles(Generic[_Loaded]):
 
     def refresh(self) -> Callable[[], None] | None:
         """See ``Watched``. Blocks, and touches nothing but this: it may run in a thread."""
-        seen = self._signatures()
-        if seen is not None and seen == self._seen and not self._problem:
-            return None
         try:
-            contents = [file.read() for file in self._files]
-            if contents == self._contents and not self._problem:
-                self._seen = seen
-                return None
-            # What could not be used may be usable now, as it is: a certificate that was not valid yet.
-            loaded = self._load(*contents)
+            return self._look()
         except FileError as error:
             self._complain(str(error))
+        except Exception as error:
+            self._complain(f"{self._names}: could not be taken into use ({type(error).__name__})", with_trace=True)
+        return None
+
+    def _look(self) -> Callable[[], None] | None:
+        seen = self._signatures()
+        if seen is not None and seen == self._seen:
             return None
-        except Exception:
-            _log.exception("%s: could not be taken into use", ", ".join(map(str, self._files)))
-            self._seen, self._contents = seen, contents
-            return None
-        self._seen, self._problem = seen, ""
+        before, self._last_read, self._seen = self._last_read, None, None
+        contents = self._last_read = [file.read() for file in self._files]
         if contents == self._contents:
-            _log.info("%s: as before", ", ".join(map(str, self._files)))
+            if self._problem:
+                _log.info("%s: as before", self._names)
+            self._seen, self._problem = seen, ""
             return None
-        self._contents = contents
+        if contents != before:
+            self._is_refused = False
+            return None  # the next look tells whether more is to come
+        if self._is_refused:
+            self._seen = seen
+            return None
+        loaded = self._load_new(contents)
+        self._seen, self._contents, self._problem = seen, contents, ""
         return lambda: self._take(loaded)
+
+    def _load_new(self, contents: list[bytes]) -> _Loaded:
+        """Raises what ``load`` raises, and remembers it unless time alone may mend it: a large file takes seconds."""
+        try:
+            return self._load(*contents)
+        except (TooEarly, MemoryError):
+            raise
+        except Exception:
+            self._is_refused = True
+            raise
 
     def _take(self, loaded: _Loaded) -> None:
         self.value = loaded
         try:
             self._on_change(loaded)
         except Exception:
-            _log.exception("%s: could not be taken into use", ", ".join(map(str, self._files)))
+            _log.exception("%s: could not be taken into use", self._names)
             return
-        _log.info("%s: changed, and in use from now on", ", ".join(map(str, self._files)))
+        _log.info("%s: changed, and in use from now on", self._names)
 
-    def _complain(self, problem: str) -> None:
+    def _complain(self, problem: str, *, with_trace: bool = False) -> None:
         if problem != self._problem:
-            _log.error("%s; what was read before holds on", problem)
+            _log.error("%s; what was read before holds on", problem, exc_info=with_trace)
         self._problem = problem
 
     def _signatures(self) -> "list[_Signature] | None":
@@ -160,7 +183,7 @@ class FileWatch:
             self._task = asyncio.create_task(self._run(), name="penstock file watch")
 
     def look_now(self) -> None:
-        """Does not wait for the interval."""
+        """Does not wait for the interval. What changed is used after the look that follows it."""
         self._look_now.set()
 
     def stop(self) -> None:
@@ -174,6 +197,9 @@ class FileWatch:
                 await asyncio.wait_for(self._look_now.wait(), self._interval_s)
             self._look_now.clear()
             for watched in self._watched:
-                take = await asyncio.to_thread(watched.refresh)
-                if take is not None:
-                    take()
+                try:
+                    take = await asyncio.to_thread(watched.refresh)
+                    if take is not None:
+                        take()
+                except Exception:  # no thread may be had: the watch must not end with that, nor without a word
+                    _log.exception("a file could not be looked at; the next look follows")

@@ -5,7 +5,7 @@ What is sent whole is folded from exactly the chunks that would have been stream
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -14,10 +14,8 @@ from starlette.types import Receive, Scope, Send
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.exchange import Abandoned, Arrival, Exchange
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.portions import encoded, portions
-
-Json = dict[str, Any]
-"""An object on its way to a caller."""
 
 _SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

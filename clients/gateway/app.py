@@ -91,6 +91,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages have their scripts from a public network
         redoc_url=None,
+        redirect_slashes=False,  # it would send callers to http, and to the Host that they named
     )
     for part in _PARTS:
         app.include_router(part.make_router())

@@ -19,6 +19,7 @@ class Certificate:
         self._chain = chain
         self._key = key
         self._seen = self._versions()
+        self._last_look = self._seen
 
     async def watch(self, interval_s: float = _LOOK_S) -> None:
         """Looks at the files for as long as it runs."""
@@ -27,10 +28,12 @@ class Certificate:
             self.look()
 
     def look(self) -> None:
-        """Takes changed files into use, for connections from now on. A pair that cannot be used is logged once, and the
-        last good one stays."""
+        """Takes changed files into use, for connections from now on, when two looks in a row have found the same: half
+        of a chain that is being written can be used too. A pair that cannot be used is logged once, and the last good
+        one stays."""
         versions = self._versions()
-        if versions == self._seen:
+        before, self._last_look = self._last_look, versions
+        if versions == self._seen or versions != before:
             return
         self._seen = versions
         try:

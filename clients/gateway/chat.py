@@ -6,14 +6,22 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.clients.errors import RequestFailed
 from penstock.clients.events import PromptLogprobs
 from penstock.clients.gateway.answer import CallPiece, Piece
-from penstock.clients.gateway.answering import AnswerResponse, Json
+from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.chat_reader import ChatReader, Part
-from penstock.clients.gateway.chat_request import build_chat, build_chat_start, check_chat, renamed_fields
-from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.chat_request import (
+    build_chat,
+    build_chat_start,
+    check_chat,
+    content_text,
+    renamed_fields,
+)
+from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.exchange import Arrival, Exchange
 from penstock.clients.gateway.formats import parser_maker
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas_chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.service_link import Caller
@@ -49,8 +57,7 @@ def make_router() -> APIRouter:
             start.output.include_special_tokens = True
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
-            rendered = await caller.call(caller.stubs.tokenizer.RenderChat, RenderChatRequest(chat=build_chat(body)))
-            prompt_token_ids = rendered.token_ids
+            prompt_token_ids = await _token_ids(body, caller)
             start.token_ids.ids.extend(prompt_token_ids)  # instead of the chat: the answer speaks of these very tokens
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
@@ -64,6 +71,14 @@ def make_router() -> APIRouter:
         )
 
     return router
+
+
+async def _token_ids(body: ChatRequest, caller: Caller) -> Sequence[int]:
+    request = RenderChatRequest(chat=build_chat(body))
+    try:
+        return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
+    except RequestFailed as failure:
+        raise from_failure(failure, renamed_fields(body)) from None
 
 
 class ChatWriter:
@@ -83,8 +98,7 @@ class ChatWriter:
     def begin(self, request_id: str) -> list[Json]:
         """Whose turn it is, in a chunk for each choice."""
         self._tally.begin(request_id)
-        opening = self._body.messages[-1].content if self._body.echo else None
-        content = opening if isinstance(opening, str) else ""
+        content = content_text(self._body.messages[-1].content, "messages") if self._body.echo else ""
         chunks = [
             self._tally.chunk([self._choice(index, {"role": "assistant", "content": content})])
             for index in range(self._body.num_choices)

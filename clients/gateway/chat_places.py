@@ -6,12 +6,11 @@ Knows no formats: the parsers tell where in the text that the model wrote the co
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.piece import Spans
 from penstock.clients.gateway.token_logprobs import TokenNames
 
-Json = dict[str, Any]
 PlacedEntry = tuple[int, Json]
 """Log-probabilities of a token, and where it begins in the content of its part, in characters."""
 

@@ -5,19 +5,17 @@ Both chat endpoints stand on it. Knows no chunks.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.answer import AnswerParser, Piece
 from penstock.clients.gateway.chat_places import ContentTokens, PlacedEntry
 from penstock.clients.gateway.exchange import Arrival
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
 from penstock.clients.gateway.token_logprobs import TokenNames, chat_entries, named_ids
 from penstock.v1.tokenizer_pb2 import TokenDescription
-
-Json = dict[str, Any]
 
 
 @dataclass(slots=True)

@@ -89,6 +89,7 @@ def renamed_fields(body: ChatRequest) -> Mapping[str, str]:
     """The caller's names of the contract's fields."""
     return {
         "chat": "messages",
+        "token_ids": "messages",
         "max_tokens": max_tokens_name(body),
         "template_variables": "chat_template_kwargs",
         "logprobs": "top_logprobs",
@@ -99,7 +100,7 @@ def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
     if message.function_call is not None:
         problem = "is not supported; send the call in tool_calls, which has taken its place"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
-    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=_text(message.content, where))
+    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=content_text(message.content, where))
     if message.name is not None:
         added.name = message.name
     if message.tool_call_id is not None:
@@ -112,7 +113,8 @@ def _call(call: MessageToolCall) -> pb.ToolCall:
     return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
-def _text(content: str | list[TextPart] | None, where: str) -> str:
+def content_text(content: str | list[TextPart] | None, where: str) -> str:
+    """The text of a message, whose path is ``where``: its parts are lines. Raises GatewayError."""
     if content is None or isinstance(content, str):
         return content or ""
     for at, part in enumerate(content):

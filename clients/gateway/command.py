@@ -17,6 +17,7 @@ from penstock.clients.gateway.key_file import read_key
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.open_files import raise_open_files_limit
 
 _EXAMPLES = """\
 examples:
@@ -35,6 +36,7 @@ _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 def main(argv: list[str]) -> int:
     """Serves until it is told to stop; returns the exit status. Raises PenstockError."""
     arguments = make_parser().parse_args(argv)
+    raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     return serve(create_app(settings), http, f"in front of {settings.service.target}")
@@ -105,6 +107,13 @@ def make_parser() -> CommandParser:
         "it, so put it behind what knows the callers (default: each caller's own key is passed on)",
     )
     flags = parser.add_argument_group("HTTP")
+    _add_listener_flags(flags)
+    _add_serving_flags(flags)
+    _add_request_flags(parser.add_argument_group("requests"))
+    return parser
+
+
+def _add_listener_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--host", default="127.0.0.1", help="where to listen; 0.0.0.0 is everywhere (default: %(default)s)"
     )
@@ -117,6 +126,9 @@ def make_parser() -> CommandParser:
     )  # fmt: skip
     flags.add_argument("--http-tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this chain, as PEM")
     flags.add_argument("--http-tls-key", type=Path, metavar="FILE", help="its private key")
+
+
+def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--max-connections",
         type=_number(1, 10**6),
@@ -143,21 +155,23 @@ def make_parser() -> CommandParser:
         help="the service's --metrics-listen: its metrics are shown at /metrics, without the names of tenants, to "
         "whoever reaches the gateway (default: none)",
     )
-    requests = parser.add_argument_group("requests")
-    requests.add_argument(
+
+
+def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
+    flags.add_argument(
         "--tenant-header",
         type=_header,
         metavar="NAME",
         help="the HTTP header that names a request's tenant, for keys that may act for others (default: none)",
     )
-    requests.add_argument(
+    flags.add_argument(
         "--max-callers",
         type=_number(1, 10_000),
         default=64,
         metavar="N",
         help="keys in use at once (default: %(default)s)",
     )
-    requests.add_argument(
+    flags.add_argument(
         "--request-timeout",
         type=_number(1, 86_400),
         metavar="SECONDS",
@@ -167,13 +181,12 @@ def make_parser() -> CommandParser:
         ("--tool-call-parser", TOOL_FORMATS, "tool calls"),
         ("--reasoning-parser", REASONING_FORMATS, "reasoning"),
     ):
-        requests.add_argument(
+        flags.add_argument(
             flag,
             choices=(AUTO, NONE, *known),
             default=AUTO,
             help=f"how the model writes {of_what}; auto asks the chat template (default: %(default)s)",
         )
-    return parser
 
 
 def _number(low: int, high: int) -> Callable[[str], int]:

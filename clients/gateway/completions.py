@@ -7,9 +7,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.clients.events import Delta, PromptLogprobs
-from penstock.clients.gateway.answering import AnswerResponse, Json
+from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.prompts import Prompt, read_prompts
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling

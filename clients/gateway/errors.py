@@ -5,7 +5,7 @@ A message is the service's own, which was written for callers, or one of this pa
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -46,7 +46,7 @@ _TYPES: Mapping[int, str] = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_NAMES = {"UNAUTHENTICATED": "invalid_api_key"}
+_NAMES = {"UNAUTHENTICATED": "invalid_api_key", "CONTEXT_LENGTH": "context_length_exceeded"}
 """Of the service's reasons those that OpenAI has a name for."""
 _TOO_SLOW = "READER_TOO_SLOW"
 """Why the service ended a stream that this gateway was too busy to read: no fault of whose requests were on it."""
@@ -130,16 +130,18 @@ def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayErro
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def from_failure(failure: RequestFailed, renamed: Mapping[str, str] | None = None) -> GatewayError:
+def from_failure(
+    failure: RequestFailed, renamed: Mapping[str, str] | Callable[[str], str] | None = None
+) -> GatewayError:
     """What the service said, or that it said nothing. ``renamed`` has the caller's names of fields by the contract's,
-    where they differ."""
+    where they differ; or it is called with the path of a field, for the caller's."""
     if isinstance(failure, Unreachable):
         return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=_RETRY_DOWN_S, may_retry=True)
     status = _HTTP_CODES.get(failure.code, 500)
     message, param = failure.message, None
     if failure.violations:
         field = failure.violations[0][0]
-        param = _caller_name(field, renamed or {})
+        param = renamed(field) if callable(renamed) else _caller_name(field, renamed or {})
         message = param + message.removeprefix(field) if message.startswith(f"{field}:") else message
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
     is_slow = failure.reason == _TOO_SLOW

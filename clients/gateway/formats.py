@@ -13,7 +13,7 @@ import grpc
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.answer import AnswerParser, make_parser, shows_special_tokens
-from penstock.clients.gateway.chat_request import template_variables, uses_tools
+from penstock.clients.gateway.chat_request import content_text, template_variables, uses_tools
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.schemas_chat import ChatRequest
@@ -77,15 +77,16 @@ async def parser_maker(body: ChatRequest, caller: Caller) -> tuple[Callable[[], 
 
 
 async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
-    """For a request. What a template shows is asked once a minute for each set of variables."""
+    """For a request. What a template shows is asked once a minute for each set of variables. Raises GatewayError, and
+    RequestFailed."""
     tool, reasoning, opened = caller.settings.tool_call_parser, caller.settings.reasoning_parser, False
     if tool == AUTO:
         tool = await _tool_format(caller) if uses_tools(body) else NONE
     if reasoning == AUTO:
         reasoning = await _reasoning_format(caller)
     if reasoning != NONE and body.continue_final_message:
-        last = body.messages[-1].content
-        opened = isinstance(last, str) and REASONING_FORMATS[reasoning].is_open_in(last)
+        last = content_text(body.messages[-1].content, f"messages[{len(body.messages) - 1}]")
+        opened = REASONING_FORMATS[reasoning].is_open_in(last)
     elif reasoning != NONE and body.add_generation_prompt is not False:
         prompt = await _prompt(caller, template_variables(body))
         opened = prompt.rstrip().endswith(REASONING_FORMATS[reasoning].opens)

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.clients.errors import PenstockError
 from penstock.clients.event_loop import loop_factory
 from penstock.clients.gateway.certificate import Certificate
+from penstock.clients.gateway.http_connection import PatientProtocol
 
 _BACKLOG = 2048
 _TICKS_PER_BEAT = 10
@@ -164,81 +163,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, but for connections that send no whole head of a request, or take nothing of an answer: each holds a
-    place, and uvicorn waits for ever."""
-
-    _due: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def __init__(self, *, write_timeout_s: float, **given: Any) -> None:
-        super().__init__(**given)
-        self._write_timeout_s = write_timeout_s
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """From here on a head is awaited."""
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
-        self._have_head()
-        self._have_reader()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        """The first byte of a head."""
-        super().on_message_begin()
-        self._await_head()
-
-    def on_headers_complete(self) -> None:
-        """The last one; a body's time is its route's business."""
-        self._have_head()
-        super().on_headers_complete()
-
-    def pause_writing(self) -> None:
-        """Much waits to be read by the other side. Of TCP the kernel knows when it takes too long (``_bound_writes``);
-        of a Unix socket nobody does."""
-        super().pause_writing()
-        if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
-            self._await_reader(self.transport.get_write_buffer_size())
-
-    def resume_writing(self) -> None:
-        """Most of it was."""
-        self._have_reader()
-        super().resume_writing()
-
-    def _await_reader(self, num_unread: int) -> None:
-        self._unread = self.loop.call_later(self._write_timeout_s, self._look_at_reader, num_unread)
-
-    def _look_at_reader(self, num_unread: int) -> None:
-        if (now_unread := self.transport.get_write_buffer_size()) < num_unread:
-            self._await_reader(now_unread)
-        else:
-            self.transport.abort()
-
-    def _have_reader(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    def _await_head(self) -> None:
-        if self._due is None:
-            self._due = self.loop.call_later(_HEAD_S, self._give_up)
-
-    def _have_head(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-
-    def _give_up(self) -> None:
-        self._due = None
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._await_head()  # a request before it is answered, and what follows may not be read meanwhile
-        else:
-            self.transport.close()
-
-
 def _bound_writes(listener: socket.socket, seconds: int) -> None:
     """Has the kernel end connections whose other side takes nothing for so long, gone or merely slow. They inherit it
     from the listener. The kernel alone knows what was taken, with TLS too."""
@@ -249,7 +173,7 @@ def _bound_writes(listener: socket.socket, seconds: int) -> None:
 def _config(app: FastAPI, http: HttpSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=partial(PatientProtocol, write_timeout_s=http.write_timeout_s),  # type: ignore[arg-type]
+        http=partial(PatientProtocol, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s),  # type: ignore[arg-type]
         ws="none",
         interface="asgi3",
         log_config=None,

@@ -33,6 +33,7 @@ class KeyFile:
     def __init__(self, path: Path, key: str | None, on_change: Callable[[str], None]) -> None:
         self._path = path
         self._key = key
+        self._last_read = key
         self._on_change = on_change
         self._problem = ""
 
@@ -43,16 +44,18 @@ class KeyFile:
             self.look()
 
     def look(self) -> None:
-        """Passes a new key on. What is no key is logged once, and the last good one stays."""
+        """Passes a new key on when two looks in a row have read it: half of one that is being written is a key too.
+        What is no key is logged once, and the last good one stays."""
         try:
             key = read_key(self._path)
         except PenstockError as error:
             if str(error) != self._problem:
                 _log.error("%s; the key from before stays in use", error)
-            self._problem = str(error)
+            self._problem, self._last_read = str(error), None
             return
         self._problem = ""
-        if key != self._key:
+        before, self._last_read = self._last_read, key
+        if key != self._key and key == before:
             self._key = key
             self._on_change(key)
             _log.warning("%s was read again", self._path)

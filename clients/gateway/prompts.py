@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.clients.gateway.errors import invalid
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import from_failure, invalid
 from penstock.clients.gateway.schemas_completions import CompletionRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
@@ -31,7 +32,7 @@ class Prompt:
 
 
 async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
-    """All of a request. Raises GatewayError, and RequestFailed."""
+    """All of a request. Raises GatewayError."""
     prompts = _listed(body)
     needs_ids = (
         body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
@@ -56,13 +57,16 @@ def _listed(body: CompletionRequest) -> list[Prompt]:
 
 async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller) -> Prompt:
     tokenizer = caller.stubs.tokenizer
-    if prompt.token_ids is None:
-        assert prompt.text is not None
-        adds = body.add_special_tokens is not False
-        tokens = await caller.call(tokenizer.Tokenize, TokenizeRequest(text=prompt.text, add_special_tokens=adds))
-        return Prompt(prompt.text, tokens.token_ids)
-    if not body.echo:
-        return prompt
-    shows_specials = body.skip_special_tokens is False
-    request = DetokenizeRequest(token_ids=prompt.token_ids, include_special_tokens=shows_specials)
-    return Prompt((await caller.call(tokenizer.Detokenize, request)).text, prompt.token_ids)
+    try:
+        if prompt.token_ids is None:
+            assert prompt.text is not None
+            adds = body.add_special_tokens is not False
+            tokens = await caller.call(tokenizer.Tokenize, TokenizeRequest(text=prompt.text, add_special_tokens=adds))
+            return Prompt(prompt.text, tokens.token_ids)
+        if not body.echo:
+            return prompt
+        shows_specials = body.skip_special_tokens is False
+        request = DetokenizeRequest(token_ids=prompt.token_ids, include_special_tokens=shows_specials)
+        return Prompt((await caller.call(tokenizer.Detokenize, request)).text, prompt.token_ids)
+    except RequestFailed as failure:
+        raise from_failure(failure, lambda _: "prompt") from None

@@ -7,8 +7,8 @@ neither HTTP nor the service.
 import time
 from collections.abc import Sequence
 
-from penstock.clients.gateway.answering import Json
 from penstock.clients.gateway.chat_places import PlacedEntry
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.piece import CallPiece, Piece
 
 

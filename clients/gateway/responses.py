@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Finished, Usage
-from penstock.clients.gateway.answering import AnswerResponse, Json
+from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.chat_reader import ChatReader
 from penstock.clients.gateway.chat_request import build_chat_start, check_chat
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.exchange import Arrival, Exchange
 from penstock.clients.gateway.formats import parser_maker
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.response_events import ResponseEvents
 from penstock.clients.gateway.response_input import RENAMED, as_chat
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute

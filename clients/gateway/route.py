@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from penstock.clients.gateway.errors import ErrorBody, GatewayError
 from penstock.clients.gateway.service_link import Caller, ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.traffic import GONE
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -64,3 +66,5 @@ async def _receive_body(request: Request, settings: GatewaySettings) -> None:
             await request.body()
     except TimeoutError:
         raise GatewayError(408, "the body did not arrive in time") from None
+    except ClientDisconnect:
+        raise GatewayError(GONE, "the caller went away") from None

@@ -278,12 +278,13 @@ class ServiceLink:
         except RequestFailed as failure:
             if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
                 raise
-            if self._identities.get(name) is identity:
-                self._drop(name)  # the key was withdrawn: what still runs under it ends
-            if self.settings.service.api_key is None:
-                raise
-            message = "the service does not take the key of this gateway; tell its operator"
-            raise GatewayError(503, message, code="gateway_key_refused", may_retry=False) from None
+            if self.settings.service.api_key is not None:
+                failure = _own_key_refused()
+            if self._identities.get(name) is identity:  # the key was withdrawn: what still runs under it ends
+                ended = copy.copy(failure)
+                ended.request_id = ""  # the check's; what ends has its own
+                self._drop(name, ended)
+            raise failure from None
         # Another request may have brought the same key at the same moment.
         known = self._identities.get(name)
         if known is None:
@@ -316,17 +317,17 @@ class ServiceLink:
             )
         self._drop(min(idle)[1])
 
-    def _drop(self, name: bytes) -> None:
+    def _drop(self, name: bytes, failure: RequestFailed | None = None) -> None:
         identity = self._identities.pop(name)
         identity.is_pooled = False
-        self.retire(identity)
+        self.retire(identity, failure)
 
-    def retire(self, identity: _Identity) -> None:
+    def retire(self, identity: _Identity, failure: RequestFailed | None = None) -> None:
         """Closes the stream of an identity that is not in the pool. It is out of reach at once: a request that comes
-        before it is closed gets another."""
+        before it is closed gets another. ``failure``: what requests that still run on it end with."""
         if (stream := identity.take_stream()) is None:
             return
-        closing = asyncio.create_task(stream.close())
+        closing = asyncio.create_task(stream.close(failure))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -345,6 +346,14 @@ def _see(check: asyncio.Task[GetModelResponse]) -> None:
     """Its failure is told to who waits; if nobody does any more, it is not news."""
     if not check.cancelled():
         check.exception()
+
+
+def _own_key_refused() -> RequestFailed:
+    """No fault of the callers', and none that passes by itself."""
+    message = "the service does not take the key of this gateway; tell its operator"
+    failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
+    failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True
+    return failure
 
 
 def _bearer(authorization: str) -> str | None:

@@ -7,7 +7,7 @@ from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.connection import Connection
 
 AUTO, NONE = "auto", "none"
-"""Of a parser: chosen by the model's name, and none at all."""
+"""Of a parser: chosen by what the chat template shows, and none at all."""
 
 
 @dataclass(frozen=True)

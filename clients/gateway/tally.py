@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from penstock.clients.events import Accepted, Delta, Event, Finished
+from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.clients.gateway.service_link import Caller
-
-Json = dict[str, Any]
 
 
 class Tally:

@@ -1,12 +1,11 @@
 """Log-probabilities in the shapes of the two endpoints, and of vLLM for prompts. Knows no requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from penstock.clients.events import Logprobs
+from penstock.clients.gateway.json_object import Json
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
-Json = dict[str, Any]
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has no number for; so does vLLM."""
 

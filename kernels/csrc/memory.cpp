@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "kernels.h"
@@ -65,7 +66,11 @@ uint8_t* Arena::piece(int64_t bytes) {
   if (num_chunks_ == 0 || used_ + bytes > chunks_[num_chunks_ - 1].bytes) {
     int64_t size = rounded(bytes > total_ ? bytes : total_);
     uint8_t* memory = num_chunks_ < MAX_CHUNKS ? map_memory(size) : nullptr;
-    if (!memory) abort();  // the worker ends, and the service tells that memory ran out
+    if (!memory) {  // the worker ends, and its output says why
+      fprintf(stderr, "penstock: a step needs %lld MiB more of memory, and the system gives none: raise the limit, or "
+              "lower --max-num-seqs or --max-num-batched-tokens\n", static_cast<long long>(size >> 20));
+      abort();
+    }
     chunks_[num_chunks_++] = {memory, size};
     total_ += size;
     used_ = 0;

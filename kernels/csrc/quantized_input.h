@@ -48,7 +48,8 @@ INLINE void store_bytes(void* p, Ints x) {  // the low byte of each lane
 constexpr float SMALLEST = 1e-30f;
 
 // Rounds x to signed bytes: x = byte * scale. A row's bytes come first, filled up with zeros, then the scales of its
-// segments. Returns where the scales end.
+// segments. A segment that holds a NaN or an infinity has a NaN as its scale, so that products with it are NaN as those
+// of floats would be. Returns where the scales end.
 static uint8_t* quantize_row(int columns, int segment, const float* x, uint8_t* out) {
   uint8_t* scale_at = out + filled(columns);
   for (int begin = 0; begin < columns; begin += segment) {
@@ -56,9 +57,14 @@ static uint8_t* quantize_row(int columns, int segment, const float* x, uint8_t* 
     const float bound = largest_magnitude(x + begin, n);
     const float scale = bound > SMALLEST ? bound / 127.0f : 0.0f;
     const Floats inverse = splat(bound > SMALLEST ? 127.0f / bound : 0.0f);
-    for (int i = 0; i < n; i += LANES)
-      store_bytes(out + begin + i, to_ints_nearest(load_up_to(x + begin + i, n - i) * inverse));
-    memcpy(scale_at, &scale, 4);
+    Floats poison = {};  // stays zero: 0 * x is a NaN where x is no finite number
+    for (int i = 0; i < n; i += LANES) {
+      const Floats part = load_up_to(x + begin + i, n - i);
+      poison = fma(part, Floats{}, poison);
+      store_bytes(out + begin + i, to_ints_nearest(part * inverse));
+    }
+    const float told = scale + sum(poison);
+    memcpy(scale_at, &told, 4);
     scale_at += 4;
   }
   const int written = divide_up(columns, LANES) * LANES;

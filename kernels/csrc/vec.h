@@ -99,15 +99,6 @@ INLINE Floats min(Floats a, Floats b) {
 #endif
 }
 
-INLINE Floats sqrt(Floats x) {
-#if defined(__AVX512F__)
-  return _mm512_sqrt_ps(x);
-#else
-  for (int i = 0; i < 16; i++) x[i] = __builtin_sqrtf(x[i]);
-  return x;
-#endif
-}
-
 // Lane i and lane i + 8 first, then 4, 2, 1: the same tree on every machine.
 INLINE float sum(Floats x) {
 #if defined(__AVX512F__)
@@ -170,13 +161,6 @@ INLINE float widen(bf16 x) {
   return value;
 }
 
-INLINE bf16 narrow(float x) {  // to the nearest, ties to even; a NaN stays one
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 0x40u);
-  return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 INLINE Floats load_bf16(const bf16* p) {
 #if defined(__AVX512F__)
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -188,7 +172,7 @@ INLINE Floats load_bf16(const bf16* p) {
 #endif
 }
 
-INLINE Words narrowed(Floats x) {  // 16 bits in the low half of each lane; NaN apart, as `narrow`
+INLINE Words narrowed(Floats x) {  // to the nearest, ties to even: 16 bits in the low half of each lane; not for NaN
   Words bits = reinterpret_cast<Words>(x);
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }

@@ -210,6 +210,24 @@ def test_limits_of_control_groups_count_wherever_they_are(tmp_path):
     assert found.instruction_sets == ["avx2", "avx512f", "amx_bf16"]
 
 
+def test_limits_of_memory_count_with_version_1_of_control_groups_too(tmp_path):
+    memory = "sys/fs/cgroup/memory/pod"
+    write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal:       33554432 kB\nMemAvailable:   16777216 kB\n",
+            "proc/self/cgroup": "7:memory:/pod/one\n3:cpu,cpuacct:/pod\n",
+            f"{memory}/one/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{memory}/one/memory.usage_in_bytes": str(2 << 30),
+            f"{memory}/memory.limit_in_bytes": str(8 << 30),
+            f"{memory}/memory.usage_in_bytes": str(6 << 30),
+            f"{memory}/memory.stat": f"inactive_file 5\ntotal_inactive_file {1 << 30}\n",
+        },
+    )
+    found = inspect_machine(tmp_path)
+    assert (found.memory_bytes, found.available_bytes) == (8 << 30, 3 << 30)
+
+
 @pytest.mark.parametrize(
     ("membership", "files", "cores"),
     [
@@ -244,6 +262,16 @@ def test_the_cpu_quota_of_either_version_of_control_groups_counts(tmp_path, monk
 def test_a_machine_that_tells_nothing_is_described_all_the_same(tmp_path):
     found = inspect_machine(tmp_path)
     assert list(describe(found, LIBRARY, choose(found, LIBRARY), list(examine(found, LIBRARY))))
+
+
+def test_the_hard_limit_of_open_files_is_told(tmp_path, fitted):
+    write(
+        tmp_path,
+        {"proc/self/limits": "Max open files            1024                 524288               files     \n"},
+    )
+    found = dataclasses.replace(fitted, open_files=inspect_machine(tmp_path).open_files)
+    lines = list(describe(found, LIBRARY, choose(found, LIBRARY), []))
+    assert "Files     524,288 may be open at once, connections included" in lines
 
 
 def fake_nvidia_smi(directory, monkeypatch, script):

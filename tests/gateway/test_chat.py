@@ -191,14 +191,30 @@ async def test_a_part_that_is_no_text_is_refused_whatever_else_it_has(scripted_g
         assert response.json()["error"]["param"] == "messages[0].content[0]"
 
 
-async def test_the_last_message_may_be_continued(start_gateway):
+async def test_what_is_wrong_with_a_chat_whose_tokens_are_shown_is_named(scripted_gateway):
+    variables = {"extra": "x" * 70_000}
+    response = await scripted_gateway.post(
+        PATH, messages=messages("x"), return_token_ids=True, chat_template_kwargs=variables
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("Once", "Once"),
+        ([{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}], "Once\nupon"),
+    ],
+)
+async def test_the_last_message_may_be_continued(start_gateway, content, text):
     gateway = await start_gateway()
-    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Once"}]
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
     body = {"messages": history, "max_tokens": 3, "continue_final_message": True, "add_generation_prompt": False}
     plain = (await gateway.post(PATH, **body)).json()["choices"][0]["message"]["content"]
     echoed = (await gateway.post(PATH, **body, echo=True)).json()["choices"][0]["message"]["content"]
     assert len(plain) == 3
-    assert echoed == f"Once{plain}"
+    assert echoed == f"{text}{plain}"
 
 
 async def test_the_official_client_reads_both_forms(scripted_gateway):

@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 
 import grpc
 import httpx
+import msgspec
 import openai
 import pytest
 
 from penstock.clients.connection import Connection
 from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.embeddings import answer_of, as_base64
+from penstock.clients.gateway.portions import encoded
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc, model_pb2, model_pb2_grpc
 from penstock.v1.generation_pb2 import Usage
@@ -156,6 +159,56 @@ async def test_what_is_wrong_is_named_and_not_sent(http, service, body, param):
     answer = await http.post("/v1/embeddings", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ("x" * 5000, "input"),
+        (["a", "x" * 5000], "input[1]"),
+        ([1, 300], "input[1]"),
+        ([[1], [2, 300]], "input[1][1]"),
+        ([[1], [2] * 5000], "input[1]"),
+        (["a"] * 2049, "input"),
+    ],
+    ids=["text", "texts", "ids", "lists", "long list", "many"],
+)
+async def test_what_the_service_refuses_is_named_as_the_caller_sent_it(start_gateway, given, param):
+    answer = await (await start_gateway()).post("/v1/embeddings", input=given)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ")
+
+
+async def test_a_text_that_is_too_long_has_openais_code(start_gateway):
+    answer = await (await start_gateway()).post("/v1/embeddings", input="x" * 5000)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("in_base64", [True, False])
+async def test_others_run_while_many_vectors_are_written(in_base64):
+    turns = 0
+
+    async def run():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    vectors = [pb.Embedding(values=[index / 7] * 512) for index in range(1000)]
+    response = pb.EmbedResponse(request_id="R1", embeddings=vectors, usage=Usage(prompt_tokens=7))
+    running = asyncio.create_task(run())
+    answer = await answer_of(response, "embedder", in_base64)
+    assert turns > 20
+    before = turns
+    body = await encoded(answer)
+    assert turns - before > 5
+    running.cancel()
+    encode = as_base64 if in_base64 else list
+    data = [
+        {"object": "embedding", "index": index, "embedding": encode(each.values)} for index, each in enumerate(vectors)
+    ]
+    assert body == msgspec.json.encode(answer | {"data": data})
 
 
 async def test_another_model_is_not_found(client):

@@ -18,6 +18,7 @@ from penstock.scheduler.config import SchedulerConfig
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+LONG = [{"role": "user", "content": "a" * 4000}]
 
 
 def error_of(response):
@@ -35,6 +36,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "?"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None),
     (COMPLETIONS, {"prompt": [300]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2, 999_999_999]], "echo": True}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
@@ -83,6 +85,27 @@ async def test_what_is_wrong_is_named(gateway, subtests):
             assert error["param"] == param
             assert error["type"] == "invalid_request_error"
             assert "sampling." not in error["message"]
+
+
+TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "a" * 4096}, "prompt"),
+    (COMPLETIONS, {"prompt": [97] * 4096}, "prompt"),
+    (COMPLETIONS, {"prompt": "a" * 4096, "echo": True}, "prompt"),
+    (COMPLETIONS, {"prompt": "a" * 4000, "max_tokens": 97}, "max_tokens"),
+    (CHAT, {"messages": LONG * 2}, "messages"),
+    (CHAT, {"messages": LONG * 2, "return_token_ids": True}, "messages"),
+    (CHAT, {"messages": LONG, "max_completion_tokens": 97}, "max_completion_tokens"),
+]
+"""Path, body, and the field that is to be named; the context has 4,096 tokens."""
+
+
+@pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=lambda value: value if isinstance(value, str) else "")
+async def test_what_is_too_long_for_the_context_has_openais_code(gateway, path, body, param):
+    response = await gateway.post(path, **body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert error["message"].startswith(f"{param}: ")
 
 
 MANY: list[tuple[str, dict[str, Any], str]] = [

@@ -91,3 +91,18 @@ async def test_what_templates_show_is_kept_small_and_for_a_minute(start_gateway,
     assert max(map(len, caller.rendered.values())) < 20_000
     monkeypatch.setattr("penstock.clients.gateway.service_link._RENDERED_S", 0.0)
     assert not caller.rendered  # a service that comes back may have another template
+
+
+@pytest.mark.parametrize(
+    ("content", "is_open"),
+    [
+        ("<think>so", True),
+        ([{"type": "text", "text": "<think>"}, {"type": "text", "text": "so"}], True),
+        ([{"type": "text", "text": "<think>"}, {"type": "text", "text": "so</think>"}], False),
+    ],
+)
+async def test_an_answer_that_is_continued_may_be_within_its_reasoning(start_gateway, tokenizer_with, content, is_open):
+    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    body = {"messages": history, "tools": None, "continue_final_message": True}
+    found = await formats(start_gateway, tokenizer_with, CALLS + END + CLOSED, body)
+    assert found == Formats(None, "think", is_open)

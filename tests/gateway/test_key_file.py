@@ -31,7 +31,11 @@ def test_a_changed_key_is_passed_on_once(path, caplog):
     used: list[str] = []
     file = KeyFile(path, read_key(path), used.append)
     file.look()
+    path.write_text("tw")  # and the rest a moment later
+    file.look()
     path.write_text("two\n")
+    file.look()
+    assert used == []
     file.look()
     file.look()
     assert used == ["two"]
@@ -52,6 +56,7 @@ def test_what_is_no_key_is_told_once_and_the_last_one_stays(path, caplog, conten
     file.look()
     assert f"cannot read {path}" in caplog.text
     path.write_text("two")
+    file.look()
     file.look()
     assert used == ["two"]
     path.write_bytes(content)

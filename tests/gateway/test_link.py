@@ -139,6 +139,27 @@ async def test_a_key_that_is_withdrawn_ends_with_the_next_check(start_gateway, k
     assert gateway.app.state.link.num_callers == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "status", "code"),
+    [({}, 401, "invalid_api_key"), ({"api_key": GATEWAY}, 503, "gateway_key_refused")],
+    ids=["the callers'", "the gateway's"],
+)
+async def test_what_runs_under_a_key_that_is_withdrawn_ends_as_the_check_did(
+    start_gateway, keys, monkeypatch, settings, status, code
+):
+    gateway = await start_gateway(service=keys, recheck_caller_s=0.0, seconds_per_step=0.005, **settings)
+    body = {"prompt": "a", "max_tokens": 4000}
+    running = asyncio.create_task(gateway.post(COMPLETIONS, headers=bearer(ACME), **body))
+    await gateway.until(lambda stats: stats.output_tokens > 0)
+    monkeypatch.setattr(keys["authenticator"], "_callers", {})
+    refused = await gateway.post(COMPLETIONS, headers=bearer(ACME), **body)
+    ended = await running
+    for response in (refused, ended):
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ended.json() == refused.json()
+    assert ended.headers["x-request-id"] != refused.headers["x-request-id"]
+
+
 async def test_only_so_many_keys_at_once_and_idle_ones_give_way(start_gateway):
     gateway = await start_gateway(max_callers=2, seconds_per_step=0.01)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}

@@ -148,6 +148,18 @@ def test_products_are_those_of_the_rounded_numbers(table, kind, rows, columns):
     assert (whole[0] == 0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("column", [0, 17, 299])
+def test_what_is_no_number_does_not_become_one(table, kind, wrong, column):
+    packed, _ = quantized(table, kind, random(53, 300))
+    x = random(4, 300, seed=1)
+    expected = packed.multiply(x)
+    x[2, column] = wrong
+    expected[2] = math.nan
+    np.testing.assert_array_equal(packed.multiply(x), expected)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, (Format.INT4, 96), (Format.INT4, 256)])
 def test_bits_depend_on_the_row_and_the_column_alone(table, kind):
     packed, _ = quantized(table, kind, random(113, 1003))

@@ -83,6 +83,19 @@ async def test_the_dtype_on_disk_its_place_and_its_shard_leave_the_bits_alone(
         assert got == expected, how
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_weight_that_is_no_number_is_refused_where_it_would_be_rounded(
+    tiny_model, tmp_path, worker_config, quantization
+):
+    model = tiny_model("qwen3")
+    tensors = load_file(model.path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((model.path / "config.json").read_text())
+    with pytest.raises(ModelError, match="no finite number"):
+        load_backend(worker_config(tmp_path, backend="cpu", quantization=quantization))
+
+
 class GivenMatrices:
     """Quantised matrices by name, instead of a checkpoint."""
 

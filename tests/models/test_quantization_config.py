@@ -83,6 +83,20 @@ def test_targets_are_names_patterns_and_classes():
         assert quantization.scheme_of(module) is None
 
 
+@pytest.mark.parametrize("names", ["abc", "cba", "bca"])
+def test_the_most_precise_of_several_targets_counts(names):
+    targets = {"a": ["Linear"], "b": ["re:.*down_proj$"], "c": ["model.layers.1.mlp.down_proj"]}
+    sizes = {"a": 128, "b": 64, "c": 32}
+    groups = {
+        name: {"targets": targets[name], "weights": {**INT4_WEIGHTS, "group_size": sizes[name]}} for name in names
+    }
+    quantization = parse({**W4A16, "config_groups": groups})
+    assert quantization.scheme_of(Q_PROJ).group == 128
+    assert quantization.scheme_of("model.layers.0.mlp.down_proj").group == 64
+    assert quantization.scheme_of("model.layers.1.mlp.down_proj").group == 32
+    assert quantization.scheme_of("lm_head") is None
+
+
 # What a config says, and what the error must name.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method is missing": ({"bits": 4}, "quant_method"),

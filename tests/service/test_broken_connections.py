@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.service.identity import Bearers
 from penstock.v1 import generation_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -238,23 +239,39 @@ async def break_connections(start_service: Any, caplog: Any, number: int, seed: 
     assert not [record.getMessage() for record in ours if record.levelname == "ERROR"]
 
 
-async def test_a_path_that_is_no_text_is_no_end_of_the_service(start_service, caplog):
-    """By itself grpc.aio would never listen again."""
-    service = await start_service()
+async def answer_to(service: Any, sent: bytes) -> bytes:
+    """What a connection made by hand receives, up to the first headers."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
         await loop.sock_connect(connection, ("127.0.0.1", int(service.target.rpartition(":")[2])))
-        unknown = headers(1, "?", END_HEADERS | END_STREAM).replace(b"?", b"\xff")
-        connection.sendall(PREFACE + frame(SETTINGS) + unknown)
+        connection.sendall(PREFACE + frame(SETTINGS) + sent)
         received = b""
         async with asyncio.timeout(WITHIN_S):
             while HEADERS not in [kind for kind, _ in frames_of(received)]:
-                received += await loop.sock_recv(connection, 4096)
+                more = await loop.sock_recv(connection, 4096)
+                assert more, "the connection was closed"
+                received += more
+    return received
+
+
+async def test_a_path_that_is_no_text_is_no_end_of_the_service(start_service, caplog):
+    """By itself grpc.aio would never listen again."""
+    service = await start_service()
+    received = await answer_to(service, headers(1, "?", END_HEADERS | END_STREAM).replace(b"?", b"\xff"))
     assert GOAWAY not in [kind for kind, _ in frames_of(received)]
     answer = await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="hi")), timeout=WITHIN_S)
     assert answer.finished.status.code == 0
     assert not caplog.records
+
+
+async def test_a_key_that_is_no_text_is_in_no_log(start_service, caplog):
+    """By itself gRPC would log it."""
+    service = await start_service(authenticator=Bearers([]))
+    call = headers(1, "Complete", END_HEADERS | END_STREAM, {"authorization": "Bearer canary-key?"})
+    received = await answer_to(service, call.replace(b"?", b"\xa0"))
+    assert GOAWAY not in [kind for kind, _ in frames_of(received)]
+    assert "canary" not in caplog.text
 
 
 async def test_reliability_figure_12_30_broken_connections(start_service, caplog):

@@ -151,6 +151,13 @@ async def test_max_tokens_is_what_the_context_leaves(convert, make_converter):
     assert "96" in error.message
 
 
+async def test_what_is_too_long_for_the_context_says_so(convert):
+    ids = pb.TokenIds(ids=[1] * 4096)
+    for long in (start("x" * 4096), pb.Start(token_ids=ids), start("x" * 4000, max_tokens=97)):
+        assert (await refusal(convert(long))).reason is Reason.CONTEXT_LENGTH
+    assert (await refusal(convert(start("")))).reason is Reason.INVALID_FIELD
+
+
 async def test_a_default_fits_the_cache(convert, make_converter):
     converter = make_converter(max_sequence_tokens=1024)
     assert (await convert(start("x" * 1000), converter)).max_tokens == 24
@@ -327,10 +334,10 @@ class TestContinueFrom:
         request = await convert(pb.Start(continue_from="R", text="y" * 23), converter, context=kept)
         assert (len(request.prompt_token_ids), request.max_tokens) == (63, 1)
         error = await refusal(convert(pb.Start(continue_from="R", text="y" * 24), converter, context=kept))
-        assert error.field == "text"
+        assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "text")
         assert "63 tokens together with the context; they are 64, 40 of them the context's" in error.message
         error = await refusal(convert(pb.Start(continue_from="R"), make_converter(max_model_len=40), context=kept))
-        assert error.field == "continue_from"
+        assert (error.reason, error.field) == (Reason.CONTEXT_LENGTH, "continue_from")
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="y" * 30)])
         error = await refusal(convert(pb.Start(continue_from="R", chat=chat), converter, context=kept))
         assert error.field == "chat"

@@ -186,7 +186,8 @@ class TestBounds:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(error)
         assert details["BadRequest"].field_violations[0].field == field
-        assert details["ErrorInfo"].reason == "INVALID_FIELD"
+        is_too_long = field == "inputs[0].text"
+        assert details["ErrorInfo"].reason == ("CONTEXT_LENGTH" if is_too_long else "INVALID_FIELD")
         assert service.engine.stats().steps == 0
 
     async def test_all_inputs_together(self, start_service, details_of, monkeypatch):

@@ -318,3 +318,11 @@ async def test_an_id_that_can_be_none(explain, request_id):
 def test_every_kind_is_on_the_wire():
     names = {name.removeprefix("TIMELINE_KIND_") for name in admin_pb2.TimelineKind.keys()}  # noqa: SIM118 - an enum
     assert names == {kind.name for kind in Kind} | {"UNSPECIFIED"}
+
+
+async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(explain):
+    service, ask = await explain()
+    request = pb.CompleteRequest(start=pb.Start(text="x", sampling=pb.Sampling(max_tokens=1)))
+    answer = await service.generation.Complete(request)
+    service.engine.explain(answer.request_id).predicted_ttft_s = 1e7
+    assert (await ask(answer.request_id)).predicted_ttft_ms == 2**32 - 1

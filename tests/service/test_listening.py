@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import ExitStack, suppress
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -72,6 +73,24 @@ class TestListening:
             left.bind(str(path))
         service = await start_service(listen=f"unix:{path}")
         assert await serves(service.channel)
+
+    def test_a_socket_that_refuses_nobody_is_not_removed(self, tmp_path):
+        """Too many wait for its service, or it is of another kind: somebody may be there."""
+        busy, datagrams = tmp_path / "busy", tmp_path / "datagrams"
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(busy))
+            listener.listen(0)
+            with suppress(BlockingIOError):
+                while True:
+                    waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    waiting.setblocking(False)
+                    waiting.connect(str(busy))
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(str(datagrams))
+            for path in (busy, datagrams):
+                with pytest.raises(ListenError, match=f"{path}: the socket cannot be tried .*; stop that service or"):
+                    Address.parse(f"unix:{path}").check_free()
+                assert path.is_socket()
 
     async def test_a_file_is_not(self, start_service, tmp_path):
         path = tmp_path / "precious"

@@ -5,6 +5,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
 from penstock.service import metrics_page, metrics_reader
 from penstock.service.histogram import Histogram, merged, one_two_five
+from penstock.service.identity import Caller
 from penstock.service.instruments import Kind, instruments
 from penstock.service.listen import Address, ListenError, metrics_address
 from penstock.service.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
@@ -32,6 +34,7 @@ GENAI = {
     "gen_ai_request_model": "bytes",
 }
 VLLM = {"model_name": "bytes", "engine": "0"}
+TENANT_LIVE = "penstock_tenant_live_requests"
 
 
 def fetch(target, accept="", path="/metrics"):
@@ -47,18 +50,24 @@ async def metered(start_service):
     return await start_service(executor, metrics_listen="127.0.0.1:0")
 
 
+async def samples_of(service, parse=parse_text, accept=""):
+    """Every sample of the page, by its name and labels."""
+    page = await asyncio.to_thread(fetch, service.server.metrics_target, accept)
+    samples = {}
+    for family in parse(page):
+        for sample in family.samples:
+            key = sample.name, frozenset((name, value) for name, value in sample.labels.items() if value)
+            assert key not in samples, key
+            samples[key] = sample.value
+    return samples
+
+
 @pytest.fixture
 def scrape(metered):
     """Reads the page: every sample by its name and labels."""
 
     async def scrape(parse=parse_text, accept=""):
-        page = await asyncio.to_thread(fetch, metered.server.metrics_target, accept)
-        samples = {}
-        for family in parse(page):
-            for sample in family.samples:
-                key = sample.name, frozenset((name, value) for name, value in sample.labels.items() if value)
-                assert key not in samples, key
-                samples[key] = sample.value
+        samples = await samples_of(metered, parse, accept)
         return lambda name, **labels: samples[name, frozenset(labels.items())]
 
     return scrape
@@ -207,6 +216,44 @@ def test_tenants_are_bounded_in_number():
     assert metrics.tenants[OTHER_TENANTS].output_tokens == 50
 
 
+def test_a_label_that_is_handed_out_is_taken():
+    metrics = Metrics()
+    labels = {metrics.tenant_label(f"tenant-{number}") for number in range(MAX_TENANTS + 10)}
+    assert labels == metrics.tenants.keys() | {OTHER_TENANTS}
+    assert len(labels) == MAX_TENANTS + 1
+
+
+class Proxy:
+    """Whoever calls may act for every tenant."""
+
+    def authenticate(self, metadata):
+        return Caller("proxy", may_act_for_others=True)
+
+
+async def test_live_requests_of_all_tenants_count_under_a_bounded_number_of_labels(start_service, new_reading):
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
+    service = await start_service(executor, metrics_listen="127.0.0.1:0", authenticator=Proxy())
+
+    def of(tenant, ref=0, max_tokens=3000):
+        request = start(max_tokens=max_tokens, ignore_eos=True)
+        request.tenant, request.ref = tenant, ref
+        return request
+
+    await service.generation.Complete(pb.CompleteRequest(start=of("first", max_tokens=1)))
+    tenants = ["first", *[f"tenant-{number % 100}" for number in range(200)]]  # each of the others is busier
+    frames = [pb.GenerateRequest(start=of(tenant, ref)) for ref, tenant in enumerate(tenants)]
+    call = service.generation.Generate(iter(frames))
+    await new_reading().read_until(call, lambda reading: all(reading.outcomes[ref].accepted for ref in range(201)))
+    for _ in range(2):
+        samples = await samples_of(service)
+        live = {dict(labels)["tenant"]: value for (name, labels), value in samples.items() if name == TENANT_LIVE}
+        assert live["first"] == 1
+        assert live[OTHER_TENANTS] == 200 - 2 * (MAX_TENANTS - 1)
+        assert sum(live.values()) == len(tenants)
+        assert len(live) == MAX_TENANTS + 1
+    call.cancel()
+
+
 def test_a_method_is_a_label_only_if_it_is_served():
     metrics = Metrics()
     metrics.call("/penstock.v1.GenerationService/Complete", grpc.StatusCode.OK)
@@ -284,6 +331,21 @@ async def test_idle_connections_are_bounded(metered, monkeypatch):
                 break
             except (urllib.error.URLError, ConnectionError):
                 await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_comes_byte_by_byte_is_cut(metered, monkeypatch):
+    monkeypatch.setattr(metrics_page, "REQUEST_S", 0.05)
+    address = Address.parse(metered.server.metrics_target)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        async with asyncio.timeout(20):
+            with suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"G")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+    finally:
+        writer.transport.abort()
 
 
 async def test_it_ends_with_the_service(start_service):

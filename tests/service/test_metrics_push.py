@@ -1,6 +1,7 @@
 """Metrics sent to a collector, a real gRPC server here: what it gets, how often, and what it cannot hold up."""
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,8 +9,10 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as otlp, metrics_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.metrics.v1 import metrics_pb2
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
+from opentelemetry.sdk.resources import Resource
 
-from penstock.service.metrics_push import push_from
+from penstock.service.metrics_push import MetricsPush, push_from
 from penstock.service.metrics_reader import LoopReader
 from penstock.v1 import generation_pb2 as pb
 
@@ -100,6 +103,44 @@ async def test_a_collector_that_is_not_there_holds_nothing_up(start_service, mon
     began = time.monotonic()
     await service.server.stop()
     assert time.monotonic() - began < 10
+
+
+async def test_what_fails_once_ends_nothing_and_its_text_is_not_logged(caplog):
+    """Errors of gRPC may hold the headers that it was to send."""
+    done = threading.Event()
+    failures = ["of reading"]
+
+    def read():
+        if failures:
+            raise RuntimeError(f"hush, {failures.pop()}")
+        return []
+
+    class Exporter(MetricExporter):
+        num_exports = 0
+
+        def export(self, metrics_data, timeout_millis=0.0, **kwargs):
+            self.num_exports += 1
+            if self.num_exports == 1:
+                raise ValueError("hush")
+            done.set()
+            return MetricExportResult.SUCCESS
+
+        def force_flush(self, timeout_millis=0.0):
+            return True
+
+        def shutdown(self, timeout_millis=0.0, **kwargs):
+            """Nothing is open."""
+
+    push = MetricsPush(Exporter(), Resource({}), 0.01, LoopReader(read))
+    push.start()
+    assert await asyncio.to_thread(done.wait, 30)
+    push.stop([])
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" in ")[0] for text in told] == [
+        "metrics could not be sent (RuntimeError",
+        "metrics could not be sent (ValueError",
+    ]
+    assert "hush" not in caplog.text
 
 
 async def test_the_environment_decides():

@@ -96,7 +96,7 @@ async def test_logs_have_the_id_and_not_what_was_said(start_service, caplog):
     ("sampling", "reason", "where"),
     [
         ({"top_p": 3.25}, "INVALID_FIELD", "sampling.top_p"),  # found at once
-        ({"max_tokens": 4090}, "INVALID_FIELD", "sampling.max_tokens"),  # found when the prompt's length is known
+        ({"max_tokens": 4090}, "CONTEXT_LENGTH", "sampling.max_tokens"),  # found when the prompt's length is known
     ],
 )
 async def test_a_refusal_is_logged_and_traced_by_its_reason(start_service, spans, caplog, sampling, reason, where):

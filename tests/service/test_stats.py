@@ -1,6 +1,7 @@
 """WatchStats: where the engine stands, at once and then in every interval."""
 
 import asyncio
+import dataclasses
 
 import grpc
 import pytest
@@ -78,6 +79,13 @@ async def test_the_engines_state_is_told(start_watched):
     await answers.read()
     service.engine.drain()
     assert (await answers.read()).state == admin_pb2.ENGINE_STATE_DRAINING
+
+
+async def test_a_prediction_beyond_its_field_is_the_most_that_it_holds(start_watched, monkeypatch):
+    service = await start_watched()
+    stats = dataclasses.replace(service.engine.stats(), predicted_ttft_s=1e7)
+    monkeypatch.setattr(service.engine, "stats", lambda: stats)
+    assert (await watch(service).read()).predicted_ttft_ms == 2**32 - 1
 
 
 async def test_it_ends_with_the_service(start_watched):

@@ -3,6 +3,8 @@
 import pytest
 
 from penstock.scheduler.config import TenantLimits
+from penstock.service.config import parse_config
+from penstock.service.operator_files import OperatorFiles
 from penstock.service.tenants_file import TENANTS_FLAG, Tenants, parse_tenants
 from penstock.service.watched_files import FileError, NamedFile
 
@@ -28,8 +30,8 @@ def test_a_key_for_each_tenant_and_one_for_all_others(load):
     assert tenants == Tenants(TenantLimits(max_live_requests=200), {"acme": acme, "zenith": zenith})
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
-def test_an_empty_file_changes_nothing(load, text):
+@pytest.mark.parametrize("text", ["{}", "# no limits\n{}\n"])
+def test_an_empty_mapping_changes_nothing(load, text):
     assert load(text) == Tenants()
 
 
@@ -44,6 +46,8 @@ def test_names_are_text_whatever_yaml_would_take_them_for(load):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        ("", "is empty; write {} for no limits"),  # or not written yet
+        ("# nothing\n", "is empty; write {} for no limits"),
         ("a: b: c", "is no YAML"),
         ("- acme", "must hold keys and values, such as weight: 2"),
         ("acme: 3", "acme: must hold keys and values, such as weight: 2"),
@@ -86,3 +90,10 @@ def test_a_file_that_is_no_text(tmp_path):
     file = NamedFile(TENANTS_FLAG, tmp_path / "bytes")
     with pytest.raises(FileError, match="bytes: is no text in UTF-8"):
         parse_tenants(file, b"\xff\xfe\xff")
+
+
+def test_a_service_does_not_start_with_an_empty_file(tmp_path):
+    path = tmp_path / "tenants.yaml"
+    path.touch()
+    with pytest.raises(FileError, match=r"--tenants-file .*tenants\.yaml: is empty; write \{\} for no limits"):
+        OperatorFiles.load(parse_config([f"--tenants-file={path}"]))

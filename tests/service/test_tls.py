@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.clients import AsyncClient, Tls, Unreachable
 from penstock.service.identity import ApiKeys
 from penstock.service.tls import ServerTls
-from penstock.service.watched_files import FileError
+from penstock.service.watched_files import FileError, TooEarly
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -180,7 +180,7 @@ class TestFiles:
     def test_the_time_must_be_right(self, tmp_path, authority):
         with pytest.raises(FileError, match=r"--tls-cert .*: has expired on 20\d\d-\d\d-\d\d \d\d:\d\d UTC; get a new"):
             load(tmp_path, *authority.issue(begin_h=-2, end_h=-1))
-        with pytest.raises(FileError, match=r"--tls-cert .*: is valid from .* UTC on only; give one that is valid now"):
+        with pytest.raises(TooEarly, match=r"--tls-cert .*: is valid from .* UTC on only; give one that is valid now"):
             load(tmp_path, *authority.issue(begin_h=1, end_h=2))
 
 

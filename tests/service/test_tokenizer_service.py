@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 
 import grpc
 import pytest
@@ -40,6 +41,16 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
+async def refused_field(call, details_of):
+    """The field that is named where too much was asked for."""
+    with pytest.raises(grpc.aio.AioRpcError, match="send less") as error:
+        await call
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    details = details_of(error.value)
+    assert details["ErrorInfo"].reason == "TOO_EXPENSIVE"
+    return details["BadRequest"].field_violations[0].field
+
+
 @pytest.mark.parametrize("method", CALLS)
 async def test_every_call_works_in_the_pool(start_service, monkeypatch, method):
     """A thousand ids take a millisecond, and a call may have many thousands."""
@@ -67,15 +78,65 @@ async def test_what_tokens_stand_for(start_service):
         await service.tokenizer.DescribeTokens(pb.DescribeTokensRequest(token_ids=[0, 258]))
 
 
-async def test_ids_of_too_much_text_are_refused_before_it_is_made(start_service, details_of, monkeypatch):
+async def test_ids_of_too_much_text_are_refused_before_it_is_made(
+    start_service, byte_tokenizer, details_of, monkeypatch
+):
     service = await start_service()
-    monkeypatch.setattr(tokenizer_service, "MAX_DETOKENIZED_CHARS", 10)
-    response = await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=[120] * 10))
-    assert response.text == "x" * 10
-    with pytest.raises(grpc.aio.AioRpcError, match="several requests") as error:
-        await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=[120] * 10 + [195]))
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert details_of(error.value)["ErrorInfo"].reason == "TOO_EXPENSIVE"
+    detokenize = service.tokenizer.Detokenize
+    monkeypatch.setattr(tokenizer_service, "MAX_ANSWER_BYTES", 12)
+    assert (await detokenize(pb.DetokenizeRequest(token_ids=[120] * 10))).text == "x" * 10
+    assert not (await detokenize(pb.DetokenizeRequest(token_ids=[256] * 10))).text
+    broken = pb.DetokenizeRequest(token_ids=[195] * 5)  # each becomes U+FFFD, which is three bytes
+    assert await refused_field(detokenize(broken), details_of) == "token_ids"
+    monkeypatch.setattr(type(byte_tokenizer), "decode", lambda *_: "")
+    long = pb.DetokenizeRequest(token_ids=[120] * 13)
+    assert await refused_field(detokenize(long), details_of) == "token_ids"
+    specials = pb.DetokenizeRequest(token_ids=[256] * 10, include_special_tokens=True)
+    assert await refused_field(detokenize(specials), details_of) == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [("Tokenize", "text"), ("Detokenize", "token_ids"), ("RenderChat", "chat"), ("DescribeTokens", "token_ids")],
+)
+async def test_no_answer_is_larger_than_clients_take(start_service, details_of, monkeypatch, method, field):
+    call = getattr((await start_service()).tokenizer, method)
+    num_bytes = (await call(CALLS[method])).ByteSize()
+    monkeypatch.setattr(tokenizer_service, "MAX_ANSWER_BYTES", num_bytes)
+    await call(CALLS[method])
+    monkeypatch.setattr(tokenizer_service, "MAX_ANSWER_BYTES", num_bytes - 1)
+    assert await refused_field(call(CALLS[method]), details_of) == field
+
+
+class Whole(list[int]):
+    """Not to be gone through by C in one go."""
+
+    def __iter__(self):
+        raise AssertionError("it was gone through in one go")
+
+
+async def test_long_lists_are_worked_on_in_slices(start_service, byte_tokenizer, details_of, monkeypatch):
+    service = await start_service()
+    monkeypatch.setattr(tokenizer_service, "_IDS_AT_ONCE", 3)
+    encode, text = type(byte_tokenizer).encode, "abcdefgh"
+    monkeypatch.setattr(type(byte_tokenizer), "encode", lambda *arguments: Whole(encode(*arguments)))
+    token_ids = list((await service.tokenizer.Tokenize(pb.TokenizeRequest(text=text))).token_ids)
+    assert token_ids == list(text.encode())
+
+    sizes = []
+
+    class Noting(Counter[int]):
+        def update(self, iterable=None, /, **named):
+            sizes.append(0 if iterable is None else len(iterable))
+            super().update(iterable, **named)
+
+    monkeypatch.setattr(tokenizer_service, "Counter", Noting)
+    monkeypatch.setattr(tokenizer_service, "MAX_ANSWER_BYTES", 60)  # of eight ids, any of which may be of eight bytes
+    assert (await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=token_ids))).text == text
+    assert (sum(sizes), max(sizes)) == (8, 3)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await service.tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=[*[0] * 7, 258, 0]))
+    assert details_of(error.value)["BadRequest"].field_violations[0].field == "token_ids[7]"
 
 
 async def test_a_tenant_that_sends_much_waits_for_itself_alone(start_service, byte_tokenizer, monkeypatch, details_of):

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from penstock.service.watched_files import FileError, FileWatch, NamedFile, WatchedFiles
+from penstock.service.watched_files import FileError, FileWatch, NamedFile, TooEarly, WatchedFiles
 
 
 def load(content, other=b""):
@@ -38,6 +38,12 @@ def refresh(watched):
     return take is not None
 
 
+def look_twice(watched):
+    """Whether something new was taken into use, which is never before the second look."""
+    assert not refresh(watched)
+    return refresh(watched)
+
+
 def write_in_place(path):
     path.write_bytes(b"two")  # as long as before
 
@@ -57,7 +63,7 @@ def replace_with_an_old_file(path):
 def test_a_change_is_seen_once(watched, path, change):
     assert not refresh(watched)
     change(path)
-    assert refresh(watched)
+    assert look_twice(watched)
     assert watched.value == b"two"
     assert not refresh(watched)
 
@@ -72,6 +78,19 @@ def test_a_link_that_points_elsewhere_is_seen_as_kubernetes_makes_it(tmp_path):
     watched = WatchedFiles([NamedFile("--file", path)], load)
     (tmp_path / "new").symlink_to("..2")
     (tmp_path / "new").replace(data)
+    assert look_twice(watched)
+    assert watched.value == b"two"
+
+
+@pytest.mark.parametrize("is_created_anew", [False, True])
+def test_half_of_what_is_being_written_is_not_used(watched, path, is_created_anew):
+    if is_created_anew:
+        path.unlink()
+    with path.open("wb", buffering=0) as file:
+        for part in (b"", b"t", b"wo"):
+            file.write(part)
+            assert not refresh(watched)
+            assert watched.value == b"one"
     assert refresh(watched)
     assert watched.value == b"two"
 
@@ -89,7 +108,7 @@ def test_of_several_files_one_is_enough_and_all_are_loaded_together(tmp_path):
     watched = WatchedFiles([NamedFile("--file", tmp_path / name) for name in "ab"], load)
     assert watched.value == b"ab"
     (tmp_path / "b").write_text("B")
-    assert refresh(watched)
+    assert look_twice(watched)
     assert watched.value == b"aB"
 
 
@@ -102,10 +121,10 @@ def test_what_is_broken_is_told_once_and_changes_nothing(watched, path, caplog):
         "--file: is broken; repair it; what was read before holds on"
     ]
     path.write_bytes(b"broken in another way")
-    refresh(watched)
+    assert not look_twice(watched)
     assert len(caplog.records) == 2
     path.write_bytes(b"two")
-    assert refresh(watched)
+    assert look_twice(watched)
     assert watched.value == b"two"
 
 
@@ -121,22 +140,44 @@ def test_a_file_that_is_gone_is_told_once_and_changes_nothing(watched, path, cap
         assert not refresh(watched)
     assert caplog.records[-1].getMessage() == f"--file {path}: as before"
     path.write_bytes(b"broken")
-    refresh(watched)
+    assert not look_twice(watched)
     assert caplog.records[-1].levelno == logging.ERROR
 
 
-def test_what_was_refused_is_tried_again_though_it_is_the_same(path):
+def test_what_was_refused_is_not_loaded_again_before_it_changes(path, caplog):
+    """A large file takes seconds."""
+    loaded = []
+
+    def load_and_count(content):
+        loaded.append(content)
+        return load(content)
+
+    watched = WatchedFiles([NamedFile("--file", path)], load_and_count)
+    path.write_bytes(b"broken")
+    for _ in range(4):
+        assert not refresh(watched)
+    assert loaded == [b"one", b"broken"]
+    path.write_bytes(b"one")
+    assert not refresh(watched)
+    path.write_bytes(b"broken")
+    for _ in range(4):
+        assert not refresh(watched)
+    assert loaded == [b"one", b"broken", b"broken"]
+    assert len(caplog.records) == 2
+
+
+def test_what_was_too_early_is_tried_again_though_it_is_the_same(path):
     """A certificate that was not valid yet."""
     is_early = True
 
     def load_later(content):
         if content == b"two" and is_early:
-            raise FileError("--file: too early")
+            raise TooEarly("--file: too early")
         return content
 
     watched = WatchedFiles([NamedFile("--file", path)], load_later)
     path.write_bytes(b"two")
-    assert not refresh(watched)
+    assert not look_twice(watched)
     is_early = False
     assert refresh(watched)
     assert watched.value == b"two"
@@ -149,6 +190,21 @@ def test_an_error_of_our_own_is_logged_once_and_changes_nothing(watched, path, c
         assert not refresh(watched)
     assert watched.value == b"one"
     assert len(caplog.records) == 1
+
+
+def test_an_error_while_reading_is_logged_once_and_passes(watched, path, caplog, monkeypatch):
+    def fail(file):
+        raise MemoryError
+
+    path.write_bytes(b"two")
+    with monkeypatch.context() as patch:
+        patch.setattr(NamedFile, "read", fail)
+        for _ in range(2):
+            assert not refresh(watched)
+    [record] = caplog.records
+    assert "could not be taken into use (MemoryError); what was read before holds on" in record.getMessage()
+    assert look_twice(watched)
+    assert watched.value == b"two"
 
 
 def test_a_file_that_cannot_be_used_at_the_start_is_an_error(tmp_path):
@@ -176,14 +232,32 @@ async def test_the_watch_takes_changes_into_use_on_the_loop(watched, path):
     watch.stop()
 
 
-async def test_the_watch_need_not_wait_for_its_interval(watched, path):
+async def test_the_watch_need_not_wait_for_its_interval():
+    looked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    class Looks:
+        def refresh(self):
+            loop.call_soon_threadsafe(looked.set)
+
+    watch = FileWatch([Looks()], interval_s=3600)
+    watch.start()
+    watch.look_now()
+    await asyncio.wait_for(looked.wait(), 30)
+    watch.stop()
+
+
+async def test_one_that_cannot_be_looked_at_does_not_end_the_watch(watched, path, caplog):
+    class Failing:
+        def refresh(self):
+            raise MemoryError
+
     taken = asyncio.Event()
     watched.on_change(lambda value: taken.set())
-    watch = FileWatch([watched], interval_s=3600)
+    watch = FileWatch([Failing(), watched], interval_s=0.01)
     watch.start()
     path.write_bytes(b"two")
-    watch.look_now()
     await asyncio.wait_for(taken.wait(), 30)
+    assert "a file could not be looked at" in caplog.text
     watch.stop()
 
 

@@ -28,7 +28,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """At most 4 MiB of UTF-8. Special tokens written in it are ordinary text."""
+    """At most 4 MiB of UTF-8, and of tokens in the answer. Special tokens written in it are ordinary text."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its own special tokens, such as a beginning of sequence, as it does for a `text` prompt.
     Default: true.
@@ -85,7 +85,7 @@ class DetokenizeRequest(_message.Message):
     """Keeps special tokens in the text. Default: false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """0 to 1,048,576 ids, each below the vocabulary size; their text has at most 16,777,216 characters."""
+        """0 to 1,048,576 ids, each below the vocabulary size; their text has less than 4 MiB of UTF-8."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RenderChatRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chat(self) -> _generation_pb2.Chat:
-        """The conversation. Required."""
+        """The conversation. Required. Text and tokens of the prompt together have less than 4 MiB."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class DescribeTokensRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """0 to 65,536 ids, each below the vocabulary size."""
+        """0 to 65,536 ids, each below the vocabulary size; what is told of them has at most 4 MiB."""
 
     def __init__(
         self,

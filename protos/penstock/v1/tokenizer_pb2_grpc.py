@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub(object):
-    """Turns text into tokens and back, exactly as generation does.
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
     """
 
     def __init__(self, channel):
@@ -58,7 +59,8 @@ class TokenizerServiceStub(object):
 
 
 class TokenizerServiceServicer(object):
-    """Turns text into tokens and back, exactly as generation does.
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
     """
 
     def Tokenize(self, request, context):
@@ -121,7 +123,8 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService(object):
-    """Turns text into tokens and back, exactly as generation does.
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
     """
 
     @staticmethod

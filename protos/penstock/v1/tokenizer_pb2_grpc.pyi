@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TokenizerServiceStub:
-    """Turns text into tokens and back, exactly as generation does."""
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +46,9 @@ class TokenizerServiceStub:
 
 @_typing.type_check_only
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
-    """Turns text into tokens and back, exactly as generation does."""
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -57,7 +61,9 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     """What each of some token ids stands for by itself, as log-probabilities show it."""
 
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns text into tokens and back, exactly as generation does."""
+    """Turns text into tokens and back, exactly as generation does. An answer has at most 4 MiB, what gRPC's clients take by
+    default. A request for more is refused with INVALID_ARGUMENT; it has to be sent in parts.
+    """
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -1,6 +1,9 @@
 """Quantised checkpoints as their own tools write them: read, multiplied out, and served. What is read of AWQ's is
 compared with compressed-tensors' converter too."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +84,16 @@ async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine,
 def test_the_cpu_backend_refuses_experts_whose_inputs_it_cannot_share(checkpoints, worker_config):
     with pytest.raises(ModelError, match="--backend cpu: its experts are quantised differently, or by act-order"):
         load_backend(worker_config(checkpoints("gptq experts").path, backend="cpu"))
+
+
+@pytest.mark.usefixtures("cpu_library")
+def test_the_cpu_backend_refuses_experts_in_orders_that_the_config_denies(checkpoints, worker_config, tmp_path):
+    path = shutil.copytree(checkpoints("gptq experts").path, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"orders of their own.*give --backend reference"):
+        load_backend(worker_config(path, backend="cpu"))
 
 
 def test_awq_is_what_the_librarys_converter_makes_of_it(checkpoints):

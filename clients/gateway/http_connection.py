@@ -1,0 +1,143 @@
+"""One connection of the gateway's: what it may send that is no request, how long that may take, and that it is one
+request at a time."""
+
+import asyncio
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MAX_HEAD_BYTES = 64 << 10
+"""Of a head, of one chunk's extension, or of trailers. What arrives whole with one read may be larger."""
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's, but for connections that send no whole head of a request, or take nothing of an answer: each holds a
+    place, and uvicorn waits for ever. And but for pipelining: uvicorn would read no further then, and not see the
+    caller leave, so the request under way becomes the connection's last."""
+
+    _due: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _num_head = 0
+    """Bytes since the last ones that brought a head's end or a piece of a body."""
+    _is_last = False
+    """Whether nothing is taken that follows the request under way: it was pipelined, and its client sends it again."""
+
+    def __init__(self, *, head_s: float, write_timeout_s: float, **given: Any) -> None:
+        super().__init__(**given)
+        self._head_s = head_s
+        self._write_timeout_s = write_timeout_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """From here on a head is awaited."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._have_head()
+        self._have_reader()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bounds what becomes no request. What follows the last one is read all the same, so that the connection's end
+        is seen."""
+        if self._is_last:
+            return
+        self._num_head += len(data)
+        super().data_received(data)
+        if self._is_last or self.transport.is_closing():
+            return
+        if self._num_head > _MAX_HEAD_BYTES:
+            self._refuse()
+        elif not self._is_answering() and self.timeout_keep_alive_task is None:
+            self._await_head()  # the rest of a body that was answered before it came has no route that awaits it
+
+    def send_400_response(self, msg: str) -> None:
+        """Not into the answer of a request that was whole."""
+        if not self._is_last:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head."""
+        if self._is_answering():
+            self._is_last = True
+            self.cycle.keep_alive = False
+        else:
+            super().on_message_begin()
+            self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of it."""
+        if not self._is_last:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Of a head, or of trailers."""
+        if not self._is_last:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The last byte of a head; a body's time is its route's business."""
+        if not self._is_last:
+            self._num_head = 0
+            self._have_head()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of it; its size is the app's business."""
+        if not self._is_last:
+            self._num_head = 0
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        if not self._is_last:
+            self._num_head = 0
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Much waits to be read by the other side. Of TCP the kernel knows when it takes too long, as ``http_server``
+        has it; of a Unix socket nobody does."""
+        super().pause_writing()
+        if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
+            self._await_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Most of it was."""
+        self._have_reader()
+        super().resume_writing()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self) -> None:
+        if self._is_answering():
+            self.transport.abort()
+        else:
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def _await_reader(self, num_unread: int) -> None:
+        self._unread = self.loop.call_later(self._write_timeout_s, self._look_at_reader, num_unread)
+
+    def _look_at_reader(self, num_unread: int) -> None:
+        if (now_unread := self.transport.get_write_buffer_size()) < num_unread:
+            self._await_reader(now_unread)
+        else:
+            self.transport.abort()
+
+    def _have_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _await_head(self) -> None:
+        if self._due is None:
+            self._due = self.loop.call_later(self._head_s, self.transport.close)
+
+    def _have_head(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
