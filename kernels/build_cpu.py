@@ -28,10 +28,12 @@ COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 LEVEL_FLAGS = {
     "level_avx2.cpp": AVX2,
     "level_avx512.cpp": AVX512,
-    "level_avx512_bf16.cpp": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "level_avx512_bf16.cpp": AVX512_BF16,
+    "level_amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 """Of the sources with instructions of their own; other machines than x86-64 build them empty."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")

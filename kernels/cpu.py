@@ -35,7 +35,7 @@ VARIABLE = "PENSTOCK_CPU_LIBRARY"
 BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
 """What helps a library that is missing or stale."""
 
-LEVELS = ("avx512_bf16", "avx512", "avx2", "generic")
+LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
 """Instruction sets, from the best on."""
 
 

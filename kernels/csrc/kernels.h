@@ -203,6 +203,7 @@ struct Kernels {
 };
 
 // Null where the library was built without them, or the machine lacks the instructions.
+const Kernels* kernels_amx();
 const Kernels* kernels_avx512_bf16();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();

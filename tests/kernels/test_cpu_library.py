@@ -25,6 +25,7 @@ NEEDED = {
     "generic": set(),
 }
 NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16", "avx512_vnni"}
+NEEDED["amx"] = NEEDED["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}
 
 # Functions that a level may call: those of libc, libm and the compiler's own library, compiled for any machine.
 PLAIN_C = re.compile(r"_{0,2}[a-z]\w*")
