@@ -125,7 +125,7 @@ def _settings_parser() -> argparse.ArgumentParser:
         "--target-itl",
         type=float,
         metavar="MS",
-        help="time between a stream's tokens that prompts may not exceed; 0: none",
+        help="time between a stream's tokens that prompts may not exceed; 0: what the service chooses",
     )
     for name, explanation in _LIMITS.items():
         changes.add_argument(_flag(name), type=int, metavar="N", help=explanation)
@@ -207,7 +207,7 @@ def _as_table(told: pb.Settings) -> str:
     rows = [
         ("policy", _policy(told)),
         *((_key(name), f"{getattr(told, name):,}") for name in _LIMITS),
-        ("target-itl", f"{told.target_itl_ms:g} ms" if told.target_itl_ms else "none"),
+        ("target-itl", f"{told.target_itl_ms:g} ms" if told.target_itl_ms else "auto"),
     ]
     lines = [f"{name:22}  {value}" for name, value in rows]
     tenants = [("(all others)", told.default_tenant), *((tenant.tenant, tenant) for tenant in told.tenants)]

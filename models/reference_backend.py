@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.reference import attention, rotate, soft_cap
+from penstock.kernels.torch_tiles import avoid_broken_tiles
 from penstock.kernels.wide import widened
 from penstock.models.attention_groups import AttentionGroup, attention_groups
 from penstock.models.batch import Batch, BatchResult
@@ -133,6 +134,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
     dtype, device = DTYPES[dtype_name], _device(config.device)
+    avoid_broken_tiles()
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(

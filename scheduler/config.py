@@ -69,7 +69,7 @@ class SchedulerConfig:
     max_decode_tokens: int = 1
     """Tokens that a row may gain in a step; more than one needs a worker that drafts."""
     target_itl_s: float | None = None
-    """The time between a row's tokens that chunks of prompts beside it are sized to keep; None: no such limit."""
+    """The time between a row's tokens that chunks of prompts beside it are sized to keep; None: see ``step_model``."""
     default_tenant: TenantLimits = TenantLimits()
     """Of tenants that ``tenants`` does not name."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)

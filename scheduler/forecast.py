@@ -185,7 +185,7 @@ class Forecast:
     def _chunk(self, decodes: float, decode_kv: float, num_prompt_tokens: int) -> int:
         """Tokens of prompts in a step."""
         budget = max(1, self._budget - int(decodes))
-        if self._target_itl_s is None:
+        if int(decodes) == 0:
             return budget
         context = num_prompt_tokens // 2
         return self._model.max_prefill(int(decodes), int(decode_kv), context, self._target_itl_s, budget)

@@ -259,7 +259,7 @@ class Planner:
 
     def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
         """What is left of the step for chunks, so that whoever decodes beside them is not kept waiting."""
-        if self._target_itl_s is None or not plan.decodes or not budget:
+        if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
         return self._model.max_prefill(len(plan.decodes), self.decode_kv, context, self._target_itl_s, budget)

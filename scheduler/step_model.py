@@ -20,6 +20,12 @@ from penstock.scheduler.plan import StepPlan
 MIN_CHUNK = 16
 """Prompt tokens that a step takes at least, whatever its target: a prompt always goes on."""
 
+COMFORT_S = 0.12
+"""Between a row's tokens, where nobody has said how long it may be: streamed text still reads as fluent."""
+MIN_SHARE = 2
+"""Steps with chunks take at least so many times what their decodes alone would, where nobody has said: on a slow machine
+prompts would else hardly go on beside them."""
+
 _MIN_STEPS = 4
 """Steps seen before anything is said: the first are not like the others."""
 _FIT_EVERY = 8
@@ -138,12 +144,16 @@ class StepModel:
             return None
         return self._pace * _dot(self._coefficients, _terms(work, steps))
 
-    def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float, at_most: int) -> int:
+    def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
-        within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is known."""
+        within ``target_s``: ``MIN_CHUNK`` to ``at_most``, and ``at_most`` while too little is known. None: within
+        ``COMFORT_S``, or ``MIN_SHARE`` times what the decodes take."""
         rest = self.predict(StepWork(0, 0, decodes, decode_kv, 1, context))
         if rest is None:
             return at_most
+        if target_s is None:
+            alone = self._pace * _dot(self._coefficients, _terms(StepWork(0, 0, decodes, decode_kv), 1))
+            target_s = max(COMFORT_S, MIN_SHARE * alone)
         per_token, per_kv, per_end = (self._pace * self._coefficients[index] * _SCALES[index] for index in (1, 2, 6))
         # rest + linear * n + square * n^2 = target_s, as the mean token of the chunk sees context + n / 2 tokens.
         linear, square = per_token + per_kv * context + per_end, per_kv / 2

@@ -7,9 +7,12 @@ import pytest
 
 from penstock.kernels.build_cpu import CannotBuild, find_compiler
 from penstock.kernels.cpu import LibraryMissing, library_path, load_library
+from penstock.kernels.torch_tiles import avoid_broken_tiles
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before torch multiplies anything, here or in a process that a test starts.
+avoid_broken_tiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -124,7 +124,7 @@ class TestSettings:
         table = run(capsys, "settings")
         assert re.search(r"^policy +fcfs$", table, re.MULTILINE)
         assert re.search(r"^max-num-seqs +16$", table, re.MULTILINE)
-        assert re.search(r"^target-itl +none$", table, re.MULTILINE)
+        assert re.search(r"^target-itl +auto$", table, re.MULTILINE)
         assert re.search(r"^\(all others\) +1( +none){5}$", table, re.MULTILINE)
 
     def test_changes_are_made_and_printed(self, operator, capsys):

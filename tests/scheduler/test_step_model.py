@@ -5,7 +5,7 @@ import random
 import pytest
 
 from penstock.scheduler.simulate import cpu_step_s
-from penstock.scheduler.step_model import MIN_CHUNK, StepModel, StepWork
+from penstock.scheduler.step_model import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepModel, StepWork
 
 
 def some_work(rng):
@@ -108,6 +108,21 @@ def test_the_largest_chunk_that_keeps_the_target(context, target_s):
 
     assert tokens == MIN_CHUNK or step_s(tokens) <= target_s * 1.001
     assert tokens == 2048 or step_s(tokens + 1) >= target_s * 0.999
+
+
+@pytest.mark.parametrize(("decodes", "decode_kv"), [(1, 100), (16, 4000)])
+def test_without_a_target_a_step_is_comfortable(decodes, decode_kv):
+    model = taught()
+    tokens = model.max_prefill(decodes, decode_kv, 0, None, at_most=1 << 20)
+    assert tokens == model.max_prefill(decodes, decode_kv, 0, COMFORT_S, at_most=1 << 20)
+
+
+def test_without_a_target_a_step_whose_decodes_are_slow_takes_twice_as_long_as_they():
+    model = taught()
+    alone = model.predict(StepWork(0, 0, 2000, 4_000_000))
+    assert alone is not None and alone > COMFORT_S
+    tokens = model.max_prefill(2000, 4_000_000, 0, None, at_most=1 << 20)
+    assert tokens == model.max_prefill(2000, 4_000_000, 0, MIN_SHARE * alone, at_most=1 << 20) > MIN_CHUNK
 
 
 def test_a_chunk_is_never_more_than_it_may_be():
