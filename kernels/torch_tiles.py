@@ -18,8 +18,8 @@ TRIAL_S = 20
 
 
 def avoid_broken_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Where the processor has AMX, tries a product in a child process, some 50 ms; if the child dies, oneDNN does without
-    AMX in this process and its children. To be called before torch's first product."""
+    """Where the processor has AMX, tries a product in a child process, some 50 ms; if the child dies, oneDNN does
+    without AMX in this process and its children. To be called before torch's first product."""
     if VARIABLE in os.environ or not cpuinfo.exists() or " amx_tile " not in cpuinfo.read_text():
         return
     import torch  # fork copies it; the child computes with one thread, whatever was set here

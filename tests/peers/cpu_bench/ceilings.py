@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from cpu_bench.floors import Machine
-
 from penstock.kernels.torch_tiles import avoid_broken_tiles
 
 READ_BYTES = 1 << 30
