@@ -104,10 +104,11 @@ KERNEL_TESTS := tests/kernels/test_cpu_*.py
 
 # The sanitizer's library comes first, then libstdc++, whose exceptions it watches: torch throws some. Python gets memory
 # from malloc, so that what lies beyond a bytes object is guarded as well. Python itself leaks at its end. A sanitizer ends
-# the process: captured as a file, what it prints would be lost.
+# the process: captured as a file, what it prints would be lost. It doesn't see what AMX's instructions read and write, so
+# their registers are software here.
 SANITIZED := build/sanitized
 sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
-	CXX=g++ $(BIN)/python -P kernels/build_cpu.py --sanitize --out $(SANITIZED)
+	CXX=g++ $(BIN)/python -P kernels/build_cpu.py --sanitize --software-tiles --out $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 --capture=sys \

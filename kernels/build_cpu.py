@@ -2,6 +2,7 @@
 
     python kernels/build_cpu.py                               the library, in this folder
     python kernels/build_cpu.py --out DIR --sanitize          one that stops at the first undefined behaviour
+    python kernels/build_cpu.py --out DIR --software-tiles    one whose level "amx" needs no AMX, and is slow
 
 Imports nothing of ours, since it runs before anything is installed.
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -37,6 +39,7 @@ LEVEL_FLAGS = {
 }
 """Of the sources with instructions of their own; other machines than x86-64 build them empty."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES",)
 # The standard library's templates are visible whatever -fvisibility says; a name that is missing fails here, not at run
 # time. A sanitizer's names come from a library that is loaded first.
 LINK = ("-shared", "-pthread", f"-Wl,--version-script={SOURCES / 'exports.map'}")
@@ -66,8 +69,11 @@ def find_compiler() -> list[str]:
     raise CannotBuild(f"there is no C++ compiler{f' called {named[0]}, as CXX says' if named else ''}", INSTALL_ONE)
 
 
-def build(folder: Path, *, sanitize: bool = False) -> Path:
-    """Compiles every source and links them; returns the library's path. Raises CannotBuild."""
+def build(
+    folder: Path, *, sanitize: bool = False, software_tiles: bool = False, levels: Collection[str] = LEVEL_FLAGS
+) -> Path:
+    """Compiles every source and links them; returns the library's path. A level whose source is not among ``levels`` is
+    left out, but for the generic one. Raises CannotBuild."""
     compiler = find_compiler()
     sources = sorted(SOURCES.glob("*.cpp"))
     if not sources:
@@ -76,11 +82,11 @@ def build(folder: Path, *, sanitize: bool = False) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         extra = SANITIZERS if sanitize else ()
-        told = f'-DPENSTOCK_SOURCES="{digest()}"'
-        commands = [
-            [*compiler, *COMMON, told, *level_flags(source.name), *extra, "-c", str(source), "-o", str(made)]
-            for source, made in zip(sources, objects, strict=True)
-        ]
+        common = [*compiler, *COMMON, f'-DPENSTOCK_SOURCES="{digest()}"', *(SOFTWARE_TILES if software_tiles else ())]
+        commands = []
+        for source, made in zip(sources, objects, strict=True):
+            flags = level_flags(source.name) if source.name in levels else ()
+            commands.append([*common, *flags, *extra, "-c", str(source), "-o", str(made)])
         # The levels take most of the time: they go first.
         commands.sort(key=lambda command: "level_" not in command[-1])
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -157,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder for the library")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
+    parser.add_argument("--software-tiles", action="store_true", help="with AMX's tile registers in memory, for tests")
     parser.add_argument("--if-possible", action="store_true", help="only if a source is newer; a failure is a warning")
     arguments = parser.parse_args()
     if arguments.if_possible:
@@ -164,7 +171,7 @@ def main() -> None:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
-        print(build(arguments.out, sanitize=arguments.sanitize))
+        print(build(arguments.out, sanitize=arguments.sanitize, software_tiles=arguments.software_tiles))
     except CannotBuild as error:
         sys.exit(f"{error.output}no library was built: {error}")
 

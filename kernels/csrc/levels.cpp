@@ -34,7 +34,9 @@ const Level LEVELS[] = {
 // Whether the processor has tiles of bfloat16 and of bytes, and the system lets this process use them: Linux asks to be
 // asked, once for all threads, since their state makes its own tables larger.
 bool has_tiles() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
+#if defined(PENSTOCK_SOFTWARE_TILES)
+  return true;
+#elif defined(__linux__) && defined(SYS_arch_prctl)
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;
   constexpr int ASK_FOR_STATE = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;

@@ -7,7 +7,7 @@
 // exact.
 //
 // Written as assembly, since compilers' own functions take register numbers as text alone, which no template can give,
-// and those of gcc 12 don't say that they read memory.
+// and those of gcc 12 don't say that they read memory. software_tiles.h has the same functions for tests.
 #pragma once
 
 #include "vec.h"
@@ -27,6 +27,14 @@ struct TileShapes {
     row_bytes[tile] = static_cast<uint16_t>(bytes);
   }
 };
+
+}  // namespace PENSTOCK_LEVEL
+
+#if defined(PENSTOCK_SOFTWARE_TILES)
+#include "software_tiles.h"
+#else
+
+namespace PENSTOCK_LEVEL {
 
 INLINE void configure_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 
@@ -59,3 +67,5 @@ INLINE void add_tile_quads() {  // signed bytes of `a` by unsigned ones of `b`
 }
 
 }  // namespace PENSTOCK_LEVEL
+
+#endif

@@ -4,13 +4,33 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels import build_cpu
+from penstock.kernels.build_cpu import CannotBuild
 from penstock.kernels.cpu import LEVELS, Kernels, find_kernels
+
+
+@pytest.fixture(scope="session")
+def software_tiles(pytestconfig: pytest.Config) -> Path:
+    """A library whose level "amx" needs nothing but avx512_bf16: built if a source is newer."""
+    folder = pytestconfig.rootpath / "build" / "software-tiles"
+    library = folder / build_cpu.LIBRARY
+    if build_cpu.is_current(library):
+        return library
+    try:
+        build_cpu.find_compiler()
+    except CannotBuild:
+        pytest.skip("needs a C++ compiler")
+    folder.mkdir(parents=True, exist_ok=True)
+    return build_cpu.build(folder, software_tiles=True, levels=["level_amx.cpp"])
 
 
 @pytest.fixture(params=LEVELS)
 def table(request: pytest.FixtureRequest, cpu_library: Path) -> Kernels:
-    """Every instruction set in turn. PENSTOCK_CPU_LIBRARY names another build of the library to test."""
+    """Every instruction set in turn, that of AMX in software where there is none. PENSTOCK_CPU_LIBRARY names another
+    build of the library to test."""
     found = find_kernels(request.param, cpu_library)
+    if found is None and request.param == "amx" and find_kernels("avx512_bf16", cpu_library):
+        found = find_kernels("amx", request.getfixturevalue("software_tiles"))
     if found is None:
         pytest.skip(f"this machine has no {request.param}")
     return found
