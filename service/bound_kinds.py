@@ -43,6 +43,12 @@ class Problem(NamedTuple):
     text: str
     at: str = ""
     """Added to the field's path: ``[3]`` or ``[3].role``."""
+    exceeds_context: bool = False
+    """Whether it is more than the served model can take: another model may."""
+
+    def inside(self, place: str) -> "Problem":
+        """The same, of what holds the value at ``place``."""
+        return self._replace(at=place + self.at)
 
 
 class Bound(Protocol):
@@ -98,7 +104,8 @@ class Number:
         if (self.low < value if self.above_low else self.low <= value) and value <= high:
             return None
         floor = "above" if self.above_low else "at least"
-        return Problem(f"must be {floor} {_shown(self.low)} and at most {high:,}; it is {_shown(value)}")
+        text = f"must be {floor} {_shown(self.low)} and at most {high:,}; it is {_shown(value)}"
+        return Problem(text, exceeds_context=isinstance(self.high, Limit) and value > high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class Items:
         for index, item in enumerate(value):
             found = self.each.problem(item, limits)
             if found is not None:
-                return Problem(found.text, f"[{index}]{found.at}")
+                return found.inside(f"[{index}]")
         return None
 
 
@@ -163,9 +170,10 @@ class Ids:
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
         """The length is checked first, so that a long list costs nothing."""
-        if len(value) > MAX_IDS_ON_LOOP:
-            return _too_many(value, limits.resolve(self.high))
-        return _too_many(value, limits.resolve(self.high)) or foreign_id(value, limits.vocab_size)
+        found = _too_many(value, self.high, limits)
+        if found is not None or len(value) > MAX_IDS_ON_LOOP:
+            return found
+        return foreign_id(value, limits.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +206,8 @@ class NestedIds:
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
         """The length alone."""
-        found = _too_many(value.ids, limits.resolve(self.high))
-        return None if found is None else Problem(found.text, ".ids")
+        found = _too_many(value.ids, self.high, limits)
+        return None if found is None else found.inside(".ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +237,11 @@ def foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
     return Problem(f"must be below the vocabulary size, {vocab_size:,}; it is {ids[index]:,}", f"[{index}]")
 
 
-def _too_many(ids: Sequence[int], high: float) -> Problem | None:
-    return None if len(ids) <= high else Problem(f"at most {high:,} ids; it has {len(ids):,}")
+def _too_many(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> Problem | None:
+    most = limits.resolve(high)
+    if len(ids) <= most:
+        return None
+    return Problem(f"at most {most:,} ids; it has {len(ids):,}", exceeds_context=isinstance(high, Limit))
 
 
 def _shown(value: float) -> str:

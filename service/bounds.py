@@ -30,7 +30,7 @@ from penstock.service.bound_kinds import (
     Texts,
     foreign_id,
 )
-from penstock.service.errors import invalid
+from penstock.service.errors import Reason, invalid
 from penstock.service.identity import TENANT_NAME
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 
@@ -225,10 +225,12 @@ class Validator:
         self.limits = limits
 
     def check(self, message: Message) -> None:
-        """Raises ServiceError INVALID_FIELD, with the path of the first field that is out of its bound."""
+        """Raises ServiceError, with the path of the first field that is out of its bound: CONTEXT_LENGTH where that
+        is the served model's, else INVALID_FIELD."""
         found = _walk(message, self.limits)
         if found is not None:
-            raise invalid(found.at.removeprefix("."), found.text)
+            reason = Reason.CONTEXT_LENGTH if found.exceeds_context else Reason.INVALID_FIELD
+            raise invalid(found.at.removeprefix("."), found.text, reason)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Holds the ids of a list of any length against the vocabulary; takes 10 ms for a million."""
@@ -245,7 +247,7 @@ def _walk(message: Message, limits: ModelLimits) -> Problem | None:
         field = descriptor.name
         found = bounds[field].problem(value, limits)
         if found is not None:
-            return Problem(found.text, f".{field}{found.at}")
+            return found.inside(f".{field}")
         missing.discard(field)
     if missing:
         return Problem("is required", f".{min(missing)}")

@@ -88,8 +88,6 @@ class Converter:
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
-        if num_ids := len(start.token_ids.ids):
-            self._pool.check_length(num_ids, "token_ids.ids")
         self._validator.check(start)
         prompt = start.WhichOneof("prompt")
         if prompt is None and not start.continue_from:

@@ -35,6 +35,11 @@ _STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
     EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
 }
 
+MAX_REFUSED_IN_A_ROW = 64
+REFUSED_PAUSE_S = 0.005
+"""Then a stream is read slowly until a request of it is taken, or a client that sends what is refused, again and again,
+would have all of the event loop's time. Nothing is lost, and what runs on the stream goes on."""
+
 StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
@@ -187,11 +192,16 @@ class _Stream:
         self._live: dict[int, LiveRequest] = {}
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
+        self._num_refused = 0
+        """In a row, before anything was prepared: what a full queue refuses is no fault of the client's."""
 
     async def read(self, frames: AsyncIterator[pb.GenerateRequest]) -> None:
         """Takes frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
         async for frame in frames:
+            num_refused = self._num_refused
             self._take(frame)
+            if self._num_refused > max(num_refused, MAX_REFUSED_IN_A_ROW):
+                await asyncio.sleep(REFUSED_PAUSE_S)
 
     def on_read(self, reader: asyncio.Task[None]) -> None:
         """No more frames will come."""
@@ -240,6 +250,7 @@ class _Stream:
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)
         live.begin(start, after=self._last)
+        self._num_refused = 0 if live.preparation is not None else self._num_refused + 1
         self._last = live.preparation or self._last
 
     def _update(self, update: pb.Update) -> None:
@@ -254,6 +265,7 @@ class _Stream:
         try:
             self._validator.check(update)
         except ServiceError as error:
+            self._num_refused += 1
             refuse(error)
         else:
             live.update(update, refuse)

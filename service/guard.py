@@ -28,6 +28,7 @@ from penstock.service.errors import (
 from penstock.service.identity import ACCESS, Access
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
+from penstock.service.wire import check_parts
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +149,10 @@ async def _small_messages(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncI
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    # What the generated code gives as a parser is a method of the message's class.
+    descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+    if descriptor is not None:
+        check_parts(raw, descriptor)
     try:
         return parse(raw)
     except DecodeError:

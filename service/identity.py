@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -82,12 +81,6 @@ class ApiKeys:
         self._nobody = (bytes(32), Caller(DEFAULT_TENANT))
 
     @classmethod
-    def load(cls, path: Path) -> "ApiKeys":
-        """Reads a key file. Raises FileError."""
-        file = NamedFile(API_KEYS_FLAG, path)
-        return cls.parse(file, file.read())
-
-    @classmethod
     def parse(cls, file: NamedFile, content: bytes) -> "ApiKeys":
         """Reads what a key file holds. Raises FileError, which names the line and never a key."""
         callers: dict[bytes, Caller] = {}
@@ -102,13 +95,6 @@ class ApiKeys:
         if not callers:
             raise FileError(f"{file}: holds no key; leave the flag out, or add a line: {_REMEDY}")
         return cls(callers)
-
-    def authenticate(self, metadata: Metadata) -> Caller:
-        """Wants ``authorization: Bearer <key>``, once."""
-        caller = self.caller_of(bearer_of(metadata))
-        if caller is None:
-            raise ServiceError(Reason.UNAUTHENTICATED)
-        return caller
 
     def caller_of(self, credential: str) -> Caller | None:
         """See ``Credentials``."""

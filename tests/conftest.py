@@ -1,13 +1,18 @@
 """What every test may count on: no model hub is reached, and a test for a GPU is skipped where there is none."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.kernels.build_cpu import CannotBuild, find_compiler
 from penstock.kernels.cpu import LibraryMissing, library_path, load_library
 from penstock.kernels.torch_tiles import avoid_broken_tiles
+
+if TYPE_CHECKING:
+    from penstock.service.identity import Authenticator
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,3 +44,12 @@ def cpu_library() -> Path:
             pytest.skip("needs a C++ compiler")
         raise
     return library_path()
+
+
+@pytest.fixture(scope="session")
+def load_keys() -> "Callable[[Path], Authenticator]":
+    """Makes of a key file what tells a service its callers, as ``penstock serve`` does."""
+    from penstock.service.config import ServeConfig
+    from penstock.service.operator_files import OperatorFiles
+
+    return lambda path: OperatorFiles.load(ServeConfig(api_keys_file=path)).authenticator

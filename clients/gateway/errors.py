@@ -52,6 +52,7 @@ _TOO_SLOW = "READER_TOO_SLOW"
 """Why the service ended a stream that this gateway was too busy to read: no fault of whose requests were on it."""
 _DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
 _BROKEN = "the connection to the service broke before the answer was done; try again"
+_NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
 _RETRY_DOWN_S = 1.0
 _PREFIXES = ("start.", "sampling.", "output.", "chat.")
 
@@ -196,7 +197,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def of_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        words = {404: "there is no such path here", 405: "this path has another method"}
+        words = {404: _NO_PATH, 405: "this path has another method"}
         response = GatewayError(error.status_code, words.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})
         return response

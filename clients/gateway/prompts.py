@@ -11,9 +11,6 @@ from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
 
-MAX_PROMPTS = 1024
-"""In one HTTP request: each is a request of its own to the service."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -50,8 +47,6 @@ def _listed(body: CompletionRequest) -> list[Prompt]:
         raise invalid("prompt", "is empty")
     if isinstance(given[0], int):
         return [Prompt(token_ids=given)]
-    if len(given) > MAX_PROMPTS:
-        raise invalid("prompt", f"at most {MAX_PROMPTS:,} prompts; there are {len(given):,}")
     return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
 
 

@@ -29,6 +29,17 @@ def _not_too_many(given: Any) -> Any:
 FEW_ENTRIES = BeforeValidator(_not_too_many)
 
 
+def few(most: int, what: str) -> BeforeValidator:
+    """Bounds a list of texts or of lists, before each of millions is looked at; of ids there may be any number."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
+            raise ValueError(f"at most {most:,} {what}; there are {len(given):,}")
+        return given
+
+    return BeforeValidator(check)
+
+
 class StreamOptions(BaseModel):
     """What a streamed answer tells besides."""
 

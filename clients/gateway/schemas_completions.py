@@ -1,16 +1,28 @@
 """POST /v1/completions."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.clients.gateway.schemas_common import GenerationBody, IdLists, Ids, PromptLogprobs, Texts, UInt32, Usage
+from penstock.clients.gateway.schemas_common import (
+    GenerationBody,
+    IdLists,
+    Ids,
+    PromptLogprobs,
+    Texts,
+    UInt32,
+    Usage,
+    few,
+)
+
+MAX_PROMPTS = 1024
+"""In one HTTP request: each is a request of its own to the service."""
 
 
 class CompletionRequest(GenerationBody):
     """Continue a text."""
 
-    prompt: str | Texts | Ids | IdLists = Field(
+    prompt: Annotated[str | Texts | Ids | IdLists, few(MAX_PROMPTS, "prompts")] = Field(
         description="A text, token ids, or a list of either; each prompt has its choices, in order."
     )
     max_tokens: UInt32 | None = Field(

@@ -1,16 +1,19 @@
 """POST /v1/embeddings."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.clients.gateway.schemas_common import Body, IdLists, Ids, Texts, UInt32
+from penstock.clients.gateway.schemas_common import Body, IdLists, Ids, Texts, UInt32, few
+
+_MAX_INPUTS = 2048
+"""The contract's."""
 
 
 class EmbeddingsRequest(Body):
     """Embed texts."""
 
-    input: str | Texts | Ids | IdLists = Field(
+    input: Annotated[str | Texts | Ids | IdLists, few(_MAX_INPUTS, "inputs")] = Field(
         min_length=1, description="A text, token ids, or a list of either: at most 2,048."
     )
     encoding_format: Literal["float", "base64"] | None = Field(

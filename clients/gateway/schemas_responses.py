@@ -21,6 +21,9 @@ class TextPart(BaseModel):
     text: str
 
 
+_TEXTS = frozenset({"input_text", "output_text", "text"})
+
+
 class RefusalPart(BaseModel):
     """An answer's refusal, as other services give it."""
 
@@ -30,7 +33,20 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
-ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+def _part_kind(part: Any) -> str:
+    kind = str(part.get("type") if isinstance(part, dict) else getattr(part, "type", None))
+    return "Text" if kind in _TEXTS else kind.title()
+
+
+ContentPart = Annotated[
+    # The tags are no names of fields, so that an error's path leaves them out.
+    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="content_part",
+        custom_error_message="must be text: the model reads nothing else",
+    ),
+]
 
 
 class MessageItem(BaseModel):
@@ -79,7 +95,6 @@ def _kind(item: Any) -> str:
 
 
 InputItem = Annotated[
-    # The tags are no names of fields, so that an error's path leaves them out.
     Annotated[MessageItem, Tag("Message")]
     | Annotated[CallItem, Tag("Function_Call")]
     | Annotated[CallOutputItem, Tag("Function_Call_Output")]

@@ -20,7 +20,7 @@ from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.identity import ApiKeys, Everyone
+from penstock.service.identity import Everyone
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tokenizer import Tokenizer
 
@@ -177,11 +177,11 @@ async def test_updates(client):
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-async def test_keys(byte_tokenizer, tmp_path):
+async def test_keys(byte_tokenizer, tmp_path, load_keys):
     keys = tmp_path / "keys"
     mine, gateway = (hashlib.sha256(key).hexdigest() for key in (b"mine", b"gateway"))
     keys.write_text(f"sha256:{mine} me\nsha256:{gateway} gate act-for-others\n")
-    async with RealService(byte_tokenizer, authenticator=ApiKeys.load(keys)) as real:
+    async with RealService(byte_tokenizer, authenticator=load_keys(keys)) as real:
         for key in [None, "wrong"] * 10:  # often, since the refusal races with the request's being written
             async with AsyncClient(real.target, api_key=key) as client:
                 failures = await asyncio.gather(*(client.complete("hi") for _ in range(4)), return_exceptions=True)

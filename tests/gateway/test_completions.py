@@ -110,6 +110,12 @@ async def test_choices_of_several_prompts_are_in_order(gateway):
     assert answer["usage"]["completion_tokens"] == 8
 
 
+async def test_too_many_prompts_are_refused_before_each_is_looked_at(gateway):
+    response = await gateway.post(PATH, prompt=[[1], "x"] * 1000)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "prompt: at most 1,024 prompts; there are 2,000"
+
+
 async def test_logprobs_name_tokens_and_tell_where_they_begin(gateway):
     answer = await whole_of(gateway, prompt="ab", max_tokens=3, logprobs=2, echo=True)
     logprobs = answer["choices"][0]["logprobs"]

@@ -161,6 +161,14 @@ async def test_what_is_wrong_is_named_and_not_sent(http, service, body, param):
     assert service.requests == []
 
 
+async def test_too_many_inputs_are_refused_before_each_is_looked_at(http, service):
+    answer = await http.post("/v1/embeddings", json={"input": [[1], "x"] * 1500})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input")
+    assert error["message"] == "input: at most 2,048 inputs; there are 3,000"
+    assert service.requests == []
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -180,9 +188,11 @@ async def test_what_the_service_refuses_is_named_as_the_caller_sent_it(start_gat
     assert error["message"].startswith(f"{param}: ")
 
 
-async def test_a_text_that_is_too_long_has_openais_code(start_gateway):
-    answer = await (await start_gateway()).post("/v1/embeddings", input="x" * 5000)
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+@pytest.mark.parametrize("given", ["x" * 5000, [1] * 5000], ids=["text", "ids"])
+async def test_what_is_too_long_for_the_context_has_openais_code(start_gateway, given):
+    answer = await (await start_gateway()).post("/v1/embeddings", input=given)
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
 
 
 @pytest.mark.parametrize("in_base64", [True, False])

@@ -92,6 +92,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [97] * 4096}, "prompt"),
     (COMPLETIONS, {"prompt": "a" * 4096, "echo": True}, "prompt"),
     (COMPLETIONS, {"prompt": "a" * 4000, "max_tokens": 97}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 4096}, "max_tokens"),
     (CHAT, {"messages": LONG * 2}, "messages"),
     (CHAT, {"messages": LONG * 2, "return_token_ids": True}, "messages"),
     (CHAT, {"messages": LONG, "max_completion_tokens": 97}, "max_completion_tokens"),
@@ -216,6 +217,12 @@ async def test_paths_and_methods_that_are_none(gateway):
         response = await gateway.http.request(method, path)
         assert response.status_code == status
         error_of(response)
+
+
+async def test_who_forgot_v1_in_the_base_url_is_told(gateway):
+    response = await gateway.http.post("/chat/completions", json={})
+    assert response.status_code == 404
+    assert "/v1" in error_of(response)["message"]
 
 
 async def test_a_body_that_is_too_large(start_gateway):

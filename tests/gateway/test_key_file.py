@@ -7,7 +7,6 @@ import pytest
 
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.key_file import KeyFile, read_key
-from penstock.service.identity import ApiKeys
 
 COMPLETIONS = "/v1/completions"
 FIRST, SECOND = "first" * 8, "second" * 8
@@ -19,11 +18,11 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def own_keys(tmp_path):
+def own_keys(tmp_path, load_keys):
     """What the service knows."""
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (FIRST, SECOND)]
     (tmp_path / "keys").write_text("".join(f"sha256:{each} gateway\n" for each in hashes))
-    return {"authenticator": ApiKeys.load(tmp_path / "keys")}
+    return {"authenticator": load_keys(tmp_path / "keys")}
 
 
 def test_a_changed_key_is_passed_on_once(path, caplog):

@@ -11,7 +11,6 @@ import pytest
 
 from penstock.clients.events import Delta, Finished, merge
 from penstock.clients.gateway.exchange import Exchange
-from penstock.service.identity import ApiKeys
 from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -23,7 +22,7 @@ def bearer(key):
 
 
 @pytest.fixture
-def keys(tmp_path):
+def keys(tmp_path, load_keys):
     """What the service knows."""
     lines = [
         f"sha256:{hashlib.sha256(key.encode()).hexdigest()} {rest}"
@@ -31,7 +30,7 @@ def keys(tmp_path):
     ]
     path = tmp_path / "keys"
     path.write_text("\n".join(lines))
-    return {"authenticator": ApiKeys.load(path)}
+    return {"authenticator": load_keys(path)}
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ async def test_a_header_that_was_not_asked_for_names_nobody(start_gateway, keys,
 async def test_a_key_that_is_withdrawn_ends_with_the_next_check(start_gateway, keys, monkeypatch):
     gateway = await start_gateway(service=keys, recheck_caller_s=0.0)
     assert (await gateway.post(COMPLETIONS, headers=bearer(ACME), prompt="a")).status_code == 200
-    monkeypatch.setattr(keys["authenticator"], "_callers", {})
+    monkeypatch.setattr(keys["authenticator"], "_kinds", ())
     assert (await gateway.post(COMPLETIONS, headers=bearer(ACME), prompt="a")).status_code == 401
     assert gateway.app.state.link.num_callers == 0
 
@@ -151,7 +150,7 @@ async def test_what_runs_under_a_key_that_is_withdrawn_ends_as_the_check_did(
     body = {"prompt": "a", "max_tokens": 4000}
     running = asyncio.create_task(gateway.post(COMPLETIONS, headers=bearer(ACME), **body))
     await gateway.until(lambda stats: stats.output_tokens > 0)
-    monkeypatch.setattr(keys["authenticator"], "_callers", {})
+    monkeypatch.setattr(keys["authenticator"], "_kinds", ())
     refused = await gateway.post(COMPLETIONS, headers=bearer(ACME), **body)
     ended = await running
     for response in (refused, ended):

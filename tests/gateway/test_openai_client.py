@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.service.identity import ApiKeys
 
 SAID = "Ein Käfer, 東京 and 🙂."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -159,12 +158,12 @@ KEYS = {"of-one": "one", "of-two": "two"}
 
 
 @pytest.fixture(scope="module")
-def keyed(start_scripted, tmp_path_factory):
+def keyed(start_scripted, tmp_path_factory, load_keys):
     """A service with keys; the gateway has none of its own."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     hashed = {hashlib.sha256(key.encode()).hexdigest(): tenant for key, tenant in KEYS.items()}
     path.write_text("".join(f"sha256:{digest} {tenant}\n" for digest, tenant in hashed.items()))
-    with start_scripted(authenticator=ApiKeys.load(path)) as base:
+    with start_scripted(authenticator=load_keys(path)) as base:
         yield base
 
 

@@ -92,14 +92,17 @@ def channels_of(service, path):
 
 async def code_of(channel, path, metadata, body=b""):
     """What a call ends with, whatever it is; one that answers, or waits for more, is OK."""
-    call = channel.stream_stream(path)(iter([body]), metadata=metadata, timeout=30)
-    try:
-        await call.read()
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    finally:
-        call.cancel()
-    return grpc.StatusCode.OK
+    while True:
+        call = channel.stream_stream(path)(iter([body]), metadata=metadata, timeout=30)
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            if error.details() != CLIENTS_OWN:
+                return error.code()
+        else:
+            return grpc.StatusCode.OK
+        finally:
+            call.cancel()
 
 
 def test_every_method_has_a_rule_and_every_rule_a_method():
@@ -134,6 +137,9 @@ BAD = {
     "wrong issuer": lambda issuer, other: [bearer(issuer.token(scope="penstock:admin", iss="https://evil.example"))],
     "no tenant": lambda issuer, other: [bearer(issuer.token(scope="penstock:admin", tenant=None))],
 }
+
+CLIENTS_OWN = "Internal error from Core"
+"""grpc.aio's own, where a refusal overtakes what the call still wanted to write: the status is lost."""
 
 
 class TestMatrix:

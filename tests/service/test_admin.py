@@ -13,7 +13,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
 from penstock.service.health import LIVENESS
-from penstock.service.identity import ApiKeys
 from penstock.service.listen import Address, ListenError, admin_address
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
@@ -26,11 +25,11 @@ RIGHTS = {"a tenant's": "", "a gateway's": "act-for-others", "an operator's": "a
 
 
 @pytest.fixture
-def keys(tmp_path):
+def keys(tmp_path, load_keys):
     path = tmp_path / "keys"
     hashes = {whose: hashlib.sha256(key.encode()).hexdigest() for whose, key in KEYS.items()}
     path.write_text("".join(f"sha256:{hashes[whose]} acme {rights}\n" for whose, rights in RIGHTS.items()))
-    return ApiKeys.load(path)
+    return load_keys(path)
 
 
 def bearer(key):

@@ -8,7 +8,6 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.identity import ApiKeys
 from penstock.v1 import generation_pb2 as pb
 
 BOTH = pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)
@@ -211,11 +210,11 @@ class TestNotFound:
     """A context that is not there, or not for this caller."""
 
     @pytest.fixture
-    def keys(self, tmp_path):
+    def keys(self, tmp_path, load_keys):
         lines = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()} {key}" for key in ("one", "two")]
         path = tmp_path / "keys"
         path.write_text("\n".join([*lines, f"sha256:{hashlib.sha256(b'gate').hexdigest()} gate act-for-others"]))
-        return ApiKeys.load(path)
+        return load_keys(path)
 
     async def test_another_tenants_is_as_if_it_were_not(self, start_service, keys, details_of):
         service = await start_service(worker(), authenticator=keys)

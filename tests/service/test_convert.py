@@ -153,7 +153,8 @@ async def test_max_tokens_is_what_the_context_leaves(convert, make_converter):
 
 async def test_what_is_too_long_for_the_context_says_so(convert):
     ids = pb.TokenIds(ids=[1] * 4096)
-    for long in (start("x" * 4096), pb.Start(token_ids=ids), start("x" * 4000, max_tokens=97)):
+    longs = start("x" * 4096), pb.Start(token_ids=ids), start("x" * 4000, max_tokens=97), start("x", max_tokens=4096)
+    for long in longs:
         assert (await refusal(convert(long))).reason is Reason.CONTEXT_LENGTH
     assert (await refusal(convert(start("")))).reason is Reason.INVALID_FIELD
 

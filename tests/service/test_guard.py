@@ -6,7 +6,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.service import guard
-from penstock.service.identity import ApiKeys
+from penstock.service.identity import Bearers
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -33,7 +33,7 @@ OPEN = {
 @pytest.fixture
 async def channel(start_service):
     """To a service that knows no key."""
-    return (await start_service(authenticator=ApiKeys({}))).channel
+    return (await start_service(authenticator=Bearers([]))).channel
 
 
 async def failure(call):

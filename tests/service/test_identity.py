@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.service.errors import ServiceError
-from penstock.service.identity import ACCESS, ApiKeys, Caller
+from penstock.service.identity import ACCESS, Caller
 from penstock.service.watched_files import FileError
 from penstock.v1 import generation_pb2 as pb, model_pb2, tokenizer_pb2
 
@@ -23,12 +23,12 @@ def hash_key(key):
 
 
 @pytest.fixture
-def keys(tmp_path):
+def keys(tmp_path, load_keys):
     path = tmp_path / "keys"
     path.write_text(
         f"# two callers\n\n{hash_key(KEY)} acme  # the first\n{hash_key(GATEWAY_KEY)} gateway act-for-others\n"
     )
-    return ApiKeys.load(path)
+    return load_keys(path)
 
 
 def bearer(key):
@@ -44,7 +44,7 @@ def test_keys_are_known_by_their_hashes(keys):
     assert keys.authenticate(bearer(GATEWAY_KEY)) == Caller("gateway", may_act_for_others=True)
 
 
-def test_a_key_may_have_several_rights_in_any_order(tmp_path):
+def test_a_key_may_have_several_rights_in_any_order(tmp_path, load_keys):
     path = tmp_path / "keys"
     for rights, caller in (
         ("admin", Caller("acme", may_administer=True)),
@@ -52,7 +52,7 @@ def test_a_key_may_have_several_rights_in_any_order(tmp_path):
         ("act-for-others admin", Caller("acme", may_act_for_others=True, may_administer=True)),
     ):
         path.write_text(f"{hash_key(KEY)} acme {rights}\n")
-        assert ApiKeys.load(path).authenticate(bearer(KEY)) == caller
+        assert load_keys(path).authenticate(bearer(KEY)) == caller
 
 
 @pytest.mark.parametrize(
@@ -94,33 +94,33 @@ def test_anything_else_is_nobody(keys, metadata):
         (f"{hash_key(KEY)} acme\n{hash_key(KEY)} other", ":2: the key is in the file already"),
     ],
 )
-def test_a_bad_key_file_is_named_by_line_and_shows_no_key(tmp_path, text, named):
+def test_a_bad_key_file_is_named_by_line_and_shows_no_key(tmp_path, load_keys, text, named):
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(FileError, match=named) as error:
-        ApiKeys.load(path)
+        load_keys(path)
     assert str(error.value).startswith(f"--api-keys-file {path}:")
     assert KEY not in str(error.value)
 
 
-def test_a_missing_key_file_is_named(tmp_path):
+def test_a_missing_key_file_is_named(tmp_path, load_keys):
     with pytest.raises(
         FileError, match=r"^--api-keys-file .*missing-file: cannot be read \(No such file or directory\)"
     ):
-        ApiKeys.load(tmp_path / "missing-file")
+        load_keys(tmp_path / "missing-file")
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(FileError, match=r"^--api-keys-file .*bytes: is no text in UTF-8"):
-        ApiKeys.load(tmp_path / "bytes")
+        load_keys(tmp_path / "bytes")
 
 
-def test_the_line_that_an_error_shows_makes_a_key(tmp_path):
+def test_the_line_that_an_error_shows_makes_a_key(tmp_path, load_keys):
     (tmp_path / "keys").write_text("nonsense")
     with pytest.raises(FileError) as error:
-        ApiKeys.load(tmp_path / "keys")
+        load_keys(tmp_path / "keys")
     command = str(error.value).partition("; ")[2].removesuffix(" makes a line")
     made = subprocess.run(["bash", "-c", command], env={"KEY": KEY}, capture_output=True, text=True, check=True)
     (tmp_path / "keys").write_text(made.stdout)
-    assert ApiKeys.load(tmp_path / "keys").authenticate(bearer(KEY)) == Caller("some-tenant")
+    assert load_keys(tmp_path / "keys").authenticate(bearer(KEY)) == Caller("some-tenant")
 
 
 async def test_without_a_key_nobody_gets_in(start_service, keys):

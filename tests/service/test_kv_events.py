@@ -13,7 +13,6 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
-from penstock.service.identity import ApiKeys
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 ANY_PORT = "127.0.0.1:0"
@@ -22,10 +21,10 @@ METADATA = (("authorization", f"Bearer {KEY}"),)
 
 
 @pytest.fixture
-def keys(tmp_path):
+def keys(tmp_path, load_keys):
     path = tmp_path / "keys"
     path.write_text(f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} gateway act-for-others admin\n")
-    return ApiKeys.load(path)
+    return load_keys(path)
 
 
 class Mirror:

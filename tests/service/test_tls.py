@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.clients import AsyncClient, Tls, Unreachable
-from penstock.service.identity import ApiKeys
 from penstock.service.tls import ServerTls
 from penstock.service.watched_files import FileError, TooEarly
 
@@ -125,10 +124,10 @@ class TestConnections:
         assert len(await greet(path, None)) == 2
 
     async def test_the_administration_has_it_where_others_can_reach_it(
-        self, start_service, mounted, authority, tmp_path
+        self, start_service, mounted, authority, tmp_path, load_keys
     ):
         (tmp_path / "keys").write_text(f"sha256:{'0' * 64} operators admin\n")
-        keys = ApiKeys.load(tmp_path / "keys")
+        keys = load_keys(tmp_path / "keys")
         tls = ServerTls(*mounted.paths)
         service = await start_service(tls=tls, admin_listen="0.0.0.0:0", authenticator=keys)
         port = service.server.admin_target.rpartition(":")[2]

@@ -301,8 +301,9 @@ class GenerateRequest(_message.Message):
     """A frame from the client on a Generate stream: at most 8 MiB; a larger one ends the stream with RESOURCE_EXHAUSTED.
 
     What ends the stream with INVALID_ARGUMENT, and with it every request that it carries: a frame with nothing set, bytes
-    that are no valid message, a `start` whose ref is live already, a `cancel` of more than 65,536 refs. Whatever else is
-    wrong with a `start` or an `update` is answered in band, and touches no other request.
+    that are no valid message, more than 40,000 fields in all its messages, a `start` whose ref is live already, a `cancel`
+    of more than 65,536 refs. Whatever else is wrong with a `start` or an `update` is answered in band, and touches no other
+    request. After 64 that were refused in a row, frames are read slowly until a `start` is taken.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
