@@ -165,6 +165,7 @@ class Kernels(Structure):
         ("unpack_row", CFUNCTYPE(None, POINTER(Matrix), _I, _P)),
         ("prepare", CFUNCTYPE(None, _I, _I, _I, _P, _P)),
         ("product", CFUNCTYPE(None, POINTER(Matrix), POINTER(Inputs), _I, _I, POINTER(Output))),
+        ("product_rows", CFUNCTYPE(_I, _I)),
         ("rms_norm", CFUNCTYPE(None, _P, _P, _I, c_float, _P)),
         ("add", CFUNCTYPE(None, _P, _P, _I)),
         ("scale", CFUNCTYPE(None, _P, c_float, _I)),

@@ -19,6 +19,17 @@ constexpr int BF16_INPUT_BYTES = 2;  // of a column
 constexpr int BF16_INPUT_BYTES = 4;  // float32 that has a bfloat16's value: widening it in the product would take time
 #endif
 
+#if defined(__AMX_BF16__)
+constexpr int BF16_FILL = 32;  // zeros fill up panels and inputs to a multiple of so many columns: those of a tile
+#else
+constexpr int BF16_FILL = 2;
+#endif
+
+// Columns of a panel of bfloat16.
+INLINE int64_t bf16_filled(int columns) {
+  return (static_cast<int64_t>(columns) + BF16_FILL - 1) / BF16_FILL * BF16_FILL;
+}
+
 // Bytes of an input row. Rows that lie 1024 bytes or a multiple of it apart would meet in few sets of the L1 cache.
 INLINE int64_t float_input_bytes(int columns, int bytes) {
   const int64_t whole = (static_cast<int64_t>(columns) * bytes + 63) / 64 * 64;
@@ -26,7 +37,7 @@ INLINE int64_t float_input_bytes(int columns, int bytes) {
 }
 
 static int64_t f32_panel_bytes(int columns) { return static_cast<int64_t>(columns) * LANES * 4; }
-static int64_t bf16_panel_bytes(int columns) { return static_cast<int64_t>(columns + 1) / 2 * LANES * 4; }
+static int64_t bf16_panel_bytes(int columns) { return bf16_filled(columns) * LANES * 2; }
 static int64_t f32_input_bytes(int columns) { return float_input_bytes(columns, 4); }
 static int64_t bf16_input_bytes(int columns) { return float_input_bytes(columns, BF16_INPUT_BYTES); }
 
@@ -60,12 +71,19 @@ static void f32_pack_panel(int columns, const float* const rows[LANES], uint8_t*
   }
 }
 
+// Zeros for the columns that fill a panel up, beyond the last pair.
+INLINE void fill_panel(int columns, uint8_t* panel) {
+  const int64_t packed = static_cast<int64_t>(columns + 1) / 2 * LANES * 4;
+  memset(panel + packed, 0, static_cast<size_t>(bf16_panel_bytes(columns) - packed));
+}
+
 static void bf16_pack_panel_bf16(int columns, const bf16* const rows[LANES], uint8_t* panel) {
   for (int begin = 0; begin < columns; begin += PACKED_AT_ONCE) {
     const int n = columns - begin < PACKED_AT_ONCE ? columns - begin : PACKED_AT_ONCE;
     for (int lane = 0; lane < LANES; lane++)
       pack_pairs(rows[lane] ? rows[lane] + begin : nullptr, n, lane, panel + static_cast<int64_t>(begin) * LANES * 2);
   }
+  fill_panel(columns, panel);
 }
 
 static void bf16_pack_panel(int columns, const float* const rows[LANES], uint8_t* panel) {
@@ -79,6 +97,7 @@ static void bf16_pack_panel(int columns, const float* const rows[LANES], uint8_t
       pack_pairs(row ? rounded : nullptr, n, lane, panel + static_cast<int64_t>(begin) * LANES * 2);
     }
   }
+  fill_panel(columns, panel);
 }
 
 static void f32_unpack_row(const Matrix& matrix, int row, float* out) {
@@ -99,10 +118,12 @@ static void f32_prepare(int columns, const float* x, uint8_t* out) {
   memcpy(out, x, static_cast<size_t>(columns) * 4);
 }
 
-// Zeros fill up 16 columns.
+// Zeros fill up 16 columns, and those of the last tile.
 static void bf16_prepare(int columns, const float* x, uint8_t* out) {
-  for (int c = 0; c < columns; c += LANES) {
-    const Floats value = columns - c < LANES ? load_some(x + c, columns - c) : load(x + c);
+  const int filled = BF16_FILL > LANES ? static_cast<int>(bf16_filled(columns)) : columns;
+  for (int c = 0; c < filled; c += LANES) {
+    const int left = columns - c < 0 ? 0 : columns - c;
+    const Floats value = left < LANES ? load_some(x + c, left) : load(x + c);
 #if defined(__AVX512BF16__)
     store_bf16(reinterpret_cast<bf16*>(out) + c, value);
 #else

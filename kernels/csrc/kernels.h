@@ -166,6 +166,8 @@ struct Kernels {
   void (*prepare)(Format format, int columns, int group, const float* x, uint8_t* out);
   // Panels [begin, end) for all the rows; begin and end are even where the output is gated.
   void (*product)(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output);
+  // How many rows a call should have at most; with more, a step cuts its products across rows too.
+  int (*product_rows)(Format format);
 
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);

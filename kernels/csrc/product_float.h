@@ -274,8 +274,10 @@ static void f32_product(const Matrix& matrix, const Inputs& inputs, int begin, i
   float_product::multiply<float_product::FloatStep>(matrix, inputs, begin, end, output);
 }
 
+#if !defined(__AMX_BF16__)
 static void bf16_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
   float_product::multiply<float_product::PairStep>(matrix, inputs, begin, end, output);
 }
+#endif
 
 }  // namespace PENSTOCK_LEVEL

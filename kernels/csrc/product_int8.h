@@ -12,6 +12,10 @@
 #include "quantized_input.h"
 #include "dot_tiles.h"
 
+#if defined(__AMX_INT8__)
+#include "byte_tiles.h"
+#endif
+
 namespace PENSTOCK_LEVEL {
 
 // Of the weights in a panel.
@@ -146,7 +150,67 @@ struct Int8 {
   }
 };
 
+#if defined(__AMX_INT8__)
+
+// The same with tile registers.
+struct Int8Tiles {
+  static constexpr int chunk = SEGMENT;
+  const Matrix& matrix;
+
+  // A panel's bytes are as the registers take them, but for a last block that is not a whole one.
+  const uint8_t* find_chunk(const uint8_t* panel, int index, byte_tiles::ChunkRoom& room) const {
+    const int begin = index * SEGMENT, n = matrix.columns - begin < SEGMENT ? matrix.columns - begin : SEGMENT;
+    const uint8_t* at = panel + static_cast<int64_t>(begin) * LANES;
+    if (n % byte_tiles::BLOCK_COLUMNS == 0) return at;
+    const size_t bytes = static_cast<size_t>(int8_weight_bytes(n));
+    memcpy(room, at, bytes);
+    memset(room + bytes, 0, sizeof(room) - bytes);
+    return room;
+  }
+
+  template <int P>
+  __attribute__((always_inline)) void add_sums(const uint8_t*, const byte_tiles::Rows& rows,
+                                               const byte_tiles::Unit& unit, int tile, const byte_tiles::Sums* sums,
+                                               float* totals) const {
+    const int64_t offsets = divide_up(matrix.columns, SEGMENT) * 4;
+    const uint8_t* scales = rows.data(tile) + filled(matrix.columns) + unit.first_chunk * 4;
+    const int first = (tile - unit.first_tile) * rows.height;
+    float* at = totals + tile * rows.height * P * LANES;
+    for (int r = 0; r < rows.height; r++, scales += rows.inputs.stride, at += P * LANES) {
+      Floats total[P];
+      for (int p = 0; p < P; p++) total[p] = load(at + p * LANES);
+      for (int c = 0; c < unit.chunks; c++) {
+        const Ints offset = splat_int(load_int(scales + offsets + c * 4));
+        const Floats scale = splat(load_float(scales + c * 4));
+        for (int p = 0; p < P; p++) {
+          const Ints dot = load_ints(sums[c] + ((first + r) * P + p) * LANES) + offset;
+          total[p] = fma(to_floats(dot), scale, total[p]);
+        }
+      }
+      for (int p = 0; p < P; p++) store(at + p * LANES, total[p]);
+    }
+  }
+
+  void finish(const uint8_t* panels, int count, const uint8_t* inputs, int64_t stride, int rows, float* totals) const {
+    const uint8_t* rests = inputs + filled(matrix.columns) + divide_up(matrix.columns, SEGMENT) * 8;
+    for (int p = 0; p < count; p++) {
+      const float* ends = reinterpret_cast<const float*>(panels + (p + 1) * matrix.panel_bytes) - 2 * LANES;
+      const Floats scale = load(ends), zero = load(ends + LANES);
+      for (int r = 0; r < rows; r++) {
+        float* total = totals + (r * count + p) * LANES;
+        store(total, fma(zero, splat(-load_float(rests + r * stride)), load(total)) * scale);
+      }
+    }
+  }
+};
+
+#endif
+
 static void int8_product(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+#if defined(__AMX_INT8__)
+  if (inputs.rows >= byte_tiles::LEAST_ROWS)
+    return byte_tiles::multiply(Int8Tiles{matrix}, inputs, begin, end, output);
+#endif
   compute_tiles<Int8>(matrix, inputs, begin, end, output);
 }
 

@@ -3,6 +3,9 @@
 
 #include "float_panel.h"
 #include "kernels.h"
+#if defined(__AMX_BF16__)
+#include "product_bf16_tiles.h"
+#endif
 #include "product_float.h"
 #include "product_int4.h"
 #include "product_int8.h"
@@ -76,6 +79,16 @@ static void product(const Matrix& matrix, const Inputs& inputs, int begin, int e
     case penstock::FORMAT_INT4: return int4_product(matrix, inputs, begin, end, output);
     default: return f32_product(matrix, inputs, begin, end, output);
   }
+}
+
+// Rows that share a panel while it is in the cache. Tiles multiply it in about the time that fetching it takes, so
+// there many rows share it; elsewhere few are enough, and short pieces even out the work of the threads.
+static int product_rows(Format format) {
+#if defined(__AMX_BF16__)
+  if (format == penstock::FORMAT_BF16) return 256;
+#endif
+  (void)format;
+  return 64;
 }
 
 }  // namespace PENSTOCK_LEVEL

@@ -5,8 +5,6 @@ namespace penstock {
 
 namespace {
 
-// Rows that share a panel while it is in the cache; with more, pieces are cut across rows too: this evens out the work.
-constexpr int ROWS_AT_ONCE = 64;
 // Panels of a piece. A longer one reads memory no faster, and with several blocks of rows it must fit into the caches. A
 // short one begins anew too often, unless there would be too few. Gated products need even numbers.
 constexpr int MOST_PANELS = 96, MOST_SHARED_PANELS = 12, SHORT_PANELS = 4, LEAST_PANELS = 2;
@@ -69,12 +67,12 @@ void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, 
     const Inputs& rows = inputs.parts[i];
     int panels = (part.rows + LANES - 1) / LANES;
     int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + 2);
-    int blocks = (rows.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    int most = kernels_.product_rows(part.format), blocks = (rows.rows + most - 1) / most;
     int pieces = cut_panels(panels, threads_.used(), blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins);
     // Neighbouring items share panels, so that the second block of rows finds them in the cache.
     threads_.run(pieces * blocks, [&](int item, int) {
-      int piece = item / blocks, first = item % blocks * ROWS_AT_ONCE;
-      int count = rows.rows - first < ROWS_AT_ONCE ? rows.rows - first : ROWS_AT_ONCE;
+      int piece = item / blocks, first = item % blocks * most;
+      int count = rows.rows - first < most ? rows.rows - first : most;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};
       Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
       kernels_.product(part, some, begins[piece], begins[piece + 1], to);

@@ -117,7 +117,7 @@ def exact(x, weights, matrix_format):
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
-@pytest.mark.parametrize("columns", [1, 2, 77, 576])
+@pytest.mark.parametrize("columns", [1, 2, 33, 40, 77, 576])
 @pytest.mark.parametrize("rows", [1, 17, 151])
 def test_products_are_right_for_every_number_of_inputs(table, matrix_format, rows, columns):
     weights, x = random(rows, columns), random(max(ROWS), columns, seed=1)
@@ -141,8 +141,19 @@ def test_bits_depend_on_the_row_and_the_column_alone(table, matrix_format):
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
-def test_more_rows_and_panels_than_a_block(table, matrix_format):
-    weights, x = random(16 * 18 + 3, 1700), random(131, 1700, seed=1)
+@pytest.mark.parametrize("columns", [1, 70, 576])
+def test_every_number_of_rows_gives_the_bits_of_one(table, matrix_format, columns):
+    weights, x = random(35, columns), random(65, columns, seed=1)
+    packed = Packed(table, matrix_format, weights)
+    alone = np.concatenate([packed.multiply(row[None]) for row in x])
+    for m in range(1, len(x) + 1):
+        np.testing.assert_array_equal(packed.multiply(x[-m:]), alone[-m:])
+
+
+@pytest.mark.parametrize("matrix_format", FORMATS)
+@pytest.mark.parametrize("m", [131, 240, 300])
+def test_more_rows_and_panels_than_a_block(table, matrix_format, m):
+    weights, x = random(16 * 18 + 3, 1700), random(m, 1700, seed=1)
     packed = Packed(table, matrix_format, weights)
     whole = packed.multiply(x)
     assert (np.abs(whole - exact(x, weights, matrix_format)) <= bound(x, weights, matrix_format)).all()
@@ -150,12 +161,25 @@ def test_more_rows_and_panels_than_a_block(table, matrix_format):
 
 
 @pytest.mark.parametrize("matrix_format", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row_and_its_column(table, matrix_format, value):
+    weights, x = random(37, 70), random(33, 70, seed=1)
+    expected = Packed(table, matrix_format, weights).multiply(x)
+    weights[18, 69], x[10, 69] = value, value
+    result = Packed(table, matrix_format, weights).multiply(x)
+    assert not np.isfinite(result[10]).any()
+    assert not np.isfinite(result[:, 18]).any()
+    others = np.ix_(np.arange(33) != 10, np.arange(37) != 18)
+    np.testing.assert_array_equal(result[others], expected[others])
+
+
+@pytest.mark.parametrize("matrix_format", FORMATS)
 def test_bias_and_addition(table, matrix_format):
-    weights, x, bias = random(37, 90), random(14, 90, seed=1), random(37, seed=2)
+    weights, x, bias = random(37, 90), random(33, 90, seed=1), random(37, seed=2)
     packed = Packed(table, matrix_format, weights, bias)
     plain = Packed(table, matrix_format, weights).multiply(x)
     np.testing.assert_array_equal(packed.multiply(x), plain + bias)
-    base = random(14, 37, seed=3)
+    base = random(33, 37, seed=3)
     np.testing.assert_array_equal(packed.multiply(x, mode=OutputMode.ADD, base=base), base + (plain + bias))
     np.testing.assert_array_equal(packed.multiply(x[3:4], mode=OutputMode.ADD, base=base[3:4], cuts=(1,)),
                                   base[3:4] + (plain + bias)[3:4])  # fmt: skip
@@ -227,7 +251,7 @@ def test_bits_of_bfloat16_are_kept(table, columns):
         panel = Guarded(panel_bytes)
         table.pack_panel_bf16(columns, addresses(bits[begin : begin + rows], ctypes.c_uint16), panel.address)
         panel.check()
-        filled = np.zeros((LANES, columns + columns % 2), np.uint16)
+        filled = np.zeros((LANES, panel_bytes // (2 * LANES)), np.uint16)  # up to a pair, or to a tile
         filled[:rows, :columns] = bits[begin : begin + rows]
         expected = filled.reshape(LANES, -1, 2).transpose(1, 0, 2)
         np.testing.assert_array_equal(panel.bytes.view(np.uint16), expected.ravel())
