@@ -122,8 +122,8 @@ class AttentionItem(Structure):
     """A piece of a row's attention."""
 
     _fields_ = (
-        ("row", c_int32), ("kv_head", c_int32), ("query_begin", c_int32), ("query_end", c_int32),
-        ("split_begin", c_int32), ("split_end", c_int32), ("partial", c_int64),
+        ("row", c_int32), ("kv_head_begin", c_int32), ("kv_head_end", c_int32), ("query_begin", c_int32),
+        ("query_end", c_int32), ("split_begin", c_int32), ("split_end", c_int32), ("partial", c_int64),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@
 // the window of all the tile's queries. A record of a split that is wholly masked changes nothing.
 #pragma once
 
+#include "attention_amx.h"
 #include "attention_format.h"
 #include "attention_tiles.h"
 #include "kernels.h"
@@ -34,9 +35,13 @@ INLINE void clear_record(float* record, int64_t floats) {
   record[0] = -__builtin_inff();
 }
 
-// Not inlined, so that both of its callers round alike.
+// Not inlined, so that both of its callers round alike. The first record that is not wholly masked becomes the total.
 __attribute__((noinline)) static void merge_record(float* total, const float* record, int64_t floats) {
   if (record[0] == -__builtin_inff()) return;
+  if (total[0] == -__builtin_inff()) {
+    memcpy(total, record, static_cast<size_t>(floats) * sizeof(float));
+    return;
+  }
   const float top = record[0] > total[0] ? record[0] : total[0];
   const Floats old = exp(splat(total[0] - top)), more = exp(splat(record[0] - top));
   total[0] = top;
@@ -90,11 +95,12 @@ INLINE Scratch scratch_of(const Attention& attention) {
   return at;
 }
 
-// What an item works on. Its rows are queries by heads of the group.
+// What an item works on for one of its KV heads. Its rows are queries by heads of the group.
 struct Work {
   const Attention& attention;
   const AttentionRow& row;
   const AttentionItem& item;
+  int kv_head;
   int group;
   int rows;
   int64_t record;  // floats
@@ -104,6 +110,12 @@ struct Work {
 
   Query* query() const { return reinterpret_cast<Query*>(scratch + at.query); }
   float* total(int index) const { return reinterpret_cast<float*>(scratch + at.totals) + index * record; }
+  // Where a row's record of a split belongs: among the partial ones, or in the total that it begins; else null.
+  float* record_of(int split, int index) const {
+    const int64_t before = static_cast<int64_t>(split - item.split_begin) * rows;
+    if (item.partial >= 0) return partials + item.partial + (before + index) * record;
+    return before == 0 ? total(index) : nullptr;
+  }
   // Positions that a row attends to: [first, last).
   int last(int index) const { return item.query_begin + index / group + 1; }
   int first(int index) const { return attention.window ? larger(last(index) - attention.window, 0) : 0; }
@@ -115,7 +127,7 @@ static void prepare_queries(const Work& work) {
   const int head_dim = attention.kv.head_dim, padded = padded_head(attention.kv);
   for (int i = 0; i < work.rows; i++) {
     const int64_t token = work.row.token + work.item.query_begin - work.row.start + i / work.group;
-    const int head = work.item.kv_head * work.group + i % work.group;
+    const int head = work.kv_head * work.group + i % work.group;
     const float* x = attention.queries + token * attention.query_stride + static_cast<int64_t>(head) * head_dim;
     uint8_t* words = work.scratch + work.at.queries + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
     work.query()[i] = Kv::prepare_query(x, head_dim, padded, attention.scale, words);
@@ -139,16 +151,21 @@ static Block make_block(const Work& work, int split, int begin, int end) {
   block.first_page = larger(work.first(begin), split * SPLIT) / LANES;
   const int end_page = (smaller(work.last(end - 1), (split + 1) * SPLIT) + LANES - 1) / LANES;
   block.num_pages = larger(end_page - block.first_page, 0);
-  const uint8_t* head = attention.pages + work.item.kv_head * layout.head_bytes;
+  const uint8_t* head = attention.pages + work.kv_head * layout.head_bytes;
   for (int i = 0; i < block.num_pages; i++) {
     block.sections[i] = head + work.row.pages[block.first_page + i] * layout.page_bytes;
     block.sections[block.num_pages + i] = block.sections[i] + block.section;
   }
+  // Then comes the next split, or the next head's first.
   const int last_page = (smaller(work.last(work.rows - 1), work.item.split_end * SPLIT) - 1) / LANES;
-  for (int i = 0; i < AHEAD; i++) {
-    const int next = smaller(block.first_page + block.num_pages + i, last_page);
-    block.sections[2 * block.num_pages + i] = head + work.row.pages[next] * layout.page_bytes;
+  int next = block.first_page + block.num_pages;
+  if (next > last_page && work.kv_head + 1 < work.item.kv_head_end) {
+    next = larger(work.first(0), work.item.split_begin * SPLIT) / LANES;
+    head += layout.head_bytes;
   }
+  for (int i = 0; i < AHEAD; i++)
+    block.sections[2 * block.num_pages + i] =
+        next + i <= last_page ? head + work.row.pages[next + i] * layout.page_bytes : nullptr;
   return block;
 }
 
@@ -176,14 +193,13 @@ static float mask_scores(const Block& block, uint8_t* scores, const Query& query
 template <class Kv>
 static void attend_block(const Work& work, int split, int begin, int end) {
   Block block = make_block<Kv>(work, split, begin, end);
-  const bool partial = work.item.partial >= 0;
-  const int64_t before = static_cast<int64_t>(split - work.item.split_begin) * work.rows * work.record;
-  float* records = partial ? work.partials + work.item.partial + before : nullptr;
   if (block.num_pages == 0) {
-    for (int i = begin; partial && i < end; i++) clear_record(records + i * work.record, work.record);
+    for (int i = begin; i < end; i++) {
+      if (float* record = work.record_of(split, i)) clear_record(record, work.record);
+    }
     return;
   }
-  score_rows<Kv>(block, 0);
+  multiply_keys<Kv>(block);
   Weights weights[BLOCK_ROWS];
   float tops[BLOCK_ROWS];
   const int origin = block.first_page * LANES;
@@ -196,44 +212,43 @@ static void attend_block(const Work& work, int split, int begin, int end) {
     weights[i - begin] = Kv::weigh(scores, block.num_pages, top > -__builtin_inff() ? top : 0,
                                    block.page_values(), block.section);
   }
-  value_rows<Kv>(block, 0);
+  multiply_values<Kv>(block);
   for (int i = begin; i < end; i++) {
-    float* record = partial ? records + i * work.record : reinterpret_cast<float*>(work.scratch + work.at.result);
+    float* const place = work.record_of(split, i);
+    float* const record = place ? place : reinterpret_cast<float*>(work.scratch + work.at.result);
     const uint8_t* values = block.values + static_cast<int64_t>(i - begin) * Kv::ROWS * block.padded * WORD;
     clear_record(record, RECORD_HEAD);
     record[0] = tops[i - begin];
     record[RECORD_SUM] = weights[i - begin].sum;
     for (int dim = 0; dim < block.padded; dim += LANES)
       store(record + RECORD_HEAD + dim, Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin].factor));
-    if (!partial) merge_record(work.total(i), record, work.record);
+    if (!place) merge_record(work.total(i), record, work.record);
   }
 }
 
 INLINE void write_row(const Work& work, int index, const float* total) {
   const Attention& attention = work.attention;
   const int64_t token = work.row.token + work.item.query_begin - work.row.start + index / work.group;
-  const int head = work.item.kv_head * work.group + index % work.group;
+  const int head = work.kv_head * work.group + index % work.group;
   float* out = attention.output + token * attention.output_stride + static_cast<int64_t>(head) * attention.kv.head_dim;
   write_output(attention, head, total, out);
 }
 
 template <class Kv>
-static void attend_item(const Work& work) {
+static void attend_head(const Work& work) {
   prepare_queries<Kv>(work);
-  const bool partial = work.item.partial >= 0;
-  for (int i = 0; !partial && i < work.rows; i++) clear_record(work.total(i), work.record);
   constexpr int STEP = BLOCK_ROWS / Kv::ROWS;
   for (int split = work.item.split_begin; split < work.item.split_end; split++)
     for (int begin = 0; begin < work.rows; begin += STEP)
       attend_block<Kv>(work, split, begin, smaller(begin + STEP, work.rows));
-  for (int i = 0; !partial && i < work.rows; i++) write_row(work, i, work.total(i));
+  for (int i = 0; work.item.partial < 0 && i < work.rows; i++) write_row(work, i, work.total(i));
 }
 
-static Work make_work(const Attention& attention, const AttentionRow& row, const AttentionItem& item, uint8_t* scratch,
-                      float* partials) {
-  const int group = group_size(attention);
-  return {attention, row,     item, group, (item.query_end - item.query_begin) * group, record_floats(attention),
-          scratch_of(attention), scratch, partials};
+static Work make_work(const Attention& attention, const AttentionRow& row, const AttentionItem& item, int kv_head,
+                      uint8_t* scratch, float* partials) {
+  const int group = group_size(attention), rows = (item.query_end - item.query_begin) * group;
+  return {attention, row, item, kv_head, group, rows, record_floats(attention), scratch_of(attention), scratch,
+          partials};
 }
 
 }  // namespace paged
@@ -245,19 +260,24 @@ static int64_t partial_floats(const penstock::Attention& attention) { return pag
 static void attend(const penstock::Attention& attention, const penstock::AttentionRow& row,
                    const penstock::AttentionItem& item, uint8_t* scratch, float* partials) {
   using namespace paged;
-  const Work work = make_work(attention, row, item, scratch, partials);
-  if (attention.kv.format == FORMAT_F32)
-    attend_item<F32Kv>(work);
-  else if (attention.kv.format == FORMAT_BF16)
-    attend_item<Bf16Kv>(work);
-  else
-    attend_item<Int8Kv>(work);
+  for (int head = item.kv_head_begin; head < item.kv_head_end; head++) {
+    const Work work = make_work(attention, row, item, head, scratch, partials);
+    if (attention.kv.format == FORMAT_F32)
+      attend_head<F32Kv>(work);
+    else if (attention.kv.format == FORMAT_BF16)
+      attend_head<Bf16Kv>(work);
+    else
+      attend_head<Int8Kv>(work);
+  }
+#if defined(__AMX_BF16__)
+  release_tiles();
+#endif
 }
 
 static void merge(const penstock::Attention& attention, const penstock::AttentionRow& row,
                   const penstock::AttentionItem& item, int splits, const float* partials) {
   using namespace paged;
-  const Work work = make_work(attention, row, item, nullptr, nullptr);
+  const Work work = make_work(attention, row, item, item.kv_head_begin, nullptr, nullptr);
   for (int i = 0; i < work.rows; i++) {
     float total[RECORD_HEAD + MAX_HEAD_DIM];
     clear_record(total, work.record);

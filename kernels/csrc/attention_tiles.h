@@ -31,13 +31,19 @@ constexpr int AHEAD = 4;
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+// Asks for lines of 64 bytes, no nearer than the second cache: few can be on their way to the first at once. Sections
+// are asked for from their beginning to their end, as the processor's own prefetching likes it.
+INLINE void ask_for(const uint8_t* at, int lines) {
+  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * VECTOR, 0, 2);
+}
+
 // Some rows of words against some pages of a split.
 struct Block {
   int rows;
   int first_page, num_pages;
   int padded;       // the head size, filled up
   int64_t section;  // bytes
-  // In the order in which memory is read: keys of the pages, their values, and keys of what comes next.
+  // In the order in which memory is read: keys of the pages, their values, and keys of what comes next, or null.
   const uint8_t* sections[2 * SPLIT_PAGES + AHEAD];
   bool streams;            // sections come from memory, so the next ones are asked for
   const uint8_t* queries;  // words [rows][padded / PER]
@@ -46,6 +52,11 @@ struct Block {
 
   const uint8_t* const* keys() const { return sections; }
   const uint8_t* const* page_values() const { return sections + num_pages; }
+  // What to ask for meanwhile, for the rows from `row` on; null: nothing.
+  const uint8_t* ahead_of_keys(int page, int row) const { return streams && row == 0 ? keys()[page + AHEAD] : nullptr; }
+  const uint8_t* ahead_of_values(int page, int row) const {
+    return streams && row == 0 ? page_values()[page + AHEAD] : nullptr;
+  }
 };
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -68,17 +79,19 @@ static void score_tile(const Block& block, int row, int page) {
   constexpr int COLUMNS = PAGES * PARTS;  // registers in which the pages' tokens lie
   const int words = block.padded / Kv::PER;
   const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * WORD;
-  const uint8_t* const* keys = block.sections + page;
-  const bool streams = block.streams && row == 0;
+  const uint8_t* const* keys = block.keys() + page;
   typename Kv::Sum sums[ROWS][COLUMNS] = {};
-  for (int word = 0; word < words; word++) {
-    IntPart part[COLUMNS];
-    UNROLL for (int c = 0; c < COLUMNS; c++)
-      part[c] = load_part(keys[c / PARTS] + word * VECTOR + c % PARTS * PART_BYTES);
-    if (streams) UNROLL for (int p = 0; p < PAGES; p++) prefetch(keys[p + AHEAD] + word * VECTOR);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const IntPart query = spread_word(queries + (r * words + word) * WORD);
-      UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_keys(sums[r][c], part[c], query);
+  for (int p = 0, word = 0; p < PAGES; p++) {
+    const uint8_t* ahead = block.ahead_of_keys(page + p, row);
+    for (int line = 0; line < words; line += PAGES, word++) {
+      IntPart part[COLUMNS];
+      UNROLL for (int c = 0; c < COLUMNS; c++)
+        part[c] = load_part(keys[c / PARTS] + word * VECTOR + c % PARTS * PART_BYTES);
+      if (ahead) ask_for(ahead + line * VECTOR, PAGES);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        const IntPart query = spread_word(queries + (r * words + word) * WORD);
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_keys(sums[r][c], part[c], query);
+      }
     }
   }
   uint8_t* out = block.scores + row * SPLIT_BYTES + page * VECTOR;
@@ -106,7 +119,6 @@ static void score_rows(const Block& block, int row) {
 template <class Kv, int ROWS, int VECTORS>
 static void value_tile(const Block& block, int row, int vector, int begin, int end) {
   constexpr int WORDS = LANES / Kv::PER, COLUMNS = VECTORS * PARTS;
-  const bool streams = block.streams && row == 0;
   const int64_t stride = block.padded * WORD;
   uint8_t* out = block.values + row * stride + vector * VECTOR;
   typename Kv::Sum sums[ROWS][COLUMNS] = {};
@@ -116,12 +128,12 @@ static void value_tile(const Block& block, int row, int vector, int begin, int e
   }
   for (int page = begin; page < end; page++) {
     const uint8_t* values = block.page_values()[page] + vector * VECTOR;
-    const uint8_t* ahead = block.page_values()[page + AHEAD] + vector * VECTOR;
+    const uint8_t* ahead = block.ahead_of_values(page, row);
     const uint8_t* weights = block.scores + row * SPLIT_BYTES + page * WORDS * WORD;
-    for (int word = 0; word < WORDS; word++, values += stride, ahead += stride) {
+    for (int word = 0; word < WORDS; word++, values += stride) {
       IntPart part[COLUMNS];
       UNROLL for (int c = 0; c < COLUMNS; c++) part[c] = load_part(values + c * PART_BYTES);
-      if (streams) UNROLL for (int v = 0; v < VECTORS; v++) prefetch(ahead + v * VECTOR);
+      if (ahead) ask_for(ahead + (vector * WORDS + word * VECTORS) * VECTOR, VECTORS);
       UNROLL for (int r = 0; r < ROWS; r++) {
         const IntPart weight = spread_word(weights + r * SPLIT_BYTES + word * WORD);
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_values(sums[r][c], part[c], weight);
@@ -153,6 +165,19 @@ static void value_rows(const Block& block, int row) {
 }
 
 #undef UNROLL
+
+// --------------------------------------------------------------------------------------------------------- a block
+
+// Sums of all the rows: `scores`, then `values` from the weights that these became.
+template <class Kv>
+inline void multiply_keys(const Block& block) {
+  score_rows<Kv>(block, 0);
+}
+
+template <class Kv>
+inline void multiply_values(const Block& block) {
+  value_rows<Kv>(block, 0);
+}
 
 }  // namespace paged
 

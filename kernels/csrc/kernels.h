@@ -104,11 +104,11 @@ constexpr int SPLIT = 256;
 // Query tokens of a row in one item, at most.
 constexpr int QUERY_TILE = 16;
 
-// A piece of one row's attention: some queries of one KV head's group against some splits. Where one item has all the
-// splits of its queries, it writes the output; else the partial results, to be merged.
+// A piece of one row's attention: some queries of some KV heads' groups against some splits. Where one item has all the
+// splits of its queries, it writes the output; else, for one KV head, the partial results, to be merged.
 struct AttentionItem {
   int32_t row;
-  int32_t kv_head;
+  int32_t kv_head_begin, kv_head_end;
   int32_t query_begin, query_end;  // positions
   int32_t split_begin, split_end;
   int64_t partial;  // index into `partials` of the first, in floats; -1: writes the output

@@ -91,7 +91,7 @@ class Pages:
     def attend(self, begin: int, end: int, kv_head: int, first_page: int = 0) -> float:
         """Seconds of the queries at positions [begin, end) of a row whose pages start at one of the scattered ones."""
         row = AttentionRow(self._page_ids.ctypes.data + 4 * first_page, 0, begin, end)
-        item = AttentionItem(0, kv_head, begin, end, 0, (end - 1) // SPLIT + 1, -1)
+        item = AttentionItem(0, kv_head, kv_head + 1, begin, end, 0, (end - 1) // SPLIT + 1, -1)
         start = time.perf_counter()
         self._table.attend(self._attention, row, item, self._scratch.ctypes.data, None)
         return time.perf_counter() - start

@@ -5,6 +5,7 @@ partial results begin as NaN with guards behind them.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -166,11 +167,12 @@ class Sequence:
         from_first_seen: bool = False,
         row_start: int | None = None,
         num_nan: int = 0,
+        heads: int = 1,
     ) -> Floats:
         """The outputs of the queries at positions [cuts[0], cuts[-1]), in tiles between the cuts; (T, heads, head_dim).
 
         spread: splits of an item, whose partial results are merged then; 0: an item has all of them.
-        num_nan: numbers that are none.
+        num_nan: numbers that are none. heads: KV heads of an item.
         """
         case = self.case
         output = np.full_like(self.queries, np.nan)
@@ -185,9 +187,9 @@ class Sequence:
         scratch = aligned(self.table.attention_scratch(attention))
         for begin, end in pairwise(cuts):
             first = max(0, begin + 1 - case.window) // SPLIT if case.window and from_first_seen else 0
-            item = AttentionItem(0, 0, begin, end, first, (end - 1) // SPLIT + 1, -1)
-            for kv_head in range(case.kv_heads):
-                item.kv_head = kv_head
+            item = AttentionItem(0, 0, 1, begin, end, first, (end - 1) // SPLIT + 1, -1)
+            for kv_head in range(0, case.kv_heads, heads):
+                item.kv_head_begin, item.kv_head_end = kv_head, min(kv_head + heads, case.kv_heads)
                 scratch[:-GUARD] = POISON
                 if spread:
                     self._attend_spread(attention, row, item, scratch, spread)
@@ -210,13 +212,14 @@ class Sequence:
         partials = aligned((base + splits * size) * 4)
         for begin in reversed(range(item.split_begin, item.split_end, spread)):
             end = min(begin + spread, item.split_end)
-            part = AttentionItem(0, item.kv_head, item.query_begin, item.query_end, begin, end,
-                                 base + (begin - item.split_begin) * size)  # fmt: skip
+            part = copy(item)
+            part.split_begin, part.split_end, part.partial = begin, end, base + (begin - item.split_begin) * size
             self.table.attend(attention, row, part, scratch.ctypes.data, partials.ctypes.data)
         assert_guarded(partials)
         assert (partials[: base * 4] == POISON).all()
-        item = AttentionItem(0, item.kv_head, item.query_begin, item.query_end, item.split_begin, item.split_end, base)
-        self.table.merge(attention, row, item, splits, partials.ctypes.data)
+        whole = copy(item)
+        whole.partial = base
+        self.table.merge(attention, row, whole, splits, partials.ctypes.data)
 
     def tiles(self) -> list[int]:
         """Cuts at whole tiles from position 0 on, as far as they fall between the queries."""
@@ -346,7 +349,7 @@ def test_a_key_that_is_not_a_number_shows_where_it_is_seen(table: Kernels, kv_fo
 # ------------------------------------------------------------------------------------------------------------- the bits
 
 SAME_BITS = (
-    Case(72, 2, 3, context=550, num_queries=60),
+    Case(72, 3, 3, context=550, num_queries=60),
     Case(64, 1, 5, context=600, num_queries=60, window=300, sinks=True),
     Case(32, 1, 8, context=540, num_queries=60, window=16, soft_cap=20.0),
 )
@@ -378,6 +381,10 @@ class TestTheSameBits:
         for query in (case.start, case.start + 17, case.context - 1):
             alone = sequence.attend([query, query + 1])
             np.testing.assert_array_equal(alone[0], whole[query - case.start])
+
+    @pytest.mark.parametrize("heads", [2, 3])
+    def test_with_several_heads_in_an_item(self, sequence: Sequence, whole: Floats, heads: int) -> None:
+        np.testing.assert_array_equal(sequence.attend(sequence.tiles(), heads=heads), whole)
 
     def test_in_chunks(self, sequence: Sequence, whole: Floats) -> None:
         """Each chunk is a row of its own, and sees pages in which nothing later is written."""
