@@ -38,9 +38,11 @@ SMALL_STEP = 1 << 26
 """Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
 the cores, loses: a guess, not measured."""
 
-STEP_S = 0.1
-OPERATIONS_PER_S = 300e9
+STEP_S = 0.15
+OPERATIONS_PER_S = {"amx": 800e9}
 """Of a thread, about: an order of magnitude is enough."""
+OTHER_OPERATIONS_PER_S = 250e9
+"""With any other instruction set."""
 MIN_BATCHED_TOKENS = 64
 """Products of fewer rows are not as fast, and each row that decodes needs one."""
 MOST_BATCHED_TOKENS = 256
@@ -274,7 +276,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or _default_budget(spec, config.num_threads),
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or _default_budget(spec, kernels.name.decode(), config.num_threads),
         architecture=spec.architecture,
         backend="cpu",
         device=config.device,
@@ -292,11 +295,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
 
 
-def _default_budget(spec: ModelSpec, num_threads: int) -> int:
-    """Tokens that a step computes in about ``STEP_S``: streams that decode beside a prompt wait so long for their next
-    token, and products are as fast as with more."""
+def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
+    """Tokens that a step computes in about ``STEP_S``: whoever arrives waits so long, and products are nearly as fast
+    as with more."""
     per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
-    tokens = STEP_S * OPERATIONS_PER_S * num_threads / per_token
+    tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 
 

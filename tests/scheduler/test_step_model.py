@@ -117,7 +117,7 @@ def test_without_a_target_a_step_is_comfortable(decodes, decode_kv):
     assert tokens == model.max_prefill(decodes, decode_kv, 0, COMFORT_S, at_most=1 << 20)
 
 
-def test_without_a_target_a_step_whose_decodes_are_slow_takes_twice_as_long_as_they():
+def test_without_a_target_a_step_whose_decodes_are_slow_may_take_longer():
     model = taught()
     alone = predict(model, StepWork(0, 0, 2000, 4_000_000))
     assert alone > COMFORT_S
