@@ -286,7 +286,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         weight_bytes=model.weight_bytes,
         kv_bytes=num_blocks * num_bytes,
         quantization=quantization,
-        instruction_set=kernels.name.decode(),
+        instruction_set=instruction_set,
         num_threads=config.num_threads,
         hidden_size=spec.hidden_size,
     )
