@@ -263,21 +263,16 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
-    try:
-        pages = library.memory(num_blocks * num_bytes)
-    except MemoryError as error:
-        raise ModelError(
-            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
-            "--kv-cache-memory-bytes or --max-model-len"
-        ) from error
+    pages = _allocate_pages(library, num_blocks, num_bytes)
+    instruction_set = kernels.name.decode()
+    budget = _default_budget(spec, instruction_set, config.num_threads)
     facts = WorkerFacts(
         num_blocks=num_blocks,
         block_size=config.block_size,
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens
-        or _default_budget(spec, kernels.name.decode(), config.num_threads),
+        max_num_batched_tokens=config.max_num_batched_tokens or budget,
         architecture=spec.architecture,
         backend="cpu",
         device=config.device,
@@ -293,6 +288,17 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers, config.num_threads)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
+
+
+def _allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
+    """Of so many blocks of so many bytes."""
+    try:
+        return library.memory(num_blocks * num_bytes)
+    except MemoryError as error:
+        raise ModelError(
+            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
+            "--kv-cache-memory-bytes or --max-model-len"
+        ) from error
 
 
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
