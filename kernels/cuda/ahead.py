@@ -1,0 +1,124 @@
+"""Compiles kernels ahead of time, for a GPU that need not be there, and prints what each takes of it."""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from triton import knobs
+
+from penstock.kernels.cuda.activation import clamped_gate_variant, gated_activation_variant
+from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
+from penstock.kernels.cuda.prepare import commit_variant, prepare_variant
+from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
+from penstock.kernels.cuda.shapes import SHAPES, Shape
+from penstock.kernels.cuda.variant import TYPES, Variant
+
+MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Of a program, by compute capability."""
+
+
+def variants(shape: Shape) -> Iterator[Variant]:
+    """All that a model of that shape launches."""
+    yield from _norm_variants(shape)
+    if shape.clamped_gate is None:
+        yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
+    else:
+        yield clamped_gate_variant(shape.dtype, shape.intermediate_size, *shape.clamped_gate)
+    yield rope_kv_variant(
+        RopeKv(
+            dtype=shape.dtype,
+            kv_dtype=shape.kv_dtype,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            rotary_dim=shape.rotary_dim,
+            slots=shape.slots,
+            norm_eps=shape.norm_eps if shape.norms_heads else None,
+        )
+    )
+    yield prepare_variant(shape.max_sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    yield commit_variant()
+
+
+def _norm_variants(shape: Shape) -> Iterator[Variant]:
+    dtype, hidden, eps = shape.dtype, shape.hidden_size, shape.norm_eps
+    if shape.norms_before:
+        # What the first layer begins with.
+        yield rms_norm_variant(dtype, hidden, hidden, hidden, eps)
+    else:
+        yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=False)
+    # The other layers, or the model's last norm.
+    yield add_rms_norm_variant(dtype, hidden, eps, norms_delta=shape.norms_after, norms_sum=True)
+    if shape.norms_queries:
+        row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        for heads in (shape.num_heads, shape.num_kv_heads):
+            yield rms_norm_variant(dtype, heads * shape.head_dim, row, row, eps)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a program of a variant takes."""
+
+    name: str
+    """The kernel, the types of its tensors, and its constants."""
+    shared_bytes: int
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Of a thread: what is kept in local memory, for want of registers or because it is indexed."""
+
+
+def describe(variant: Variant) -> str:
+    """A line that no other variant has."""
+    types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
+    constants = (f"{name}={value}" for name, value in variant.constants.items())
+    return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} WARPS={variant.num_warps}"
+
+
+def measure(variant: Variant, capability: int) -> Usage:
+    """Compiles it; the figures are those of the machine code."""
+    compiled = variant.compile(capability)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    figures = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+    spilled = figures["STACK"] + figures["LOCAL"]
+    return Usage(describe(variant), int(compiled.metadata.shared), figures["REG"], spilled)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Ends with status 1 where a variant needs more shared memory than there is."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.kernels.cuda.ahead", description=__doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SHAPES)}; all of them by default")
+    parser.add_argument("--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90 is Hopper's")
+    options = parser.parse_args(arguments)
+    unknown = [model for model in options.models if model not in SHAPES]
+    if unknown:
+        parser.error(f"no such model: {unknown[0]}")
+    shapes = [SHAPES[name] for name in options.models or SHAPES]
+    shapes += [replace(shape, kv_dtype=torch.float8_e4m3fn) for shape in shapes]
+    limit = MAX_SHARED_BYTES[options.capability]
+    wanted = dict.fromkeys(chain.from_iterable(variants(shape) for shape in shapes))
+    sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
+    too_large = []
+    with ThreadPoolExecutor() as threads:
+        for usage in threads.map(lambda variant: measure(variant, options.capability), wanted):
+            sys.stdout.write(f"{usage.shared_bytes:>7} {usage.registers:>9} {usage.spilled_bytes:>7}  {usage.name}\n")
+            if usage.shared_bytes > limit:
+                too_large.append(usage.name)
+    if too_large:
+        sys.exit(f"too much shared memory: {'; '.join(too_large)}")
+
+
+if __name__ == "__main__":
+    main()

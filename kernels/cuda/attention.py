@@ -1,0 +1,48 @@
+"""Ragged paged attention: prefill, decoding and verification of drafts in one step, each by the kernel that is its own.
+
+Grids are fixed by a bucket's sizes, and lengths are read from device memory, so that a CUDA graph may hold all of it.
+"""
+
+from torch import Tensor
+
+from penstock.kernels.cuda.attention_common import PagedKV, RaggedRows
+from penstock.kernels.cuda.attention_decode import DecodeWorkspace, decode_attention, decode_variant
+from penstock.kernels.cuda.attention_join import join_variant
+from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_variant
+from penstock.kernels.cuda.attention_prefill import prefill_attention, prefill_variant
+from penstock.kernels.cuda.variant import Variant
+
+
+def paged_attention(
+    shape: DecodeShape,
+    query: Tensor,
+    kv: PagedKV,
+    batch: RaggedRows,
+    starts: WorkStarts,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    *,
+    any_longer: bool,
+) -> None:
+    """softmax(cap(scale q k^T)) v for each query head h with its KV head, h * K // H, over what each query sees.
+
+    ``query`` and ``out`` are (T, H, D) in the shape's dtype. The last token of sequence b stands at position
+    ``contexts[b] - 1``, those before it in front of that; each sees positions up to its own, and with a window w those
+    above its own minus w. The reference is ``kernels.reference.paged_attention``. Tokens of no sequence are left as
+    they are in ``out``. ``starts`` are those of ``plan_attention`` for this step. ``any_longer``: sequences of more
+    than ``shape.max_queries`` queries are computed too.
+    """
+    heads = (shape.attention.num_heads, shape.attention.head_dim)
+    assert query.shape == out.shape == (query.shape[0], *heads)
+    assert query.is_contiguous()
+    assert out.is_contiguous()
+    kv.check(shape.attention)
+    starts.check(batch.num_sequences)
+    decode_attention(shape, query, kv, batch, starts.units, workspace, out)
+    if any_longer and query.shape[0] > shape.max_queries:
+        prefill_attention(shape.attention, query, kv, batch, starts.tiles, shape.max_queries, out)
+
+
+def attention_variants(shape: DecodeShape) -> list[Variant]:
+    """All that ``plan_attention`` and ``paged_attention`` launch for that shape."""
+    return [plan_variant(shape), decode_variant(shape), join_variant(shape), prefill_variant(shape.attention)]

@@ -1,0 +1,87 @@
+"""A line's token: of what filters have left, the one with the largest sum of score and keyed Gumbel noise, which draws
+from the softmax of scores."""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.sampling_noise import gumbel, noise_stream
+from penstock.kernels.cuda.sampling_rows import FALLBACK, LEAST_SCORE, NUM_INTEGERS, NUM_NUMBERS, SEED, TEMPERATURE
+from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, load_scores
+
+
+@triton.jit
+def draw(
+    num_lines,
+    rows,
+    positions,
+    numbers,
+    integers,
+    scores,
+    forbidden,
+    num_forbidden,
+    best,
+    best_ids,
+    thresholds,
+    drawn,
+    drawn_ids,
+    VOCAB: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
+):
+    """The best sum in each slice."""
+    line = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if line >= tl.load(num_lines):
+        return
+    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
+    row = tl.load(rows + line).to(tl.int64)
+    if tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) <= 0.0:
+        return
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    if is_number(top):
+        ids = part * SLICE + tl.arange(0, SLICE)
+        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
+        least = tl.load(numbers + row * NUM_NUMBERS + LEAST_SCORE).to(tl.float32)
+        kept = (key_of(score, ids) >= tl.load(thresholds + line)) & (score >= least) & (score > -float("inf"))
+        tl.store(drawn + line * SLICES + part, tl.full([], -float("inf"), tl.float64))
+        # Filters leave most slices empty, and noise costs more than all else.
+        if tl.sum(kept.to(tl.int32), axis=0) > 0:
+            stream = noise_stream(tl.load(integers + row * NUM_INTEGERS + SEED), tl.load(positions + line))
+            sums = tl.where(kept, score.to(tl.float64) + gumbel(stream, ids), -float("inf"))
+            largest, at = tl.max(sums, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            tl.store(drawn + line * SLICES + part, largest)
+            tl.store(drawn_ids + line * SLICES + part, part * SLICE + at)
+
+
+@triton.jit
+def choose(
+    num_lines,
+    rows,
+    numbers,
+    integers,
+    num_forbidden,
+    best,
+    best_ids,
+    drawn,
+    drawn_ids,
+    token_ids,
+    VOCAB: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_SLICES: tl.constexpr,
+):
+    """The best of all slices."""
+    line = tl.program_id(0).to(tl.int64)
+    if line >= tl.load(num_lines):
+        return
+    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
+    row = tl.load(rows + line).to(tl.int64)
+    top, token, _forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    if is_number(top):
+        if tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) > 0.0:
+            parts = tl.arange(0, BLOCK_SLICES)
+            sums = tl.load(drawn + line * SLICES + parts, mask=parts < SLICES, other=-float("inf"))
+            _sum, part = tl.max(sums, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            token = tl.load(drawn_ids + line * SLICES + part)
+    else:
+        token = tl.load(integers + row * NUM_INTEGERS + FALLBACK).to(tl.int32)
+    tl.store(token_ids + line, token)

@@ -1,0 +1,124 @@
+"""What of a model its kernels are compiled for, and some models that have different kernels."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model, and what serves it."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Of the MLP, or of an expert."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    vocab_size: int
+    norm_eps: float
+    norms_before: bool = True
+    """Attention and the MLP have a norm before them."""
+    norms_after: bool = False
+    """They have one after them."""
+    norms_heads: bool = False
+    """Queries and keys are normed, each head by itself."""
+    norms_queries: bool = False
+    """All queries are normed as one vector, and so are all keys."""
+    activation: str = "silu"
+    """silu, gelu or gelu_tanh."""
+    clamped_gate: tuple[float, float] | None = None
+    """Alpha and limit of the gate that stands in the place of the activation."""
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    """``dtype`` or float8_e4m3fn."""
+    max_positions: int
+    """Of a row."""
+    max_sequences: int = 256
+    """Of a step."""
+    slots: int = 16
+    """Of a page."""
+
+    @property
+    def max_pages(self) -> int:
+        """Of a row."""
+        return -(-self.max_positions // self.slots)
+
+
+SHAPES = {
+    "Qwen3-0.6B": Shape(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        norms_heads=True,
+        max_positions=40960,
+    ),
+    "Llama-3.1-8B": Shape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=128256,
+        norm_eps=1e-5,
+        max_positions=131072,
+    ),
+    "Gemma-3-1B": Shape(
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        rotary_dim=256,
+        vocab_size=262144,
+        norm_eps=1e-6,
+        norms_after=True,
+        norms_heads=True,
+        activation="gelu_tanh",
+        max_positions=32768,
+    ),
+    "OLMo-2-1B": Shape(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=100352,
+        norm_eps=1e-6,
+        norms_before=False,
+        norms_after=True,
+        norms_queries=True,
+        max_positions=4096,
+    ),
+    "Phi-4-mini": Shape(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=96,
+        vocab_size=200064,
+        norm_eps=1e-5,
+        max_positions=131072,
+    ),
+    "gpt-oss-20b": Shape(
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rotary_dim=64,
+        vocab_size=201088,
+        norm_eps=1e-5,
+        clamped_gate=(1.702, 7.0),
+        max_positions=131072,
+    ),
+}

@@ -1,0 +1,74 @@
+"""A kernel with all that its code depends on: what launches it, warms it up and compiles it ahead of time.
+
+Triton compiles a kernel anew for each new kind of argument: a type, a constant, and, unless the kernel forbids it, a
+number that is 1 or a multiple of 16. Here a variant names types and constants, kernels forbid the rest
+(``do_not_specialize``), and pointers are always aligned, so a variant is compiled once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+ALIGNMENT = 16
+"""Of pointers, in bytes."""
+
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+"""What Triton calls them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One compiled form of a kernel. Made once, by a cached function of what it depends on."""
+
+    kernel: Any
+    """A function under ``triton.jit``, whose numbers are in ``do_not_specialize``."""
+    arguments: Mapping[str, torch.dtype | str]
+    """Types of what varies from call to call, in the order of ``launch``: a tensor's dtype, or Triton's name of a
+    number's."""
+    constants: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def launch(self, grid: tuple[int, ...], *values: Tensor | int | float | None) -> None:
+        """Runs the kernel; ``values`` are the arguments in their order. A tensor has the dtype that was named."""
+        assert len(values) == len(self.arguments), (len(values), list(self.arguments))
+        for (name, wanted), value in zip(self.arguments.items(), values, strict=True):
+            if isinstance(wanted, torch.dtype):
+                assert isinstance(value, Tensor), name
+                assert value.dtype == wanted, (name, value.dtype, wanted)
+                assert value.data_ptr() % ALIGNMENT == 0, name
+        # By name: constants may stand between them.
+        named = dict(zip(self.arguments, values, strict=True))
+        self.kernel[grid](**named, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+    def compile(self, capability: int) -> CompiledKernel:
+        """For a GPU of that compute capability, 90 for Hopper; needs none. Not under TRITON_INTERPRET."""
+        signature = {
+            name: f"*{TYPES[kind]}" if isinstance(kind, torch.dtype) else kind for name, kind in self.arguments.items()
+        }
+        pointers = [name for name, kind in self.arguments.items() if isinstance(kind, torch.dtype)]
+        source = ASTSource(
+            self.kernel,
+            signature={**signature, **dict.fromkeys(self.constants, "constexpr")},
+            constexprs=dict(self.constants),
+            attrs={(self.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in pointers},
+        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

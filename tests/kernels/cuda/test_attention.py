@@ -1,0 +1,245 @@
+"""Ragged paged attention against the torch reference: in Triton's interpreter, or on a GPU where there is one."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import reference
+from penstock.kernels.cuda.attention import paged_attention
+from penstock.kernels.cuda.attention_common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
+from penstock.kernels.cuda.attention_decode import DecodeWorkspace
+from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = AttentionShape(4, 2, 64, torch.float32, torch.float32, scale=0.125)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A step: of each sequence its queries and its context, on random pages."""
+
+    shape: AttentionShape
+    lengths: list[tuple[int, int]]
+    query: Tensor
+    kv: PagedKV
+    batch: RaggedRows
+
+    def only(self, chosen: int) -> "Sequences":
+        """The same sequence in a step of its own."""
+        starts = self.batch.query_starts.tolist()
+        length = self.lengths[chosen]
+        batch = RaggedRows(
+            self.batch.tables,
+            self.batch.rows[chosen : chosen + 1].clone(),
+            torch.tensor([0, length[0]], dtype=torch.int32, device=DEVICE),
+            self.batch.contexts[chosen : chosen + 1].clone(),
+        )
+        query = self.query[starts[chosen] : starts[chosen + 1]].clone()
+        return replace(self, lengths=[length], query=query, batch=batch)
+
+    def poisoned(self) -> "Sequences":
+        """With NaN wherever no query has to look: other pages, slots past the context, positions before the window."""
+        pages = self.kv.pages.float().clone()
+        needed = torch.zeros(pages.shape[0], PAGE_SLOTS, dtype=torch.bool, device=DEVICE)
+        tables = self.batch.tables.clone()
+        for row, (num_queries, context) in zip(self.batch.rows.tolist(), self.lengths, strict=True):
+            if num_queries == 0:
+                continue
+            first = context - num_queries
+            lowest = 0 if self.shape.window is None else max(0, first - self.shape.window + 1)
+            for position in range(lowest, context):
+                needed[tables[row, position // PAGE_SLOTS], position % PAGE_SLOTS] = True
+            tables[row, -(-context // PAGE_SLOTS) :] = 1 << 30
+            tables[row, : lowest // PAGE_SLOTS] = 1 << 30
+        pages[~needed[:, None, None, :].expand(-1, 2, pages.shape[2], -1)] = math.nan
+        kv = replace(self.kv, pages=pages.to(self.kv.pages.dtype))
+        return replace(self, kv=kv, batch=replace(self.batch, tables=tables))
+
+
+def sequences(shape: AttentionShape, lengths: list[tuple[int, int]], seed: int = 0, sinks: bool = False) -> Sequences:
+    """Of each sequence (queries, context)."""
+    generator = torch.Generator().manual_seed(seed)
+    num_pages = [-(-context // PAGE_SLOTS) for _, context in lengths]
+    ids = torch.randperm(sum(num_pages) + 1, generator=generator, dtype=torch.int32) + 1  # page 0 is nobody's
+    num_rows = len(lengths) + 2
+    tables = torch.zeros(num_rows, max([*num_pages, 1]) + 1, dtype=torch.int32)
+    rows = torch.randperm(num_rows, generator=generator, dtype=torch.int32)[: len(lengths)]
+    used = 0
+    for row, count in zip(rows.tolist(), num_pages, strict=True):
+        tables[row, :count] = ids[used : used + count]
+        used += count
+    heads = shape.num_kv_heads
+    pages = torch.randn(len(ids) + 1, 2, heads, PAGE_SLOTS, shape.head_dim, generator=generator)
+    scales = torch.ones(2, heads)
+    if shape.kv_dtype == torch.float8_e4m3fn:
+        scales = torch.rand(2, heads, generator=generator) + 0.5
+    query = torch.randn(sum(n for n, _ in lengths), shape.num_heads, shape.head_dim, generator=generator)
+    chosen = torch.randn(shape.num_heads, generator=generator) if sinks else torch.full((shape.num_heads,), -math.inf)
+    starts = [0, *itertools.accumulate(n for n, _ in lengths)]
+    batch = RaggedRows(
+        tables.to(DEVICE),
+        rows.to(DEVICE),
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.tensor([context for _, context in lengths], dtype=torch.int32, device=DEVICE),
+    )
+    pages = pages.to(DEVICE).to(shape.kv_dtype)
+    kv = PagedKV(pages, scales[0].clone().to(DEVICE), scales[1].clone().to(DEVICE), chosen.to(DEVICE))
+    return Sequences(shape, lengths, query.to(DEVICE).to(shape.dtype), kv, batch)
+
+
+def computed(step: Sequences, max_queries: int = 1, programs: int = 3, deterministic: bool = False) -> Tensor:
+    """By the kernels."""
+    shape = DecodeShape(step.shape, max_queries, deterministic)
+    num_sequences = step.batch.num_sequences
+    starts = WorkStarts.allocate(num_sequences, DEVICE)
+    workspace = DecodeWorkspace.allocate(shape, num_sequences, programs, DEVICE)
+    workspace.mixed.fill_(math.nan)
+    workspace.weights.fill_(math.nan)
+    plan_attention(shape, step.batch, starts)
+    out = torch.full_like(step.query, math.nan)
+    any_longer = any(n > max_queries for n, _ in step.lengths)
+    paged_attention(shape, step.query, step.kv, step.batch, starts, workspace, out, any_longer=any_longer)
+    return out
+
+
+def expected(step: Sequences) -> Tensor:
+    """By the reference, in fp32."""
+    scales = torch.stack((step.kv.key_scales, step.kv.value_scales))
+    keys, values = step.kv.pages.float().permute(1, 2, 0, 3, 4) * scales[:, :, None, None, None]
+    starts = step.batch.query_starts.tolist()
+    present = [b for b, (n, _) in enumerate(step.lengths) if n]
+    shape = step.shape
+    return reference.paged_attention(
+        step.query.float(),
+        keys,
+        values,
+        [step.batch.tables[step.batch.rows[b], : -(-step.lengths[b][1] // PAGE_SLOTS)].tolist() for b in present],
+        [(starts[b], starts[b + 1]) for b in present],
+        [step.lengths[b][1] - step.lengths[b][0] for b in present],
+        shape.window,
+        scale=shape.scale,
+        cap=shape.cap,
+        sinks=None if step.kv.sinks.isinf().all() else step.kv.sinks,
+    )
+
+
+def check(step: Sequences, **options) -> None:
+    wanted = expected(step)
+    got = computed(step.poisoned(), **options)
+    tolerance = TOLERANCE[step.shape.dtype]
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7])
+def test_decoding_is_divided_over_any_number_of_programs(programs):
+    check(sequences(SMALL, [(1, 200), (1, 1), (1, 40), (0, 0), (1, 33)]), programs=programs)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+def test_prefill_of_odd_lengths(length):
+    check(sequences(SMALL, [(length, length), (length, length + 19)], seed=length))
+
+
+def test_verification_beside_decoding_and_prefill():
+    check(sequences(SMALL, [(5, 70), (1, 130), (40, 75), (5, 5), (0, 0), (2, 64)]), max_queries=5)
+
+
+def test_a_long_verification_has_several_tiles():
+    shape = replace(SMALL, num_heads=16)
+    check(sequences(shape, [(8, 90), (1, 40)]), max_queries=8, programs=5)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_window(window):
+    shape = replace(SMALL, window=window)
+    check(sequences(shape, [(1, 150), (5, 90), (50, 110), (3, 3)]), max_queries=5)
+
+
+def test_soft_cap_and_sinks():
+    shape = replace(SMALL, cap=2.0, scale=0.5)
+    check(sequences(shape, [(1, 150), (50, 60)], sinks=True))
+    check(sequences(replace(shape, window=20, cap=None), [(1, 150), (50, 60)], sinks=True), programs=2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+def test_scores_far_beyond_the_cap():
+    check(sequences(replace(SMALL, cap=5.0, scale=100.0), [(1, 40), (20, 20)]))
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+def test_head_sizes(head_dim):
+    shape = replace(SMALL, head_dim=head_dim, num_heads=3, num_kv_heads=1)
+    check(sequences(shape, [(1, 70), (20, 50)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_dtypes(dtype, fp8):
+    shape = replace(SMALL, dtype=dtype, kv_dtype=torch.float8_e4m3fn if fp8 else dtype)
+    check(sequences(shape, [(1, 140), (20, 30)]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches(seed):
+    chosen = random.Random(seed)
+    lengths = []
+    for _ in range(5):
+        num_queries = chosen.choice([0, 1, 1, 2, 5, 9, 21])
+        lengths.append((num_queries, num_queries + chosen.choice([0, 0, 7, 31, 64, 130]) if num_queries else 0))
+    lengths.append((1, 1 + chosen.randrange(100)))
+    shape = replace(SMALL, window=chosen.choice([None, 9, 50]), cap=chosen.choice([None, 3.0]))
+    check(
+        sequences(shape, lengths, seed, sinks=chosen.random() < 0.5),
+        max_queries=chosen.choice([1, 5]),
+        programs=chosen.choice([2, 5]),
+        deterministic=chosen.random() < 0.5,
+    )
+
+
+def test_deterministic_bits_do_not_depend_on_the_batch():
+    step = sequences(SMALL, [(1, 1030), (5, 520), (1, 40), (30, 45)])
+    whole = computed(step, max_queries=5, programs=4, deterministic=True)
+    torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)
+    starts = step.batch.query_starts.tolist()
+    for b in range(4):
+        alone = computed(step.only(b), max_queries=5, programs=7, deterministic=True)
+        assert torch.equal(alone, whole[starts[b] : starts[b + 1]])
+
+
+def test_prefill_bits_do_not_depend_on_the_chunk():
+    step = sequences(SMALL, [(60, 100)])
+    whole = computed(step)
+    chunk = replace(
+        step,
+        lengths=[(25, 65)],
+        query=step.query[:25].clone(),
+        batch=replace(
+            step.batch,
+            query_starts=torch.tensor([0, 25], dtype=torch.int32, device=DEVICE),
+            contexts=torch.tensor([65], dtype=torch.int32, device=DEVICE),
+        ),
+    )
+    assert torch.equal(computed(chunk), whole[:25])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+def test_real_sizes(head_dim, window, fp8, deterministic):
+    kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    shape = AttentionShape(32, 8, head_dim, torch.bfloat16, kv_dtype, head_dim**-0.5, window)
+    lengths = [*((1, 1 + 257 * b) for b in range(32)), (5, 4000), (16, 16), (700, 2100), (1500, 1500)]
+    step = sequences(shape, lengths)
+    torch.testing.assert_close(
+        computed(step.poisoned(), max_queries=16, programs=264, deterministic=deterministic).float(),
+        expected(step),
+        atol=2e-2,
+        rtol=2e-2,
+    )
