@@ -148,7 +148,7 @@ class Delta:
         """The same, copied."""
         return cls(
             text=message.text,
-            token_ids=list(message.token_ids),
+            token_ids=message.token_ids[:],
             choice=message.choice,
             logprobs=Logprobs.from_proto(message.logprobs) if message.HasField("logprobs") else None,
             end=ChoiceEnd.from_proto(message.end) if message.HasField("end") else None,

@@ -6,7 +6,6 @@ the listener, then the worker. HTTP goes down first: no new connections, then, a
 """
 
 import asyncio
-import gc
 import importlib.metadata
 import logging
 import os
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock.clients.event_loop import calm_collector
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -192,7 +192,7 @@ class Server:
     async def serve_until_stopped(self) -> None:
         """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the
         configured delay and grace; a second signal ends both."""
-        _calm_collector()
+        calm_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
@@ -265,17 +265,6 @@ class Server:
         self._health.set_ready(state is EngineState.SERVING and not self._stop_requested.is_set())
         if self._running is not None:
             self._running.generation.tell_state()
-
-
-def _calm_collector() -> None:
-    """Has Python's cycle collector look at less, and less often.
-
-    A step of 256 streams makes thousands of short-lived objects without cycles; by default the collector takes an
-    eighth of the loop's time to find that out.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 100)
 
 
 class _Running:

@@ -117,7 +117,9 @@ class AnswerResponse(Response):
         exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
         chunks = writer.begin(exchange.request_id)
         num_portions = 0
-        async for portion in portions(await exchange.take(rest=True)):
+        for portion in portions(await exchange.collect()):
+            if num_portions:
+                await asyncio.sleep(0)
             num_portions += 1
             for chunk in chunks + await writer.add(portion):
                 whole.add(chunk)
@@ -134,15 +136,20 @@ class AnswerResponse(Response):
         headers = [*_SSE_HEADERS, (b"x-request-id", exchange.request_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         pending = _events(writer.begin(exchange.request_id))
+
+        async def pass_on(arrivals: Sequence[Arrival]) -> None:
+            nonlocal pending
+            for number, portion in enumerate(portions(arrivals)):
+                if number:
+                    await asyncio.sleep(0)
+                data = pending + _events(await writer.add(portion))
+                if data or not portion:
+                    pending = b""
+                    ticks.postpone()
+                    await _send_part(send, data or _COMMENT)
+
         with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
-            while not exchange.is_done:
-                async for portion in portions(await exchange.take()):
-                    if data := pending + _events(await writer.add(portion)):
-                        pending = b""
-                        ticks.postpone()
-                        await _send_part(send, data)
-                    elif not portion:
-                        await _send_part(send, _COMMENT)
+            await exchange.pass_on(pass_on)
         last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
         await _send_part(send, last, more=False)
 

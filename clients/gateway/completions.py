@@ -120,6 +120,9 @@ class CompletionWriter:
         self._scores_alone = body.max_tokens == 0
         n, specials = body.num_choices, body.skip_special_tokens is False
         self._choices = [[_Choice(at * n + i, specials=specials) for i in range(n)] for at in range(len(prompts))]
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
+        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
         self._begun = False
 
     def begin(self, request_id: str) -> list[Json]:
@@ -129,7 +132,8 @@ class CompletionWriter:
 
     async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """The prompts, if they are shown, and what is new."""
-        names = TokenNames(await self._describe(arrivals), as_ids=bool(self._body.return_tokens_as_token_ids))
+        known = await self._describe(arrivals) if self._names_tokens else {}
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
         chunks: list[Json] = []
         if not self._begun:
             self._begun = True
@@ -168,14 +172,6 @@ class CompletionWriter:
                 ids |= named_ids((), event.logprobs)
         wanted = ids or self._names_prompts  # those of the prompts are known since the first call
         return await self._caller.describe(ids) if wanted else {}
-
-    @property
-    def _names_prompts(self) -> bool:
-        return self._body.prompt_logprobs is not None or self._echoes_logprobs
-
-    @property
-    def _echoes_logprobs(self) -> bool:
-        return bool(self._body.echo) and self._body.logprobs is not None
 
     def _show_prompts(self, names: TokenNames) -> list[Json]:
         if not (self._body.echo or self._shows_ids or self._names_prompts):

@@ -1,10 +1,12 @@
 """What one HTTP request asks of the service: one request on the stream, or one for each of its prompts."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Accepted, Event, Finished, merge
+from penstock.clients.gateway.eagerly import run_eagerly
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
 
@@ -13,6 +15,7 @@ _MAX_UNMERGED = 64
 
 Arrival = tuple[int, Event]
 """An event, and the index of the request among the exchange's that it belongs to."""
+Handler = Callable[[Sequence[Arrival]], Coroutine[Any, Any, None]]
 
 
 class Abandoned(Exception):
@@ -34,15 +37,16 @@ class Exchange:
         self._failure: RequestFailed | Abandoned | None = None
         self._nudged = False
         self._news = asyncio.Event()
-        self._wants_rest = False
+        self._has_come: Callable[[], bool] = lambda: False
+        """What is waited for, before ``pass_on`` or without it."""
+        self._passing: tuple[Handler, asyncio.Future[None]] | None = None
+        """What was given to ``pass_on``, and the end that it waits for."""
+        self._is_handling = False
+        self._handling: asyncio.Task[None] | None = None
+        """Of the last events, if their handler had to wait."""
         self._num_accepted = 0
         self.request_id = ""
         """The service's id of the first request; empty until it is accepted."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all has come and was taken."""
-        return not self._cancels and not self._waiting and self._failure is None
 
     def begin(self) -> None:
         """Sends the requests."""
@@ -51,35 +55,43 @@ class Exchange:
 
     async def accepted(self) -> None:
         """Returns when the service has taken all requests. Raises RequestFailed if it refuses one, and Abandoned."""
-        while self._num_accepted < len(self._starts):
-            if self._failure is not None:
-                raise self._failure
-            await self._wait()
-
-    async def take(self, *, rest: bool = False) -> list[Arrival]:
-        """The events that wait, in order; with ``rest`` all until the end, for which the caller is woken once. None
-        after a ``nudge``, and when all was taken. Raises RequestFailed after the last event of requests that failed,
-        and Abandoned."""
-        self._wants_rest = rest
-        while self._cancels and (rest or not (self._waiting or self._nudged)):
-            await self._wait()
-        if self._failure is not None and (rest or not self._waiting):
+        await self._until(lambda: self._is_accepted or self._failure is not None)
+        if self._failure is not None and not self._is_accepted:
             raise self._failure
-        self._nudged = False
-        arrivals, self._waiting, self._num_merged = self._waiting, [], 0
+
+    async def collect(self) -> list[Arrival]:
+        """All events, when the last one has come. Raises RequestFailed, and Abandoned."""
+        await self._until(lambda: not self._cancels)
+        if self._failure is not None:
+            raise self._failure
+        arrivals, self._waiting = self._waiting, []
         return arrivals
 
+    async def pass_on(self, handle: Handler) -> None:
+        """Has ``handle`` take the events as they come, in order, until the last one: one call at a time, with all that
+        came meanwhile. After a ``nudge`` there may be none. Raises what ``handle`` raises; RequestFailed after the last
+        event of requests that failed; and Abandoned."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._passing = handle, over
+        self._tell()
+        try:
+            await over
+        finally:
+            self._passing = None
+            if self._handling is not None:
+                self._handling.cancel()
+
     def nudge(self) -> None:
-        """Wakes who waits in ``take``."""
+        """Has what was given to ``pass_on`` called."""
         self._nudged = True
-        self._news.set()
+        self._tell()
 
     def abandon(self) -> None:
         """The caller is gone: cancels what has not ended, and raises Abandoned from whatever waits."""
         if self._cancels:
             self._failure = Abandoned()
             self.close()
-            self._news.set()
+            self._tell()
 
     def close(self) -> None:
         """Cancels what has not ended. Safe to call twice."""
@@ -102,8 +114,7 @@ class Exchange:
             self._caller.done()
         if len(self._waiting) - self._num_merged > self._max_unmerged:
             self._merge()
-        if not self._cancels or not self._wants_rest:
-            self._news.set()
+        self._tell()
 
     def fail(self, index: int, failure: RequestFailed) -> None:
         """One of the requests failed: the others end with it."""
@@ -114,11 +125,46 @@ class Exchange:
         failure.request_id = failure.request_id or self.request_id
         self._failure = failure
         self.close()
-        self._news.set()
+        self._tell()
 
-    async def _wait(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    @property
+    def _is_accepted(self) -> bool:
+        return self._num_accepted == len(self._starts)
+
+    async def _until(self, has_come: Callable[[], bool]) -> None:
+        """Who waits is woken once, not by each token."""
+        self._has_come = has_come
+        while not has_come():
+            self._news.clear()
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        """There is news. It is handled here and now, since each token is news: to wake a task for it costs more than to
+        send it."""
+        if self._passing is None:
+            if self._has_come():
+                self._news.set()
+        elif not self._is_handling:
+            self._handling = run_eagerly(self._hand_over(*self._passing))
+
+    async def _hand_over(self, handle: Handler, over: asyncio.Future[None]) -> None:
+        """Whatever is raised is for who waits in ``pass_on``: here it would meet the stream that others share."""
+        self._is_handling = True
+        try:
+            while self._waiting or self._nudged:
+                self._nudged = False
+                arrivals, self._waiting, self._num_merged = self._waiting, [], 0
+                await handle(arrivals)
+            if self._failure is not None:
+                raise self._failure
+        except BaseException as error:
+            if not over.done():
+                over.set_exception(error)
+        else:
+            if not self._cancels and not over.done():
+                over.set_result(None)
+        finally:
+            self._is_handling = False
 
     def _merge(self) -> None:
         """Of what came since the last time: were all of it one event, what writes the answer could not pause."""

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.event_loop import loop_factory
+from penstock.clients.event_loop import calm_collector, loop_factory
 from penstock.clients.gateway.certificate import Certificate
 from penstock.clients.gateway.http_connection import PatientProtocol
 
@@ -55,6 +55,7 @@ def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
     """Serves until a signal; returns the exit status. ``what`` is served is told when it is. Raises PenstockError."""
     with _listening(http) as (listener, address):
         server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
+        calm_collector()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(server.serve([listener]))
         return 0 if server.started else 1

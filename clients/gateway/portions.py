@@ -1,7 +1,7 @@
 """Large answers in portions, so that who makes one holds the event loop for milliseconds only, and no stream waits."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,9 +17,9 @@ _MAX_BYTES = 1 << 18
 _encode = msgspec.json.encode
 
 
-async def portions(arrivals: Sequence[Arrival]) -> AsyncIterator[Sequence[Arrival]]:
-    """The same events in order, at least one portion of them; others run in between. Log-probabilities of a prompt are
-    cut where they are too many."""
+def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
+    """The same events in order, at least one portion of them; who handles them is to let others run in between.
+    Log-probabilities of a prompt are cut where they are too many."""
     portion: list[Arrival] = []
     num_entries = 0
     for index, event in arrivals:
@@ -27,7 +27,6 @@ async def portions(arrivals: Sequence[Arrival]) -> AsyncIterator[Sequence[Arriva
             size = _num_entries(part.logprobs) if isinstance(part, PromptLogprobs | Delta) else 0
             if portion and num_entries + size > _MAX_ENTRIES:
                 yield portion
-                await asyncio.sleep(0)
                 portion, num_entries = [], 0
             portion.append((index, part))
             num_entries += size

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.clients.events import Delta, Finished, merge
+from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.exchange import Exchange
 from penstock.v1 import generation_pb2 as pb
 
@@ -189,7 +189,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     exchange = Exchange(caller, [start])
     exchange.begin()
     try:
-        events = [event for _, event in await exchange.take(rest=True)]
+        events = [event for _, event in await exchange.collect()]
     finally:
         exchange.close()
     assert isinstance(events[-1], Finished)
@@ -218,7 +218,8 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
     exchange.begin()
     for at in range(64 * 1000):
         exchange.arrive(0, Delta(str(at % 10), [], choice=at % 64))
-    arrivals = await exchange.take()
+    exchange.arrive(0, Finished(FinishReason.LENGTH, Usage(), Timings()))
+    arrivals = await exchange.collect()
     assert len(numbers) <= 16
     assert len(arrivals) <= (64 + 16) * 64
     assert sum(len(event.text) for _, event in arrivals if isinstance(event, Delta)) == 64 * 1000

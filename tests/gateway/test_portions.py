@@ -43,16 +43,13 @@ async def turns():
     running.cancel()
 
 
-async def test_many_events_come_in_portions(turns):
+def test_many_events_come_in_portions():
     prompt = PromptLogprobs(1, logprobs(5000, 20))
     deltas = [Delta("x", [1] * 64, logprobs=logprobs(64, 20)) for _ in range(50)]
     came: list[Any] = []
-    seen: list[int] = []
-    async for portion in portions([(0, prompt), *((1, delta) for delta in deltas)]):
+    for portion in portions([(0, prompt), *((1, delta) for delta in deltas)]):
         assert num_entries(portion) <= MOST
         came += portion
-        seen.append(turns[0])
-    assert all(later > before for before, later in pairwise(seen))
     assert [event for index, event in came if index == 1] == deltas
     whole, at = Logprobs(), 1
     for _, part in came[: -len(deltas)]:
@@ -63,10 +60,8 @@ async def test_many_events_come_in_portions(turns):
 
 
 @pytest.mark.parametrize("arrivals", [[], [(0, Delta("x", [1]))] * 3])
-async def test_few_events_are_one_portion(turns, arrivals):
-    before = turns[0]
-    assert [portion async for portion in portions(arrivals)] == [arrivals]
-    assert turns[0] == before
+def test_few_events_are_one_portion(arrivals):
+    assert list(portions(arrivals)) == [arrivals]
 
 
 @pytest.mark.parametrize("num_choices", [1, 100])
@@ -80,13 +75,15 @@ async def test_a_large_answer_is_encoded_in_parts(turns, num_choices):
     assert found == msgspec.json.encode(answer)
 
 
-async def test_whole_answers_are_made_so(start_gateway, monkeypatch):
+async def test_whole_answers_are_made_so(start_gateway, monkeypatch, turns):
     gateway = await start_gateway()
-    sizes = []
+    sizes: list[tuple[int, int]] = []
+    seen: list[int] = []
     add = CompletionWriter.add
 
     async def noted(self, arrivals):
         sizes.append((num_entries(arrivals), len(arrivals)))
+        seen.append(turns[0])
         return await add(self, arrivals)
 
     monkeypatch.setattr(CompletionWriter, "add", noted)
@@ -99,3 +96,4 @@ async def test_whole_answers_are_made_so(start_gateway, monkeypatch):
     # Tokens that came together stay so: a delta is not cut, and on a busy machine one may have all. A prompt's are cut.
     assert all(size <= MOST for size, num_events in sizes if num_events > 1)
     assert len(sizes) > 599 * 21 // MOST
+    assert all(later > before for before, later in pairwise(seen))  # others run in between

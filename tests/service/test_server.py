@@ -279,7 +279,7 @@ class TestGoingDown:
 
     async def test_balancers_have_their_delay(self, start_service, monkeypatch):
         """New requests are taken while health says already that there should be none."""
-        monkeypatch.setattr(server_module, "_calm_collector", lambda: None)
+        monkeypatch.setattr(server_module, "calm_collector", lambda: None)
         service = await start_service(drain_delay_s=3600.0)
         serving = asyncio.create_task(service.server.serve_until_stopped())
         await asyncio.sleep(0)

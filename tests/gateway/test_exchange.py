@@ -1,0 +1,141 @@
+"""What comes for an HTTP request, handed on where it arrives."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
+from penstock.clients.gateway.eagerly import run_eagerly
+from penstock.clients.gateway.exchange import Abandoned, Exchange
+from penstock.v1 import generation_pb2 as pb
+
+FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())
+
+
+class Nobody:
+    """A caller whose requests go nowhere."""
+
+    def carry(self, start, receiver):
+        return lambda: None
+
+    def done(self):
+        pass
+
+
+class Handler:
+    """Notes the texts of each call; waits in each until it may go on."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+
+    async def __call__(self, arrivals):
+        self.calls.append("".join(event.text for _, event in arrivals if isinstance(event, Delta)))
+        await self.may_go_on.wait()
+
+
+@pytest.fixture
+async def passing():
+    nobody: Any = Nobody()
+    exchange = Exchange(nobody, [pb.Start()])
+    exchange.begin()
+    handler = Handler()
+    over = asyncio.create_task(exchange.pass_on(handler))
+    await asyncio.sleep(0)
+    yield exchange, handler, over
+    over.cancel()
+    exchange.close()
+
+
+async def test_an_event_is_handled_where_it_arrives(passing):
+    exchange, handler, over = passing
+    exchange.arrive(0, Delta("a", [1]))
+    exchange.arrive(0, Delta("b", [1]))
+    assert handler.calls == ["a", "b"]
+    exchange.arrive(0, FINISHED)
+    await over
+
+
+async def test_what_comes_while_the_handler_waits_is_its_next_call(passing):
+    exchange, handler, over = passing
+    handler.may_go_on.clear()
+    for text in "abc":
+        exchange.arrive(0, Delta(text, [1]))
+    await asyncio.sleep(0)
+    assert handler.calls == ["a"]
+    handler.may_go_on.set()
+    exchange.arrive(0, FINISHED)
+    await over
+    assert handler.calls == ["a", "bc"]
+
+
+async def test_a_nudge_is_a_call_with_nothing(passing):
+    exchange, handler, _ = passing
+    exchange.nudge()
+    assert handler.calls == [""]
+
+
+async def test_what_a_handler_raises_meets_who_waits_alone():
+    nobody: Any = Nobody()
+    exchange = Exchange(nobody, [pb.Start()])
+    exchange.begin()
+
+    async def fail(arrivals):
+        raise ValueError(arrivals[0][1].text)
+
+    exchange.arrive(0, Delta("a", [1]))
+    with pytest.raises(ValueError, match="a"):
+        await exchange.pass_on(fail)
+    exchange.arrive(0, Delta("b", [1]))
+    exchange.close()
+
+
+async def test_a_failure_comes_after_the_last_event(passing):
+    exchange, handler, over = passing
+    handler.may_go_on.clear()
+    exchange.arrive(0, Delta("a", [1]))
+    exchange.arrive(0, Delta("b", [1]))
+    exchange.fail(0, RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone"))
+    handler.may_go_on.set()
+    with pytest.raises(RequestFailed, match="gone"):
+        await over
+    assert handler.calls == ["a", "b"]
+
+
+async def test_a_caller_who_goes_ends_the_wait(passing):
+    exchange, _, over = passing
+    exchange.abandon()
+    with pytest.raises(Abandoned):
+        await over
+
+
+async def test_who_waits_no_more_ends_the_handler(passing):
+    exchange, handler, over = passing
+    handler.may_go_on.clear()
+    exchange.arrive(0, Delta("a", [1]))
+    exchange.arrive(0, Delta("b", [1]))
+    over.cancel()
+    await asyncio.wait({over})
+    handler.may_go_on.set()
+    await asyncio.sleep(0.01)
+    assert handler.calls == ["a"]
+
+
+async def test_a_coroutine_that_need_not_wait_needs_no_task():
+    done = []
+
+    async def work(turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        done.append(turns)
+
+    assert run_eagerly(work(0)) is None
+    assert done == [0]
+    task = run_eagerly(work(2))
+    assert task is not None
+    await task
+    assert done == [0, 2]
