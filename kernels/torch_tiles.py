@@ -26,13 +26,15 @@ def avoid_broken_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
 
     child = os.fork()
     if child == 0:
-        faulthandler.disable()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(TRIAL_S)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        torch.set_num_threads(1)
-        ones = torch.ones(16, 64, dtype=torch.bfloat16)
-        torch.nn.functional.linear(ones, ones)
-        os._exit(0)
+        try:
+            faulthandler.disable()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(TRIAL_S)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            torch.set_num_threads(1)
+            ones = torch.ones(16, 64, dtype=torch.bfloat16)
+            torch.nn.functional.linear(ones, ones)
+        finally:  # whatever is raised: the child must never go on as a second parent
+            os._exit(0)
     if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
         os.environ[VARIABLE] = WITHOUT_TILES

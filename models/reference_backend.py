@@ -134,7 +134,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
     dtype, device = DTYPES[dtype_name], _device(config.device)
-    avoid_broken_tiles()
+    if device.type == "cpu":
+        avoid_broken_tiles()
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(

@@ -42,6 +42,20 @@ def test_a_product_that_hangs_is_avoided(processor: Path, monkeypatch: pytest.Mo
     assert os.environ[VARIABLE] == WITHOUT_TILES
 
 
+def test_a_child_that_raises_ends_too(processor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: 1 / 0)
+    parent = os.getpid()
+    try:
+        avoid_broken_tiles(processor)
+    finally:
+        ran.append(os.getpid())
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)  # or it would run the other tests
+    assert ran == [parent]
+    assert VARIABLE not in os.environ
+
+
 def test_what_the_operator_chose_stays(processor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "AVX2")
     avoid_broken_tiles(processor)
