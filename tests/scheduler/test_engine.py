@@ -211,7 +211,7 @@ async def test_answers_before_the_death_count(engine, executor, submit):
 async def test_a_bug_ends_every_request_with_internal(engine, submit, monkeypatch, caplog):
     monkeypatch.setattr(KVCacheManager, "publish", lambda *args: 1 / 0)
     requests = [submit(engine, str(number), first=number) for number in range(3)]
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 20)
     assert {r.finished.reason for r in requests} == {FinishReason.INTERNAL}
     assert engine.state is EngineState.FAILED
     assert "ZeroDivisionError" in caplog.text
@@ -224,7 +224,7 @@ async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, ex
         raise RuntimeError("no stream")
 
     first.request.sink = broken
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 20)
     assert second.finished.reason is FinishReason.INTERNAL
 
 
@@ -238,7 +238,7 @@ async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_
     request = new_request("one", [1, 2, 3], block_size=16, make_text=Ids, deadline=time.monotonic() + 3600)
     request.sink = sink
     engine.submit(request)
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 20)
     assert [getattr(event, "reason", None) for event in ends] == [None, FinishReason.CANCELLED]
     assert engine._deadlines == {}
 
@@ -248,7 +248,7 @@ async def test_a_refused_request_leaves_nothing_behind(submit):
     await engine.start()
     with pytest.raises(Refused):
         submit(engine, "one", 1000, deadline=time.monotonic() + 3600)
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 20)
     assert engine._deadlines == {}
     await engine.stop()
 
