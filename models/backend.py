@@ -1,6 +1,7 @@
 """What runs a model on a device, and the registry of those that can. Imports no tensor library until one is chosen."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -22,15 +23,40 @@ class Backend(Protocol):
         """What was loaded, and the limits that follow."""
         ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether ``begin`` returns before the batch is computed."""
+        ...
+
     def renew(self, block_ids: list[int]) -> None:
         """The blocks have a new owner, who will write them: forgets what they held, so that nothing of it can be
         read."""
         ...
 
-    def run(self, batch: Batch) -> BatchResult:
-        """Runs the layers, writing the KV of every token, and chooses the next token of each row that has all its
-        history computed; adds to the vectors of those that are pooled."""
+    def begin(self, batch: Batch) -> "Finish":
+        """Has the layers run, writing the KV of every token, and the next token chosen of each row that has all its
+        history computed; adds to the vectors of those that are pooled. Where that goes on without the caller, the next
+        batch may begin before this one is finished: its rows' newest tokens are ``UNKNOWN`` then."""
         ...
+
+
+Finish = Callable[[], BatchResult]
+"""Waits until a batch is computed. Called once for each, in their order; by another thread than ``begin``, perhaps."""
+
+
+class AtOnce(ABC):
+    """Half of a backend that has computed a batch as soon as it began."""
+
+    runs_ahead = False
+
+    @abstractmethod
+    def run(self, batch: Batch) -> BatchResult:
+        """The whole step."""
+
+    def begin(self, batch: Batch) -> Finish:
+        """Computes it, and says so."""
+        result = self.run(batch)
+        return lambda: result
 
 
 BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]

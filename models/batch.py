@@ -30,12 +30,22 @@ class Batch:
     """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
     token_ids: Ids
     """(T,)."""
-    tables: Ids
-    """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
-    nothing."""
-    block_size: int
+    table: RowTable
+    """Of the rows."""
 
-    # What not every backend needs is found out when it is asked for: a step of a small model is short.
+    # What not every backend needs is found out when it is asked for, before the next plan: a step of a small model is
+    # short.
+
+    @cached_property
+    def tables(self) -> Ids:
+        """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
+        nothing."""
+        return self.table.tables(self.rows)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.table.block_size
 
     @cached_property
     def samples(self) -> list[bool]:
@@ -119,6 +129,5 @@ def build_batch(table: RowTable, plan: StepPlan) -> Batch:
         ends=np.array([end for _, _, end in spans], dtype=np.int64),
         token_starts=np.array([0, *accumulate(end - start for _, start, end in spans)], dtype=np.int64),
         token_ids=np.array(token_ids, dtype=np.int64),
-        tables=table.tables(rows),
-        block_size=table.block_size,
+        table=table,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
 from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
+from penstock.models.backend import AtOnce
 from penstock.models.batch import Batch, BatchResult, Ids, Sampled
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cpu_cores import choose_cores
@@ -59,7 +60,7 @@ SLICE_BYTES = 2 << 20
 """Of a layer, at a time: a huge page."""
 
 
-class CpuBackend:
+class CpuBackend(AtOnce):
     """A ``Backend`` over the CPU library."""
 
     def __init__(

@@ -9,6 +9,7 @@ from penstock.kernels.reference import attention, rotate, soft_cap
 from penstock.kernels.torch_tiles import avoid_broken_tiles
 from penstock.kernels.wide import widened
 from penstock.models.attention_groups import AttentionGroup, attention_groups
+from penstock.models.backend import AtOnce
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -36,7 +37,7 @@ SMALL_STEP = 1 << 31
 which it shares the cores, loses."""
 
 
-class ReferenceBackend:
+class ReferenceBackend(AtOnce):
     """A ``Backend`` over torch operations on gathered pages."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts, num_threads: int) -> None:

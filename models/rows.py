@@ -13,6 +13,9 @@ from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 Ids = NDArray[np.int64]
 
+UNKNOWN = -1
+"""In a history: a token that the device has chosen, or will have when it is needed, and the host does not know yet."""
+
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -36,11 +39,20 @@ class Row:
         """Tokens after the prompt, those from before a preemption included."""
         return len(self.history) - self.num_prompt_tokens
 
-    def append(self, token_id: int) -> None:
-        """Adds a sampled token to the history."""
-        self.history.append(token_id)
+    def expect(self) -> int:
+        """Makes the history longer by a token that is being chosen; returns its position, for ``learn``."""
+        self.history.append(UNKNOWN)
+        return len(self.history) - 1
+
+    def learn(self, position: int, token_id: int) -> None:
+        """Says which token it was."""
+        self.history[position] = token_id
         if self.counts is not None:
             self.counts.add(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Adds a sampled token to the history."""
+        self.learn(self.expect(), token_id)
 
 
 class RowTable:

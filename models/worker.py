@@ -69,7 +69,7 @@ def serve(channel: Channel) -> int:
             runner.warm()
             gc.freeze()
             channel.send(Kind.FACTS, backend.facts)
-            _run_plans(channel, runner.run, frames)
+            _run_plans(channel, runner, frames)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:
@@ -84,23 +84,60 @@ def serve(channel: Channel) -> int:
     return 0
 
 
-def _run_plans(channel: Channel, run: Callable[[StepPlan], StepResult], frames: Iterator[tuple[Kind, object]]) -> None:
-    """Runs plans until there are no more. The next one is read and decoded while one computes."""
+def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]]) -> None:
+    """Has plans computed until there are no more. The next one is read and decoded while one computes; it also begins
+    then, where the backend computes without this thread."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
-    idle_since, must_wait = time.monotonic_ns(), True
-    while True:
-        plan = plans.get()
-        if plan is None:
-            return
+    answers = _Answers(channel, plans)
+    if runner.runs_ahead:
+        threading.Thread(target=answers.send_all, name="answers", daemon=True).start()
+    while (plan := plans.get()) is not None:
         if isinstance(plan, Exception):
             raise plan
-        waited_us = (time.monotonic_ns() - idle_since) // 1000 if must_wait else 0
-        result = run(plan)
+        answers.expect(runner.begin, plan)
+        if not runner.runs_ahead:
+            answers.send_next()
+
+
+class _Answers:
+    """Sends the results of plans that have begun, in their order; and tells how long there was nothing to do."""
+
+    def __init__(self, channel: Channel, plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
+        self._channel = channel
+        self._plans = plans
+        self._due: SimpleQueue[tuple[int, Callable[[], StepResult]]] = SimpleQueue()
+        self._counting = threading.Lock()
+        self._num_due = 0
+        self._idle_since: int | None = time.monotonic_ns()
+        """None: whoever waits for an answer has nobody wait, since there is a plan already."""
+
+    def expect(self, begin: Callable[[StepPlan], Callable[[], StepResult]], plan: StepPlan) -> None:
+        """Begins a plan."""
+        with self._counting:
+            waits = self._num_due == 0 and self._idle_since is not None
+            waited_us = (time.monotonic_ns() - (self._idle_since or 0)) // 1000 if waits else 0
+            self._num_due += 1
+        self._due.put((waited_us, begin(plan)))
+
+    def send_next(self) -> None:
+        """Waits for the oldest one's result."""
+        waited_us, finish = self._due.get()
+        result = finish()
         result.waited_us = waited_us
-        # Whoever waits for an answer to make the next plan has the worker wait from here on.
-        idle_since, must_wait = time.monotonic_ns(), plans.empty()
-        _send_result(channel, result)
+        with self._counting:
+            self._num_due -= 1
+            # Whoever waits for an answer to make the next plan has the worker wait from here on.
+            self._idle_since = time.monotonic_ns() if self._plans.empty() else None
+        _send_result(self._channel, result)
+
+    def send_all(self) -> None:
+        """On a thread of its own, until something fails; then that ends the worker."""
+        try:
+            while True:
+                self.send_next()
+        except Exception as error:
+            self._plans.put(error)
 
 
 def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
