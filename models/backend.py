@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,33 +64,48 @@ BackendFactory = Callable[[WorkerConfig, CheckpointInfo], Backend]
 Objection = Callable[[WorkerConfig, CheckpointInfo], str | None]
 """Why a backend cannot run a model as the config asks; None if it can."""
 
+
+@dataclass(frozen=True)
+class _Entry:
+    """A backend that can be had."""
+
+    factory: str
+    """Where it is: module:attribute."""
+    objection: str | None
+    """What says why it cannot be had; None: nothing speaks against it."""
+    device: str | None
+    """For which ``auto`` considers it; None: for all."""
+
+
 BACKENDS = {
-    "cpu": ("penstock.models.cpu_backend:load", "penstock.models.cpu_backend:objection"),
-    "reference": ("penstock.models.reference_backend:load", None),
+    "cpu": _Entry("penstock.models.cpu_backend:load", "penstock.models.cpu_backend:objection", "cpu"),
+    "cuda": _Entry("penstock.models.cuda_backend:load", "penstock.models.cuda_backend:objection", "cuda"),
+    "reference": _Entry("penstock.models.reference_backend:load", None, None),
 }
-"""Name of each backend, where its factory is, and what says why it cannot be had; ``auto`` is the first that can."""
+"""By name; ``auto`` is the first that can."""
 
 
 def load_backend(config: WorkerConfig) -> Backend:
     """Checks the model's files and loads them with the backend that the config names, or with the best one. Raises
     ModelError."""
-    names = list(BACKENDS) if config.backend == "auto" else [config.backend]
+    is_auto = config.backend == "auto"
+    kind = config.device.partition(":")[0]
+    names = [name for name, entry in BACKENDS.items() if entry.device in (kind, None)] if is_auto else [config.backend]
     if names[0] not in BACKENDS:
         raise ModelError(
             f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}"
         )
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for name in names:
-        factory, objector = BACKENDS[name]
-        objection: Objection | None = _found(objector) if objector else None
+        entry = BACKENDS[name]
+        objection: Objection | None = _found(entry.objection) if entry.objection else None
         why_not = objection(config, info) if objection else None
         if why_not is None:
-            load: BackendFactory = _found(factory)
+            load: BackendFactory = _found(entry.factory)
             return load(config, info)
-        if config.backend != "auto":
+        if not is_auto:
             raise ModelError(f"--backend {name}: {why_not}")
-        if config.device == "cpu":
-            logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for CPUs: %s", why_not)
+        logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for %s: %s", kind, why_not)
     raise AssertionError("the last backend has no objections")
 
 

@@ -17,8 +17,9 @@ from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.quantization import AT_LOAD
-from penstock.models.rope import attention_factor, inverse_frequencies
-from penstock.models.spec import ModelSpec, Rope
+from penstock.models.rotations import rotations
+from penstock.models.spec import ModelSpec
+from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import result_of
 from penstock.models.weights import LayerWeights, Weights
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
@@ -49,7 +50,7 @@ class ReferenceBackend(AtOnce):
         self._pages = pages
         self._device = pages.device
         self._rotations = {
-            rope: _rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
+            rope: rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
         }
 
     def renew(self, block_ids: list[int]) -> None:
@@ -70,7 +71,7 @@ class ReferenceBackend(AtOnce):
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
-        rotations = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._rotations.items()}
+        turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._rotations.items()}
         groups = {
             window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
             for window in set(spec.windows)
@@ -79,7 +80,7 @@ class ReferenceBackend(AtOnce):
         # As a tensor, so that the factor too is rounded to the model's dtype.
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
-            mixed = self._attend(index, layer, layer.before_attention(x), rotations[rope], slots, groups[window])
+            mixed = self._attend(index, layer, layer.before_attention(x), turns[rope], slots, groups[window])
             x = x + layer.after_attention(mixed)
             x = x + layer.after_mlp(layer.mlp(layer.before_mlp(x)))
         return weights.norm(x)
@@ -134,27 +135,18 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
-    dtype, device = DTYPES[dtype_name], _device(config.device)
+    dtype, device = DTYPES[dtype_name], torch_device(config.device)
     if device.type == "cpu":
         avoid_broken_tiles()
-    max_model_len = config.max_model_len or spec.max_positions
-    if max_model_len > spec.max_positions:
-        raise ModelError(
-            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
-        )
+    max_model_len = context_of(config, spec)
     check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     # One page besides stands for positions that no row has.
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1)
-    try:
+    with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
-    except RuntimeError as error:  # of torch's, for want of memory
-        raise ModelError(
-            f"the KV cache of {num_blocks} blocks cannot be allocated on {device}: lower --gpu-memory-utilization, "
-            "--kv-cache-memory-bytes or --max-model-len"
-        ) from error
     facts = WorkerFacts(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -188,22 +180,3 @@ def _check_flags(config: WorkerConfig, quantization: str) -> None:
             f"{wanted}: is for the CPU backend, and this is the reference backend: leave it out, or see what "
             "penstock doctor says of the CPU backend"
         )
-
-
-def _rotations(rope: Rope, rotary_dim: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (num_positions, rotary_dim / 2) in fp32."""
-    frequencies = torch.from_numpy(inverse_frequencies(rope, rotary_dim))
-    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
-    scale = attention_factor(rope)
-    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        # torch's texts run over many lines; the first says what is wrong.
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error
-    return device

@@ -33,6 +33,8 @@ class Row:
     """Kept only where a penalty needs them."""
     pooled: PooledRow | None
     """Of a row that gets a vector and no tokens."""
+    is_dropped: bool = False
+    """Whether a plan has dropped it; a step that began before that may still compute it."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -79,7 +81,7 @@ class RowTable:
         """Drops, adds and extends rows. Returns the blocks that a row is to write anew: what they hold is stale."""
         for number in plan.dropped:
             assert number in self._rows, f"the plan drops row {number}, which does not exist"
-            del self._rows[number]
+            self._rows.pop(number).is_dropped = True
         fresh: list[int] = []
         for added in plan.added:
             self._add(added)
@@ -95,6 +97,10 @@ class RowTable:
         nothing."""
         width = max(row.num_blocks for row in rows)
         return self._tables[[row.number for row in rows], :width]
+
+    def blocks(self, row: Row, begin: int) -> Ids:
+        """A row's blocks from the ``begin``-th on."""
+        return self._tables[row.number, begin : row.num_blocks]
 
     def _add(self, added: AddedRow) -> None:
         assert added.row not in self._rows, f"the plan adds row {added.row}, which exists"

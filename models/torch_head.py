@@ -20,12 +20,8 @@ Head = Callable[[Tensor], Tensor]
 
 def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> BatchResult:
     """``hidden`` is (T, hidden), after the last norm; logits have at most ``vocab_size`` columns."""
-    for pooled, first, count in batch.pooled_spans():
-        pooled.add(hidden[first : first + count].float().cpu().numpy())
-    parts = []
-    for row, first, count, position in batch.prompt_spans():
-        parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))
-    return BatchResult(_sample(batch, hidden, head), parts)
+    add_to_vectors(batch, hidden)
+    return BatchResult(_sample(batch, hidden, head), prompt_parts(batch, hidden, head, vocab_size))
 
 
 def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
@@ -35,6 +31,20 @@ def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
         return []
     last = [int(end) - 1 for end, due in zip(batch.token_starts[1:], samples, strict=True) if due]
     return sample_rows(head(hidden[last]), rows)
+
+
+def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:
+    """The log-probabilities of prompts that come out of a batch; arguments are those of ``result_of``."""
+    parts = []
+    for row, first, count, position in batch.prompt_spans():
+        parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))
+    return parts
+
+
+def add_to_vectors(batch: Batch, hidden: Tensor) -> None:
+    """Adds the hidden states that the vectors of pooled rows are made of."""
+    for pooled, first, count in batch.pooled_spans():
+        pooled.add(hidden[first : first + count].float().cpu().numpy())
 
 
 def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_lines: int) -> list[PromptLogprobsPart]:

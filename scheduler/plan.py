@@ -200,6 +200,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     the checkpoint must be so."""
     kv_cache_dtype: str = "auto"
     """auto or int8; auto is the type of the activations."""
+    deterministic: bool = False
+    """Results are the same bits in every batch, where that costs speed."""
     log_level: str = "info"
     """What the worker logs: debug, info, warning or error."""
     log_format: str = "text"

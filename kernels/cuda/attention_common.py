@@ -18,6 +18,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 BLOCK_SEQUENCES = tl.constexpr(128)
 """Sequences that a search looks at together."""
 
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+"""Multiples of 8 between these."""
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -41,7 +43,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         """Our own bugs."""
         assert self.num_heads % self.num_kv_heads == 0
-        assert 16 <= self.head_dim <= 256
+        assert MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM
         assert self.head_dim % 8 == 0
         assert self.dtype in KV_DTYPES[:3]
         assert self.kv_dtype in (self.dtype, torch.float8_e4m3fn)

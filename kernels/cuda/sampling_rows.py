@@ -34,12 +34,15 @@ WORDS_END = tl.constexpr(8)
 """Columns of ``SamplerRows.integers``."""
 
 
+MAX_VOCAB = 1 << 18
+
+
 @dataclass(frozen=True)
 class SamplerShape:
     """What the kernels are compiled for."""
 
     vocab_size: int
-    """V, up to 2^18."""
+    """V, up to ``MAX_VOCAB``."""
     dtype: torch.dtype
     """Of logits."""
     stride: int
@@ -55,7 +58,7 @@ class SamplerShape:
     """Tokens among which they then look; a power of 2. Where more share a bin it only takes longer."""
 
     def __post_init__(self) -> None:
-        assert 0 < self.vocab_size <= 1 << 18, "sums of fixed-point numbers would overflow"
+        assert 0 < self.vocab_size <= MAX_VOCAB, "sums of fixed-point numbers would overflow"
         assert self.vocab_size <= self.stride
 
     @property

@@ -5,7 +5,9 @@ number that is 1 or a multiple of 16. Here a variant names types and constants, 
 (``do_not_specialize``), and pointers are always aligned, so a variant is compiled once.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """Of pointers, in bytes."""
@@ -54,6 +58,7 @@ class Variant:
                 assert isinstance(value, Tensor), name
                 assert value.dtype == wanted, (name, value.dtype, wanted)
                 assert value.data_ptr() % ALIGNMENT == 0, name
+        launches.note(self)
         # By name: constants may stand between them.
         named = dict(zip(self.arguments, values, strict=True))
         self.kernel[grid](**named, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
@@ -72,3 +77,46 @@ class Variant:
         )
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+class Launches:
+    """Tells when a kernel is compiled after the warm-up: a request waits for that, which is a fault of the warm-up."""
+
+    def __init__(self) -> None:
+        self.late = 0
+        """Kernels that were compiled too late."""
+        self._known: set[Variant] = set()
+        self._is_warm = False
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """In which everything is to be launched that ever will be."""
+        self._is_warm = False
+        yield
+        self._is_warm = True
+        triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
+
+    def note(self, variant: Variant) -> None:
+        """A launch."""
+        if variant not in self._known:
+            self._known.add(variant)
+            if self._is_warm:
+                self._tell(f"{variant.kernel.fn.__name__} {dict(variant.constants)}")
+
+    def _on_compiled(self, **of: Any) -> None:
+        """Triton's own word: it may tell forms of a variant apart."""
+        if self._is_warm:
+            self._tell(str(of.get("repr")))
+
+    def _tell(self, what: str) -> None:
+        self.late += 1
+        logger.error("a kernel was compiled while requests waited, which is a fault of the warm-up: %s", what)
+
+
+launches = Launches()
+"""Of this process."""

@@ -7,6 +7,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class InProcessExecutor:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._plans: deque[StepPlan] = deque()
+        self._due: deque[Callable[[], StepResult]] = deque()
         self._changed = asyncio.Event()
         self._stopped = False
         self.plans: list[StepPlan] = []
@@ -136,16 +137,18 @@ class InProcessExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        self._plans.append(plan)
+        # As the worker does: a backend that runs ahead has the next plan before it answers the last one.
+        runner = self._runner
+        self._due.append(runner.begin(plan) if runner.runs_ahead else partial(runner.run, plan))
         self._changed.set()
 
     async def results(self) -> AsyncIterator[StepResult]:
         while not self._stopped:
-            if not self._plans:
+            if not self._due:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            yield self._runner.run(self._plans.popleft())
+            yield self._due.popleft()()
 
     def condemn(self, why: str) -> None:
         raise AssertionError(why)

@@ -1,0 +1,226 @@
+"""The backend for NVIDIA GPUs: kernels in Triton, products by cuBLAS. A step goes to the device as a whole, as a CUDA
+graph where it is small, and the next one may be there before it ends.
+
+With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.attention_common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
+from penstock.kernels.cuda.prepare import MIN_SEQUENCES, commit, prepare
+from penstock.kernels.cuda.sampling_rows import MAX_VOCAB, SamplerShape
+from penstock.kernels.cuda.variant import interpreted, launches
+from penstock.kernels.wide import widened
+from penstock.models.backend import Finish
+from penstock.models.batch import Batch, BatchResult
+from penstock.models.checkpoint import CheckpointInfo
+from penstock.models.cuda_graphs import StepGraphs, graph_sizes
+from penstock.models.cuda_model import CudaModel, logits_dtype
+from penstock.models.cuda_rows import CudaRows
+from penstock.models.cuda_sampling import CudaSampler
+from penstock.models.cuda_step import Size, StepInputs, StepOutputs
+from penstock.models.errors import ModelError
+from penstock.models.loader import load_weights
+from penstock.models.memory import check_weights_fit, num_kv_blocks
+from penstock.models.quantization import AT_LOAD
+from penstock.models.spec import ModelSpec
+from penstock.models.torch_device import allocated, context_of, torch_device
+from penstock.models.torch_head import add_to_vectors, prompt_parts
+from penstock.models.weights import Weights
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class StepMemory:
+    """What steps need besides weights and pages; taken before the KV cache gets what is left."""
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
+        max_tokens: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        shape = SamplerShape(num_logits, logits_dtype(spec, dtype), num_logits, max_model_len)
+        max_pages = -(-max_model_len // PAGE_SLOTS)
+        self.sampler = CudaSampler(shape, max_num_seqs, device)
+        self.rows = CudaRows(shape, num_row_numbers(max_num_seqs), max_num_seqs, max_pages, device)
+        self.inputs = StepInputs(max_num_seqs, max_tokens, device)
+        self.outputs = StepOutputs(max_num_seqs, device)
+        self.max_tokens = max_tokens
+
+
+class CudaBackend:
+    """A ``Backend`` whose rows stand on the device."""
+
+    runs_ahead = True
+
+    def __init__(self, spec: ModelSpec, model: CudaModel, memory: StepMemory, facts: WorkerFacts) -> None:
+        self.facts = facts
+        self._spec = spec
+        self._model = model
+        self._memory = memory
+        self._device = model.device
+        self._graphs = StepGraphs(self._compute, self._device)
+        memory.rows.on_moved = self._graphs.clear
+        self._copies: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._warm()
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Nothing is to be done: what is no token of a row is never read."""
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
+        graphs."""
+        most = self.facts.max_num_seqs
+        # ``prepare`` has a form for each power of 2.
+        forms = {most, *(MIN_SEQUENCES << n for n in range(12) if MIN_SEQUENCES << n < most)}
+        with launches.warming():
+            for sequences in sorted(forms):
+                self._compute(Size(sequences, self._memory.max_tokens, sequences, any_longer=True))
+            self._graphs.capture(graph_sizes(most, self._memory.max_tokens))
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch) -> Finish:
+        """Has the device compute the batch, after those before it."""
+        memory, size = self._memory, Size.of(batch)
+        reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
+        graph = None if reads_hidden else self._graphs.find(size)
+        memory.rows.update(batch)
+        memory.inputs.write(batch, graph or size, memory.rows)
+        parts = []
+        if graph:
+            self._graphs.run(graph)
+        else:
+            hidden = self._compute(size)
+            add_to_vectors(batch, hidden)
+            parts = prompt_parts(batch, hidden, self._wide_logits, self._spec.vocab_size)
+        with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
+        told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
+        samples = batch.samples  # before rows move on
+
+        def finish() -> BatchResult:
+            if ready is not None:
+                ready.synchronize()
+            rows = [row for row, due in zip(batch.rows, samples, strict=True) if due]
+            return BatchResult(memory.outputs.read(rows, told.numpy(), memory.rows.num_top), parts)
+
+        return finish
+
+    def _to_host(self, snapshot: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """A copy on the host, and what tells when it is there; beside the next step's computing."""
+        if self._copies is None:
+            return snapshot, None
+        host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(snapshot, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        snapshot.record_stream(self._copies)
+        return host, ready
+
+    def _compute(self, size: Size) -> Tensor:
+        """Launches a step of that size on what the inputs hold; returns the hidden states."""
+        memory, model = self._memory, self._model
+        rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
+        step = inputs.step(size)
+        prepare(rows.rows, step, PAGE_SLOTS, self._spec.vocab_size)
+        ragged = RaggedRows(rows.rows.tables, step.rows, step.query_starts, step.contexts)
+        hidden = model.forward(step, ragged, any_longer=size.any_longer)
+        kept = inputs.part("kept_before", size.sequences)
+        last = outputs.part("last", size.sequences).fill_(-1)
+        if size.lines:
+            logits = model.logits(hidden.index_select(0, inputs.part("line_tokens", size.lines)))
+            accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
+            kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
+        commit(rows.rows, step, kept, last)
+        return hidden
+
+    def _wide_logits(self, hidden: Tensor) -> Tensor:
+        return widened(self._model.logits(hidden))
+
+
+def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    spec = info.spec
+    if not config.device.startswith("cuda") and not interpreted():
+        return f"--device is {config.device}, and it is for GPUs: give --device cuda, or leave --backend out"
+    if config.dtype not in ("auto", *DTYPES):
+        return f"--dtype is {config.dtype}, and it has {', '.join(DTYPES)}: give one of them, or leave --dtype out"
+    if config.block_size != PAGE_SLOTS:
+        return f"--block-size is {config.block_size}, and its pages hold {PAGE_SLOTS} tokens: give that"
+    if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
+        return f"its heads are of {spec.head_dim} dimensions, and this runs multiples of 8 from 16 to 256"
+    if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
+        return f"its vocabulary is of {spec.vocab_size} tokens, and this samples from up to {MAX_VOCAB}"
+    if spec.experts is not None:
+        return "it has a mixture of experts"
+    if info.choose_quantization(config.quantization) in AT_LOAD:
+        return f"--quantization {config.quantization}: is for the CPU backend: leave it out"
+    if config.kv_cache_dtype != "auto":
+        return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: leave it out"
+    return None
+
+
+def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
+    """The factory of the backend registry. Raises ModelError."""
+    spec = info.spec
+    dtype_name = info.dtype if config.dtype == "auto" else config.dtype
+    if dtype_name not in DTYPES:
+        raise ModelError(f"--dtype auto: the checkpoint's is {dtype_name}: choose one of {', '.join(DTYPES)}")
+    dtype, device = DTYPES[dtype_name], torch_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    max_model_len = context_of(config, spec)
+    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
+    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits)
+    max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
+    max_tokens = max(max_batched_tokens, config.max_num_seqs)
+    memory = StepMemory(spec, dtype, num_logits, max_model_len, config.max_num_seqs, max_tokens, device)
+    pages = _take_pages(config, spec, dtype, max_model_len, device)
+    facts = WorkerFacts(
+        num_blocks=pages.shape[1],
+        block_size=PAGE_SLOTS,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_batched_tokens,
+        architecture=spec.architecture,
+        backend="cuda",
+        device=config.device,
+        dtype=dtype_name,
+        kv_cache_dtype=dtype_name,
+        weight_bytes=weights.num_bytes,
+        kv_bytes=pages.nbytes,
+        quantization=info.choose_quantization(config.quantization),
+        hidden_size=spec.hidden_size,
+    )
+    return CudaBackend(spec, _make_model(config, spec, weights, pages, max_model_len), memory, facts)
+
+
+def _take_pages(
+    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device
+) -> Tensor:
+    """The KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
+    num_blocks = num_kv_blocks(config, spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS, max_model_len)
+    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
+    with allocated(num_blocks, device):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _make_model(
+    config: WorkerConfig, spec: ModelSpec, weights: Weights, pages: Tensor, max_model_len: int
+) -> CudaModel:
+    max_positions = -(-max_model_len // PAGE_SLOTS) * PAGE_SLOTS
+    return CudaModel(
+        spec,
+        weights,
+        pages,
+        max_sequences=config.max_num_seqs,
+        max_positions=max_positions,
+        deterministic=config.deterministic,
+    )

@@ -1,0 +1,198 @@
+"""A model's layers by the kernels for CUDA: the tokens of a step in, their hidden states out. Products are torch's.
+
+Nothing here waits for the device or looks at what lies there, so that a CUDA graph can hold all of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.cuda.activation import gated_activation
+from penstock.kernels.cuda.attention import paged_attention
+from penstock.kernels.cuda.attention_common import AttentionShape, PagedKV, RaggedRows
+from penstock.kernels.cuda.attention_decode import DecodeWorkspace
+from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
+from penstock.kernels.cuda.prepare import StepTensors
+from penstock.kernels.cuda.rope_kv import rope_kv
+from penstock.kernels.reference import soft_cap
+from penstock.kernels.wide import widened
+from penstock.models.loader import ACTIVATION_NAMES
+from penstock.models.rotations import rotations
+from penstock.models.spec import ModelSpec
+from penstock.models.weights import HeadNorm, Layer, LayerWeights, Mlp, RmsNorm, Weights, WholeNorm
+
+INTERPRETED_PROGRAMS = 2
+"""Over which attention is divided where there are no multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What layers of one window share."""
+
+    shape: DecodeShape
+    starts: WorkStarts
+    """For the most sequences of a step."""
+    workspace: DecodeWorkspace
+
+
+class CudaModel:
+    """The layers of one model, on one device."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, pages: Tensor, *, max_sequences: int, max_positions: int,
+        deterministic: bool,
+    ) -> None:  # fmt: skip
+        """``pages`` is (layers, pages, 2, K, 16, D). ``deterministic``: attention adds in the same order in every
+        batch."""
+        self._spec = spec
+        self._weights = weights
+        self.device = pages.device
+        self._dtype = weights.embedding.dtype
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
+        self._rotations = {
+            rope: rotations(rope, spec.rotary_dim, max_positions, self.device) for rope in set(spec.ropes)
+        }
+        self._attention = {
+            window: self._make_attention(window, pages.dtype, max_sequences, deterministic)
+            for window in set(spec.windows)
+        }
+        ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
+        none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
+        self._kv = [
+            PagedKV(page, ones, ones, none if layer.sinks is None else layer.sinks.float())
+            for page, layer in zip(pages, weights.layers, strict=True)
+        ]
+
+    def _make_attention(
+        self, window: int | None, kv_dtype: torch.dtype, max_sequences: int, deterministic: bool
+    ) -> Attention:
+        spec, device = self._spec, self.device
+        attention = AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self._dtype,
+            kv_dtype=kv_dtype,
+            scale=spec.attention_scale,
+            window=window,
+            cap=spec.attention_soft_cap,
+        )
+        shape = DecodeShape(attention, max_queries=1, deterministic=deterministic)
+        programs = INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
+        return Attention(
+            shape,
+            WorkStarts.allocate(max_sequences, device),
+            DecodeWorkspace.allocate(shape, max_sequences, programs, device),
+        )
+
+    def forward(self, step: StepTensors, rows: RaggedRows, *, any_longer: bool) -> Tensor:
+        """Runs the layers, writing the keys and values of every token that has a slot; returns (T, hidden) after the
+        last norm. ``any_longer``: there may be sequences of more than one token."""
+        spec, weights = self._spec, self._weights
+        starts = self._plan(rows)
+        x = functional.embedding(step.token_ids, weights.embedding)
+        if spec.embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        delta: Tensor | None = None
+        after: Layer | None = None
+        for index, layer in enumerate(weights.layers):
+            y = self._normed(x, delta, after, layer.before_attention)
+            delta = layer.output(self._attend(index, layer, y, step, rows, starts, any_longer))
+            y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
+            delta = self._mlp(layer.mlp, y)
+            after = layer.after_mlp
+        return self._normed(x, delta, after, weights.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""
+        logits: Tensor = self._weights.head(hidden)
+        cap = self._spec.logit_soft_cap
+        return logits if cap is None else soft_cap(widened(logits), cap)
+
+    def _plan(self, rows: RaggedRows) -> Mapping[int | None, WorkStarts]:
+        """Divides the step's attention, for each window."""
+        starts = {}
+        for window, attention in self._attention.items():
+            end = rows.num_sequences + 1
+            starts[window] = WorkStarts(attention.starts.units[:end], attention.starts.tiles[:end])
+            plan_attention(attention.shape, rows, starts[window])
+        return starts
+
+    def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
+        """x += after(delta), in place; returns before(x). Either may be no norm."""
+        weight = before.weight if isinstance(before, RmsNorm) else None
+        if delta is None:
+            if weight is None:
+                return x
+            y = torch.empty_like(x)
+            rms_norm(x, weight, self._spec.norm_eps, y)
+            return y
+        y = x if weight is None else torch.empty_like(x)
+        add_rms_norm(
+            x,
+            delta,
+            self._spec.norm_eps,
+            weight=weight,
+            y=None if weight is None else y,
+            delta_weight=after.weight if isinstance(after, RmsNorm) else None,
+        )
+        return y
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        step: StepTensors,
+        rows: RaggedRows,
+        starts: Mapping[int | None, WorkStarts],
+        any_longer: bool,
+    ) -> Tensor:
+        """(T, hidden) -> (T, query heads * head size)."""
+        spec, window, kv = self._spec, self._spec.windows[index], self._kv[index]
+        attention = self._attention[window]
+        qkv: Tensor = layer.qkv(x)
+        norm = None
+        match layer.qk_norm:
+            case HeadNorm(weight, eps):
+                norm = (weight[0], weight[spec.num_heads], eps)
+            case WholeNorm(query_norm, key_norm):
+                queries, keys = qkv[:, : spec.query_size], qkv[:, spec.query_size : spec.query_size + spec.kv_size]
+                rms_norm(queries, query_norm.weight, query_norm.eps, queries)
+                rms_norm(keys, key_norm.weight, key_norm.eps, keys)
+            case _:
+                pass
+        query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
+        rope_kv(
+            qkv,
+            *self._rotations[spec.ropes[index]],
+            step.positions,
+            step.slots,
+            query,
+            kv.pages,
+            norm=norm,
+            scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
+        )
+        mixed = torch.empty_like(query)
+        paged_attention(
+            attention.shape, query, kv, rows, starts[window], attention.workspace, mixed, any_longer=any_longer
+        )
+        return mixed.flatten(1)
+
+    def _mlp(self, mlp: Layer, x: Tensor) -> Tensor:
+        assert isinstance(mlp, Mlp)
+        gate_up: Tensor = mlp.gate_up(x)
+        inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
+        return mlp.down(inner)
+
+
+def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """Of what ``CudaModel.logits`` computes."""
+    return dtype if spec.logit_soft_cap is None else torch.float32

@@ -1,0 +1,50 @@
+"""Words that rows forbid, one behind the other on the device: stops that come too early, and bad words."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FIRST_WORDS = 1 << 12
+FIRST_TOKENS = 1 << 14
+
+
+class WordPool:
+    """Arrays to which words are only ever added; when they are full, whoever owns them begins a new pool with those
+    that are still wanted. Kernels that were given the arrays need them at the same place, so that the sizes stay."""
+
+    def __init__(self, device: torch.device, max_words: int = FIRST_WORDS, max_tokens: int = FIRST_TOKENS) -> None:
+        self.starts = torch.zeros(max_words + 1, dtype=torch.int32, device=device)
+        """(Q + 1,): word i is [starts[i], starts[i + 1]) of ``tokens``."""
+        self.tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        """(P,)."""
+        self._num_words = 0
+        self._num_tokens = 0
+
+    def fits(self, words: Sequence[Sequence[int]]) -> bool:
+        """Whether there is room for these as well."""
+        return self._num_words + len(words) < len(self.starts) and self._num_tokens + sum(map(len, words)) <= len(
+            self.tokens
+        )
+
+    def add(self, words: Sequence[Sequence[int]]) -> int:
+        """Returns the index of the first of them, behind which are the others."""
+        first = self._num_words
+        if words:
+            tokens = np.concatenate([np.asarray(word, dtype=np.int32) for word in words])
+            ends = self._num_tokens + np.cumsum([len(word) for word in words], dtype=np.int32)
+            _copy(self.tokens[self._num_tokens : self._num_tokens + len(tokens)], tokens)
+            _copy(self.starts[first + 1 : first + 1 + len(words)], ends)
+            self._num_words += len(words)
+            self._num_tokens += len(tokens)
+        return first
+
+    def empty(self) -> None:
+        """Begins anew, in the same memory."""
+        self._num_words = self._num_tokens = 0
+
+
+def _copy(to: Tensor, values: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
+    source = torch.from_numpy(values)
+    to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
