@@ -110,7 +110,9 @@ def choose(machine: Machine, library: CpuLibrary) -> Choice:
     device, why = machine.default_device()
     if device == "cpu" and library.levels:
         return Choice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
-    return Choice("reference", device, f"plain torch on the {'CPU' if device == 'cpu' else 'GPU'}: {why}")
+    if device != "cpu":
+        return Choice("cuda", device, f"kernels in Triton on the GPU: {why}")
+    return Choice("reference", device, f"plain torch on the CPU: {why}")
 
 
 def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:

@@ -98,8 +98,7 @@ def load_backend(config: WorkerConfig) -> Backend:
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     for name in names:
         entry = BACKENDS[name]
-        objection: Objection | None = _found(entry.objection) if entry.objection else None
-        why_not = objection(config, info) if objection else None
+        why_not = _why_not(entry, config, info)
         if why_not is None:
             load: BackendFactory = _found(entry.factory)
             return load(config, info)
@@ -107,6 +106,16 @@ def load_backend(config: WorkerConfig) -> Backend:
             raise ModelError(f"--backend {name}: {why_not}")
         logger.warning("SLOW: this model runs on the backend in plain torch, not on the one for %s: %s", kind, why_not)
     raise AssertionError("the last backend has no objections")
+
+
+def _why_not(entry: _Entry, config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    if entry.objection is None:
+        return None
+    try:
+        objection: Objection = _found(entry.objection)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed: pip install 'penstock[server]'"
+    return objection(config, info)
 
 
 def _found(place: str) -> Any:

@@ -74,13 +74,15 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
         graphs."""
-        most = self.facts.max_num_seqs
+        most, tokens = self.facts.max_num_seqs, self._memory.max_tokens
+        if self._device.type != "cuda":
+            most, tokens = 1, 2  # on a GPU the largest step also takes the memory that it needs
         # ``prepare`` has a form for each power of 2.
         forms = {most, *(MIN_SEQUENCES << n for n in range(12) if MIN_SEQUENCES << n < most)}
         with launches.warming():
             for sequences in sorted(forms):
-                self._compute(Size(sequences, self._memory.max_tokens, sequences, any_longer=True))
-            self._graphs.capture(graph_sizes(most, self._memory.max_tokens))
+                self._compute(Size(sequences, tokens, sequences, any_longer=True))
+            self._graphs.capture(graph_sizes(self.facts.max_num_seqs, self._memory.max_tokens, self._device))
 
     @torch.inference_mode()
     def begin(self, batch: Batch) -> Finish:

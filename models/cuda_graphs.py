@@ -14,8 +14,11 @@ MIXED_STEPS = (64, 128, 256, 512)
 """Tokens of steps with longer sequences in them. In larger ones computing takes longer than launching."""
 
 
-def graph_sizes(max_sequences: int, max_tokens: int) -> list[Size]:
-    """All that are captured, the smallest first."""
+def graph_sizes(max_sequences: int, max_tokens: int, device: torch.device) -> list[Size]:
+    """All that are captured, the smallest first. In the interpreter, where what fills a graph up takes as long as what
+    counts, only a few that show that it does no harm."""
+    if device.type != "cuda":
+        return [Size(number, number, number, any_longer=False) for number in (1, 2, 4) if number <= max_sequences]
     steps = {number for number in (*SMALL_STEPS, *range(96, max_sequences, 32)) if number < max_sequences}
     decoding = [Size(number, number, number, any_longer=False) for number in sorted({*steps, max_sequences})]
     mixed = [

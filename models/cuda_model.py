@@ -99,11 +99,16 @@ class CudaModel:
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
+        query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
+        # Of tokens of no sequence, which fill a graph up, attention writes nothing: zeros stay what they are.
+        mixed = torch.zeros_like(query)
         delta: Tensor | None = None
         after: Layer | None = None
         for index, layer in enumerate(weights.layers):
             y = self._normed(x, delta, after, layer.before_attention)
-            delta = layer.output(self._attend(index, layer, y, step, rows, starts, any_longer))
+            self._write_kv(index, layer, y, step, query)
+            self._attend(index, query, rows, starts, mixed, any_longer=any_longer)
+            delta = layer.output(mixed.flatten(1))
             y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
             delta = self._mlp(layer.mlp, y)
             after = layer.after_mlp
@@ -144,19 +149,9 @@ class CudaModel:
         )
         return y
 
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        step: StepTensors,
-        rows: RaggedRows,
-        starts: Mapping[int | None, WorkStarts],
-        any_longer: bool,
-    ) -> Tensor:
-        """(T, hidden) -> (T, query heads * head size)."""
-        spec, window, kv = self._spec, self._spec.windows[index], self._kv[index]
-        attention = self._attention[window]
+    def _write_kv(self, index: int, layer: LayerWeights, x: Tensor, step: StepTensors, query: Tensor) -> None:
+        """From (T, hidden) to queries, (T, H, D), and keys and values in their pages."""
+        spec, kv = self._spec, self._kv[index]
         qkv: Tensor = layer.qkv(x)
         norm = None
         match layer.qk_norm:
@@ -168,7 +163,6 @@ class CudaModel:
                 rms_norm(keys, key_norm.weight, key_norm.eps, keys)
             case _:
                 pass
-        query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
         rope_kv(
             qkv,
             *self._rotations[spec.ropes[index]],
@@ -179,11 +173,30 @@ class CudaModel:
             norm=norm,
             scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
         )
-        mixed = torch.empty_like(query)
+
+    def _attend(
+        self,
+        index: int,
+        query: Tensor,
+        rows: RaggedRows,
+        starts: Mapping[int | None, WorkStarts],
+        mixed: Tensor,
+        *,
+        any_longer: bool,
+    ) -> None:
+        """Attention of one layer, (T, H, D) to the same."""
+        window = self._spec.windows[index]
+        attention = self._attention[window]
         paged_attention(
-            attention.shape, query, kv, rows, starts[window], attention.workspace, mixed, any_longer=any_longer
+            attention.shape,
+            query,
+            self._kv[index],
+            rows,
+            starts[window],
+            attention.workspace,
+            mixed,
+            any_longer=any_longer,
         )
-        return mixed.flatten(1)
 
     def _mlp(self, mlp: Layer, x: Tensor) -> Tensor:
         assert isinstance(mlp, Mlp)

@@ -148,8 +148,12 @@ class ServeConfig:
     )
     backend: str = flag(
         "auto",
-        "what computes: cpu is the C++ library, reference is plain torch; auto is the fastest that can run the model",
-        choices=["auto", "cpu", "reference"],
+        "what computes: cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either; auto is "
+        "the fastest that can run the model",
+        choices=["auto", "cpu", "cuda", "reference"],
+    )
+    deterministic: bool = flag(
+        False, "on a GPU: the same bits whatever else is in a batch, at some cost; on the backend cpu they always are"
     )
     dtype: str = flag(
         "auto",

@@ -222,6 +222,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        deterministic=config.deterministic,
         log_level=config.log_level,
         log_format=config.log_format,
     )

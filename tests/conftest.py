@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from penstock.kernels.build_cpu import CannotBuild, find_compiler
 from penstock.kernels.cpu import LibraryMissing, library_path, load_library
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before torch multiplies anything, here or in a process that a test starts.
 avoid_broken_tiles()
+# Before a module with kernels in Triton is imported, here or there: without a GPU they run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked gpu on a machine without CUDA; torch is imported only if there is such a test."""
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_tests:
+    """Skips tests marked gpu on a machine without CUDA."""
+    if torch.cuda.is_available():
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in gpu_tests:
+    for item in items:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -1,14 +1,9 @@
-"""Kernels run in Triton's interpreter where no CUDA is, and nowhere where no Triton is."""
+"""Kernels run nowhere where no Triton is."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
 import torch
-
-# Before a module with kernels is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # There are no wheels of Triton but for Linux.
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]

@@ -1,0 +1,231 @@
+"""The backend for GPUs: transformers' tokens in fp32, the reference backend's samples, nothing compiled too late.
+Without a GPU its kernels run in Triton's interpreter, so models and prompts are as small as can be."""
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.models.backend import load_backend
+from penstock.models.errors import ModelError
+from penstock.models.runner import Runner
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan
+
+if not find_spec("triton"):
+    pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
+
+from penstock.kernels.cuda.norm import rms_norm
+from penstock.kernels.cuda.variant import launches
+
+# Of the interpreter, which computes with numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"max_num_seqs": 4, "max_model_len": 64, "device": DEVICE, "num_blocks": 24}
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+VARIANTS = [
+    "llama-tied-biases-head24",
+    "llama-rope-llama3-head80",
+    "qwen3-tied-bias-yarn-windows",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3-partial-rotary",
+]
+"""Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_late():
+    before = launches.late
+    yield
+    assert launches.late == before, "a kernel was compiled after the warm-up"
+
+
+@pytest.fixture
+def load(tiny_model, worker_config):
+    """A runner over a variant: ``load(variant, backend=...)``."""
+
+    def make(variant: str, **config: Any) -> Runner:
+        return Runner(load_backend(worker_config(tiny_model(variant).path, **{**SMALL, "backend": "cuda", **config})))
+
+    return make
+
+
+def added(number: int, prompt: list[int], blocks: list[int], sampling: SamplingParams, **more: Any) -> AddedRow:
+    return AddedRow(number, 1, prompt, len(prompt), 0, blocks, sampling, **more)
+
+
+def whole(row: AddedRow) -> Chunk:
+    return Chunk(row.row, 0, len(row.token_ids))
+
+
+def both(load, variant: str) -> list[Runner]:
+    """Ours, and the reference."""
+    return [load(variant), load(variant, backend="reference", device="cpu")]
+
+
+def generate(runner: Runner, rows: list[AddedRow], num_tokens: int) -> list[list[int]]:
+    """Each row's next tokens, all rows together; each step begins before the last is finished, where it may."""
+    finishes = [runner.begin(StepPlan(0, [], rows, [], [whole(row) for row in rows], []))]
+    results = []
+    for step in range(1, num_tokens):
+        plan = StepPlan(step, [], [], [], [], [Decode(row.row, 1) for row in rows])
+        if not runner.runs_ahead:
+            results.append(finishes.pop()())
+        finishes.append(runner.begin(plan))
+        if runner.runs_ahead:
+            results.append(finishes.pop(0)())
+    results.append(finishes.pop()())
+    runner.run(StepPlan(num_tokens, [row.row for row in rows], [], [], [], []))
+    tokens: dict[int, list[int]] = {row.row: [] for row in rows}
+    for result in results:
+        for of_row in result.rows:
+            tokens[of_row.row] += of_row.token_ids
+    return [tokens[row.row] for row in rows]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_of_transformers(variant, tiny_model, load):
+    model, runner = tiny_model(variant), load(variant)
+    prompts = [[7, 3, 150, 21, 9, 66, 8, 2, 41, 17, 90, 13], [5, 11, 120]]
+    rows = [added(n, prompt, [4 * n, 4 * n + 1], GREEDY) for n, prompt in enumerate(prompts)]
+    for prompt, tokens in zip(prompts, generate(runner, rows, 3), strict=True):
+        expected = model.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        assert tokens == expected.argmax(-1).tolist()
+
+
+def test_chunks_blocks_and_rows_that_change(tiny_model, load):
+    """A prompt in chunks beside a row that decodes, over the end of a block; then another row of that number."""
+    model, runner = tiny_model("mistral-window9"), load("mistral-window9")
+    one, two = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4, 150, 8], [6, 5, 4, 3, 2, 1, 0, 7, 8, 9, 10, 11]
+    first = added(0, one, [5], GREEDY)
+    out = runner.run(StepPlan(0, [], [first], [], [whole(first)], [])).rows[0].token_ids
+    second = added(3, two, [9], GREEDY)
+    plans = [
+        StepPlan(1, [], [second], [], [Chunk(3, 0, 7)], [Decode(0, 1)]),
+        StepPlan(2, [], [], [RowBlocks(0, [2])], [Chunk(3, 7, 12)], [Decode(0, 1)]),
+        StepPlan(3, [], [], [], [], [Decode(0, 1), Decode(3, 1)]),
+    ]
+    told: dict[int, list[int]] = {0: list(out), 3: []}
+    for plan in plans:
+        for row in runner.run(plan).rows:
+            told[row.row] += row.token_ids
+    assert told[0] == model.logits(one + told[0])[len(one) - 1 : -1].argmax(-1).tolist()
+    assert told[3] == model.logits(two + told[3])[len(two) - 1 : -1].argmax(-1).tolist()
+    # A row begins again with what it had, in other blocks, after some of a prefix that lies in its first.
+    again = one + told[0]
+    resumed = AddedRow(0, 2, again, len(one), 16, [5, 11], GREEDY)
+    result = runner.run(StepPlan(4, [0, 3], [resumed], [], [Chunk(0, 16, len(again))], []))
+    assert result.rows[0].token_ids == [int(model.logits(again)[-1].argmax())]
+    assert (result.rows[0].epoch, result.rows[0].num_computed) == (2, len(again))
+
+
+PROMPT = [3, 9, 1, 33, 9, 1, 3]
+SAMPLING = [
+    SamplingParams(temperature=0.8, seed=5, top_k=30, top_p=0.9, min_p=0.02, logprobs=3),
+    SamplingParams(temperature=1.2, seed=(1 << 64) - 1, repetition_penalty=1.4, presence_penalty=0.5,
+                   frequency_penalty=0.3),
+    SamplingParams(temperature=0.0, allowed_token_ids=(7, 19, 159), logit_bias=((7, -50.0), (19, 2.5))),
+    SamplingParams(temperature=2.0, seed=9, min_tokens=3, stop_token_ids=tuple(range(0, 160, 2)),
+                   bad_words=((1,), (3, 5), (*PROMPT[1:], 77)), logit_bias=((0, 5.0), (77, 90.0))),
+]  # fmt: skip
+
+
+def test_samples_are_those_of_the_reference(load):
+    """Every parameter that changes them; twice, so that rows leave what they used to others."""
+    runners = both(load, "llama")
+    for shift in (0, 1):
+        rows = [added(n, PROMPT, [n], SAMPLING[(n + shift) % len(SAMPLING)]) for n in range(len(SAMPLING))]
+        found, expected = (generate(runner, rows, 3) for runner in runners)
+        assert found == expected
+    assert all(len(set(tokens)) > 1 for tokens in (found[0], found[3])), "the parameters leave nothing to draw"
+
+
+def test_more_words_than_there_was_room_for(load):
+    """The arrays are replaced; and rows that were there before keep theirs."""
+    runners = both(load, "llama")
+    few = SamplingParams(temperature=1.0, seed=1, bad_words=((8, 8), (12,)))
+    many = SamplingParams(temperature=1.0, seed=2, bad_words=tuple((n % 160, n // 160 % 160, 5) for n in range(5000)))
+    one, two = added(0, PROMPT, [0], few), added(1, PROMPT, [1], many)
+    found, expected = (
+        [
+            [row.token_ids for row in runner.run(plan).rows]
+            for plan in (
+                StepPlan(0, [], [one], [], [whole(one)], []),
+                StepPlan(1, [], [two], [], [whole(two)], [Decode(0, 1)]),
+                StepPlan(2, [], [], [], [], [Decode(0, 1), Decode(1, 1)]),
+            )
+        ]
+        for runner in runners
+    )
+    assert found == expected
+
+
+def test_logprobs_and_vectors_are_those_of_the_reference(load):
+    sampling = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=2)
+    results: list[Any] = []
+    for runner in both(load, "qwen3"):
+        rows = [added(0, PROMPT, [0], sampling), added(1, PROMPT, [1], GREEDY, pooling=Pooling.MEAN)]
+        results.append(runner.run(StepPlan(0, [], rows, [], [whole(row) for row in rows], [])))
+    found, expected = results
+    [ours, theirs] = [result.rows[0].logprobs for result in results]
+    assert ours.top_token_ids == theirs.top_token_ids
+    np.testing.assert_allclose(ours.chosen + ours.top, theirs.chosen + theirs.top, atol=1e-4)
+    [of_prompt], [expected_of_prompt] = found.prompt_logprobs, expected.prompt_logprobs
+    np.testing.assert_allclose(of_prompt.logprobs.chosen, expected_of_prompt.logprobs.chosen, atol=1e-4)
+    vectors = [np.frombuffer(result.rows[1].vector, dtype=np.float32) for result in results]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
+
+
+async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
+    """The whole engine, which has two plans under way, over so few blocks that rows give way."""
+    model = tiny_model("llama")
+    prompts = [[n + 5, 40, n + 9, 2, 7, 3, 14] * 2 for n in range(3)]
+    make = partial(in_process, model.path, **{**SMALL, "num_blocks": 4, "max_model_len": 48})
+    engine = await start_engine(make(backend="cuda"), enable_prefix_caching=False)
+    answers = await engine.run(prompts, GREEDY, 5)
+    assert engine.stats.preemptions > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+class TestRefusals:
+    """What it cannot do, and what to do then."""
+
+    def refusal(self, load, **config) -> str:
+        with pytest.raises(ModelError) as error:
+            load("llama", **config)
+        return str(error.value)
+
+    def test_types(self, load):
+        assert "float64" in self.refusal(load, dtype="float64")
+        assert "--kv-cache-dtype int8" in self.refusal(load, kv_cache_dtype="int8")
+
+    @pytest.mark.skipif(DEVICE == "cuda", reason="is about machines without CUDA")
+    def test_no_gpu(self, load, monkeypatch):
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert "--device is cpu" in self.refusal(load)
+
+    def test_a_context_beyond_the_models(self, load):
+        assert "--max-model-len 4096" in self.refusal(load, max_model_len=4096)
+
+
+class TestLaunches:
+    """Whatever is compiled after the warm-up is told."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_compiles_late(self):
+        """Here something does."""
+
+    def test_a_kernel_that_was_not_warmed(self, load, caplog):
+        load("llama")
+        before = launches.late
+        width = 48 + before  # no other test norms rows of that width
+        x = torch.ones(1, width, device=DEVICE)
+        rms_norm(x, x[0], 1e-5, x)
+        assert launches.late > before
+        assert "compiled while requests waited" in caplog.text
