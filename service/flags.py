@@ -154,9 +154,8 @@ class FlagParser(argparse.ArgumentParser):
                 flags.add_argument(field.name, nargs="?", metavar=name, help=f"{text} (default: {shown})")
                 flags.add_argument(_name(field), dest=f"{field.name}_flag", metavar=name, help="the same, as a flag")
             elif bool in _types(field):
-                flags.add_argument(
-                    _name(field), action=argparse.BooleanOptionalAction, help=f"{text} (default: on)" if shown else text
-                )
+                help_text = f"{text} (default: {'on' if shown else 'off'})"
+                flags.add_argument(_name(field), action=argparse.BooleanOptionalAction, help=help_text)
             else:
                 choices = field.metadata["choices"]
                 metavar = field.metadata["metavar"] or (f"{{{','.join(map(str, choices))}}}" if choices else None)
