@@ -5,19 +5,23 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
-from triton import knobs
+from triton import JITFunction, knobs
 
+from penstock.kernels.cuda.acceptance import accept_variant
 from penstock.kernels.cuda.activation import clamped_gate_variant, gated_activation_variant
+from penstock.kernels.cuda.attention import attention_variants
+from penstock.kernels.cuda.logprobs import logprobs_variants
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.prepare import commit_variant, prepare_variant
 from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
+from penstock.kernels.cuda.sampling import sampling_variants
 from penstock.kernels.cuda.shapes import SHAPES, Shape
 from penstock.kernels.cuda.variant import TYPES, Variant
 
@@ -45,6 +49,12 @@ def variants(shape: Shape) -> Iterator[Variant]:
         )
     )
     yield prepare_variant(shape.max_sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    for attention in shape.attention():
+        yield from attention_variants(attention)
+    sampler = shape.sampler()
+    yield from sampling_variants(sampler)
+    yield from logprobs_variants(sampler)
+    yield accept_variant(sampler)
     yield commit_variant()
 
 
@@ -76,11 +86,22 @@ class Usage:
     """Of a thread: what is kept in local memory, for want of registers or because it is indexed."""
 
 
+def wanted(shapes: Iterable[Shape]) -> dict[str, Variant]:
+    """All that those models launch, each once, by its description; also with fp8 KV, and where bits are kept."""
+    found: dict[str, Variant] = {}
+    for shape in shapes:
+        others = replace(shape, kv_dtype=torch.float8_e4m3fn), replace(shape, deterministic=True)
+        for variant in chain.from_iterable(map(variants, (shape, *others))):
+            found.setdefault(describe(variant), variant)
+    return found
+
+
 def describe(variant: Variant) -> str:
     """A line that no other variant has."""
     types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
     constants = (f"{name}={value}" for name, value in variant.constants.items())
-    return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} WARPS={variant.num_warps}"
+    sizes = f"WARPS={variant.num_warps} STAGES={variant.num_stages}"
+    return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} {sizes}"
 
 
 def measure(variant: Variant, capability: int) -> Usage:
@@ -96,6 +117,14 @@ def measure(variant: Variant, capability: int) -> Usage:
     return Usage(describe(variant), int(compiled.metadata.shared), figures["REG"], spilled)
 
 
+def settle_keys(compiled: Iterable[Variant]) -> None:
+    """The key by which Triton finds a compiled kernel on disk depends on what was asked for its key before it: so it
+    is done in order, before threads compile in any order."""
+    for variant in compiled:
+        if isinstance(variant.kernel, JITFunction):
+            assert variant.kernel.cache_key
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Ends with status 1 where a variant needs more shared memory than there is."""
     parser = argparse.ArgumentParser(prog="python -m penstock.kernels.cuda.ahead", description=__doc__)
@@ -105,14 +134,13 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
-    shapes = [SHAPES[name] for name in options.models or SHAPES]
-    shapes += [replace(shape, kv_dtype=torch.float8_e4m3fn) for shape in shapes]
     limit = MAX_SHARED_BYTES[options.capability]
-    wanted = dict.fromkeys(chain.from_iterable(variants(shape) for shape in shapes))
+    compiled = wanted(SHAPES[name] for name in options.models or SHAPES).values()
     sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
     too_large = []
+    settle_keys(compiled)
     with ThreadPoolExecutor() as threads:
-        for usage in threads.map(lambda variant: measure(variant, options.capability), wanted):
+        for usage in threads.map(lambda variant: measure(variant, options.capability), compiled):
             sys.stdout.write(f"{usage.shared_bytes:>7} {usage.registers:>9} {usage.spilled_bytes:>7}  {usage.name}\n")
             if usage.shared_bytes > limit:
                 too_large.append(usage.name)

@@ -127,6 +127,28 @@ class PagedKV:
             assert tensor.is_contiguous()
 
 
+NUMBERS = ("max_pages", "num_sequences")
+"""Arguments of both kernels that are no tensors."""
+
+
+def shared_arguments(shape: AttentionShape) -> dict[str, torch.dtype | str]:
+    """What the kernels of decoding and of prefill both are given."""
+    return {
+        **dict.fromkeys(("query", "out"), shape.dtype),
+        "pages": shape.kv_dtype,
+        **dict.fromkeys(("key_scales", "value_scales", "sinks"), torch.float32),
+        **dict.fromkeys(("tables", "rows", "query_starts", "contexts"), torch.int32),
+        **dict.fromkeys(NUMBERS, "i32"),
+    }
+
+
+def shared_values(query: Tensor, out: Tensor, kv: PagedKV, batch: RaggedRows) -> tuple[Tensor | int, ...]:
+    """The values of ``shared_arguments``, in that order."""
+    of_rows = (batch.tables, batch.rows, batch.query_starts, batch.contexts)
+    of_layer = (kv.pages, kv.key_scales, kv.value_scales, kv.sinks)
+    return (query, out, *of_layer, *of_rows, batch.tables.shape[1], batch.num_sequences)
+
+
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
     """What is multiplied: values of the model's dtype; fp32 in the interpreter, which multiplies bf16 wrong."""
     if triton.knobs.runtime.interpret:

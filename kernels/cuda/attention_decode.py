@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.attention_common import (
+    NUMBERS,
     PagedKV,
     RaggedRows,
     attend,
@@ -21,6 +22,8 @@ from penstock.kernels.cuda.attention_common import (
     lowest_seen,
     query_offsets,
     score_factor,
+    shared_arguments,
+    shared_values,
 )
 from penstock.kernels.cuda.attention_join import join_variant
 from penstock.kernels.cuda.attention_plan import DecodeShape, extent
@@ -57,26 +60,23 @@ class DecodeWorkspace:
         assert self.weights.is_contiguous()
 
 
-NUMBERS = ("max_pages", "num_sequences")
-
-
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS)
 def decode_kernel(
     query,
+    out,
     pages,
+    key_scales,
+    value_scales,
+    sinks,
     tables,
     rows,
     query_starts,
     contexts,
-    unit_starts,
-    key_scales,
-    value_scales,
-    sinks,
-    out,
-    partials,
-    partial_weights,
     max_pages,
     num_sequences,
+    unit_starts,
+    partials,
+    partial_weights,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -151,19 +151,14 @@ def decode_kernel(
 @functools.cache
 def decode_variant(shape: DecodeShape) -> Variant:
     """For a layer of that shape."""
-    attention = shape.attention
     return Variant(
         decode_kernel,
         {
-            "query": attention.dtype,
-            "pages": attention.kv_dtype,
-            **dict.fromkeys(("tables", "rows", "query_starts", "contexts", "unit_starts"), torch.int32),
-            **dict.fromkeys(("key_scales", "value_scales", "sinks"), torch.float32),
-            "out": attention.dtype,
+            **shared_arguments(shape.attention),
+            "unit_starts": torch.int32,
             **dict.fromkeys(("partials", "partial_weights"), torch.float32),
-            **dict.fromkeys(NUMBERS, "i32"),
         },
-        {**attention.constants(), **shape.constants()},
+        {**shape.attention.constants(), **shape.constants()},
         num_warps=4,
         num_stages=shape.tiles.num_stages,
     )
@@ -185,21 +180,10 @@ def decode_attention(
     workspace.check(shape, batch.num_sequences)
     decode_variant(shape).launch(
         (workspace.num_programs,),
-        query,
-        kv.pages,
-        batch.tables,
-        batch.rows,
-        batch.query_starts,
-        batch.contexts,
+        *shared_values(query, out, kv, batch),
         unit_starts,
-        kv.key_scales,
-        kv.value_scales,
-        kv.sinks,
-        out,
         workspace.mixed,
         workspace.weights,
-        batch.tables.shape[1],
-        batch.num_sequences,
     )
     parts = batch.num_sequences * shape.attention.num_kv_heads * shape.max_tiles
     join_variant(shape).launch(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.cuda.attention_common import (
+    NUMBERS,
     AttentionShape,
     PagedKV,
     RaggedRows,
@@ -23,6 +24,8 @@ from penstock.kernels.cuda.attention_common import (
     lowest_seen,
     query_offsets,
     score_factor,
+    shared_arguments,
+    shared_values,
 )
 from penstock.kernels.cuda.variant import Variant
 
@@ -50,24 +53,21 @@ def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
     return PrefillTiles(128, 128, 8, 3)
 
 
-NUMBERS = ("max_pages", "num_sequences")
-
-
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS)
 def prefill_kernel(
     query,
+    out,
     pages,
+    key_scales,
+    value_scales,
+    sinks,
     tables,
     rows,
     query_starts,
     contexts,
-    tile_starts,
-    key_scales,
-    value_scales,
-    sinks,
-    out,
     max_pages,
     num_sequences,
+    tile_starts,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -143,14 +143,7 @@ def prefill_variant(shape: AttentionShape) -> Variant:
     tiles = prefill_tiles(shape)
     return Variant(
         prefill_kernel,
-        {
-            "query": shape.dtype,
-            "pages": shape.kv_dtype,
-            **dict.fromkeys(("tables", "rows", "query_starts", "contexts", "tile_starts"), torch.int32),
-            **dict.fromkeys(("key_scales", "value_scales", "sinks"), torch.float32),
-            "out": shape.dtype,
-            **dict.fromkeys(NUMBERS, "i32"),
-        },
+        {**shared_arguments(shape), "tile_starts": torch.int32},
         {**shape.constants(), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -168,19 +161,4 @@ def prefill_attention(
     num_tokens = query.shape[0]
     num_sequences = min(batch.num_sequences, num_tokens // (shorter + 1))
     max_tiles = num_tokens * shape.group // prefill_tiles(shape).block_m + num_sequences
-    prefill_variant(shape).launch(
-        (shape.num_kv_heads, max_tiles),
-        query,
-        kv.pages,
-        batch.tables,
-        batch.rows,
-        batch.query_starts,
-        batch.contexts,
-        tile_starts,
-        kv.key_scales,
-        kv.value_scales,
-        kv.sinks,
-        out,
-        batch.tables.shape[1],
-        batch.num_sequences,
-    )
+    prefill_variant(shape).launch((shape.num_kv_heads, max_tiles), *shared_values(query, out, kv, batch), tile_starts)

@@ -98,7 +98,7 @@ def _gather(
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
     MAX_TOP: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
@@ -107,7 +107,7 @@ def _gather(
     wanted = tl.load(num_top + line)
     if wanted < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
+    BLOCK_SLICES: tl.constexpr = triton.next_power_of_2(SLICES)
     parts = tl.arange(0, BLOCK_SLICES)
     inside = parts < SLICES
     slice_best = tl.load(bests + line * SLICES + parts, mask=inside, other=-float("inf"))
@@ -162,7 +162,7 @@ def logprobs_variants(shape: SamplerShape) -> tuple[Variant, Variant]:
     logits = {"logits": shape.dtype}
     return (
         Variant(_rank, logits | partial, constants, num_warps=shape.num_warps),
-        Variant(_gather, logits | ARGUMENTS, {**constants, "BLOCK_SLICES": shape.block_slices}, num_warps=8),
+        Variant(_gather, logits | ARGUMENTS, {**constants, "SLICES": shape.slices}, num_warps=8),
     )
 
 

@@ -76,7 +76,7 @@ def _variant(kernel: Any, shape: SamplerShape) -> Variant:
         "STRIDE": shape.stride,
         "MAX_HISTORY": shape.max_history,
         "SLICE": shape.slice,
-        "BLOCK_SLICES": shape.block_slices,
+        "SLICES": shape.slices,
         "BINS": shape.bins,
         "LISTED": shape.listed,
     }

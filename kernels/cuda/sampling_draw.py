@@ -6,7 +6,7 @@ import triton.language as tl
 
 from penstock.kernels.cuda.sampling_noise import gumbel, noise_stream
 from penstock.kernels.cuda.sampling_rows import FALLBACK, LEAST_SCORE, NUM_INTEGERS, NUM_NUMBERS, SEED, TEMPERATURE
-from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, load_scores
+from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, line_of, load_scores
 
 
 @triton.jit
@@ -26,21 +26,18 @@ def draw(
     drawn_ids,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """The best sum in each slice."""
-    line = tl.program_id(0).to(tl.int64)
+    line, row = line_of(num_lines, rows)
     part = tl.program_id(1)
-    if line >= tl.load(num_lines):
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
     if tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) <= 0.0:
         return
-    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
-        ids = part * SLICE + tl.arange(0, SLICE)
-        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
+        ids, score = load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB, SLICE)
         least = tl.load(numbers + row * NUM_NUMBERS + LEAST_SCORE).to(tl.float32)
         kept = (key_of(score, ids) >= tl.load(thresholds + line)) & (score >= least) & (score > -float("inf"))
         tl.store(drawn + line * SLICES + part, tl.full([], -float("inf"), tl.float64))
@@ -67,18 +64,16 @@ def choose(
     token_ids,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """The best of all slices."""
-    line = tl.program_id(0).to(tl.int64)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
-    top, token, _forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, token, _forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
         if tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE) > 0.0:
-            parts = tl.arange(0, BLOCK_SLICES)
+            parts = tl.arange(0, triton.next_power_of_2(SLICES))
             sums = tl.load(drawn + line * SLICES + parts, mask=parts < SLICES, other=-float("inf"))
             _sum, part = tl.max(sums, axis=0, return_indices=True, return_indices_tie_break_left=True)
             token = tl.load(drawn_ids + line * SLICES + part)

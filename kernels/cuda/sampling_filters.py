@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.sampling_rows import NUM_INTEGERS, NUM_NUMBERS, TEMPERATURE, TOP_K, TOP_P
-from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, load_scores, score_of
+from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, line_of, load_scores, score_of
 
 NATS = tl.constexpr(26.0)
 """Binned, below the best. Noise of two tokens differs by less, so an entry further below cannot win, kept or not."""
@@ -52,9 +52,9 @@ def share_of(score, log_total):
 
 
 @triton.jit
-def log_total_of_line(masses, line, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr):
+def log_total_of_line(masses, line, SLICES: tl.constexpr):
     """ln of the sum of e^score, from the slices' masses."""
-    parts = tl.arange(0, BLOCK_SLICES)
+    parts = tl.arange(0, triton.next_power_of_2(SLICES))
     return log_of_mass(tl.sum(tl.load(masses + line * SLICES + parts, mask=parts < SLICES, other=0), axis=0))
 
 
@@ -88,23 +88,19 @@ def weigh(
     masses,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """For top-p alone: the mass of each slice."""
-    line = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
     top_k, takes_p, _share = filters_of(numbers, integers, row, VOCAB)
     if (top_k > 0) | (takes_p == 0):
         return
-    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
-        ids = part * SLICE + tl.arange(0, SLICE)
-        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
-        tl.store(masses + line * SLICES + part, tl.sum(mass_of(score), axis=0))
+        _ids, score = load_scores(scores, forbidden, line, tl.program_id(1), top, forbids, numbers, row, VOCAB, SLICE)
+        tl.store(masses + line * SLICES + tl.program_id(1), tl.sum(mass_of(score), axis=0))
 
 
 @triton.jit
@@ -122,27 +118,23 @@ def bin_weights(
     binned,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
     """The weight of each bin, of the first filter that a line has."""
-    line = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
     top_k, takes_p, share = filters_of(numbers, integers, row, VOCAB)
     if (top_k == 0) & (takes_p == 0):
         return
-    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
-        ids = part * SLICE + tl.arange(0, SLICE)
-        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
+        _ids, score = load_scores(scores, forbidden, line, tl.program_id(1), top, forbids, numbers, row, VOCAB, SLICE)
         weights = tl.full([SLICE], 1, tl.int64)
         least = tl.zeros([], tl.int64)
         if top_k == 0:
-            weights = share_of(score, log_total_of_line(masses, line, SLICES, BLOCK_SLICES))
+            weights = share_of(score, log_total_of_line(masses, line, SLICES))
             # Tokens so unlikely that all of them together are half of what may be left out.
             least = (SHARE_ONE - share) // (2 * VOCAB)
         bins = bin_of(score, BINS)
@@ -165,25 +157,21 @@ def list_keys(
     num_listed,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """Keys of the tokens in the bin where the first filter ends; if top-p follows on top-k, of those before it too."""
-    line = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
     top_k, takes_p, share = filters_of(numbers, integers, row, VOCAB)
     if (top_k == 0) & (takes_p == 0):
         return
-    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
         crossing, _before = crossing_of(binned, line, tl.where(top_k > 0, top_k, share), BINS)
-        ids = part * SLICE + tl.arange(0, SLICE)
-        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
+        ids, score = load_scores(scores, forbidden, line, tl.program_id(1), top, forbids, numbers, row, VOCAB, SLICE)
         bins = bin_of(score, BINS)
         taken = (bins < BINS) & ((bins == crossing) | ((top_k > 0) & takes_p & (bins < crossing)))
         places = tl.cumsum(taken.to(tl.int32), axis=0) - 1
@@ -217,9 +205,8 @@ def _total(
 ):  # fmt: skip
     """Of a whole line, the weights from a key on: how many, their mass or their share."""
     total = tl.zeros([], tl.int64)
-    for first in range(0, VOCAB, SLICE):
-        ids = first + tl.arange(0, SLICE)
-        score = load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB)
+    for part in range((VOCAB + SLICE - 1) // SLICE):
+        ids, score = load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB, SLICE)
         if KIND == "count":
             weights = (score > -float("inf")).to(tl.int64)
         elif KIND == "mass":
@@ -282,24 +269,22 @@ def find_threshold(
     thresholds,
     VOCAB: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
     BINS: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """The least key that both filters keep. Where a list has no room for all, the whole line is searched."""
-    line = tl.program_id(0).to(tl.int64)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
-    row = tl.load(rows + line).to(tl.int64)
     top_k, takes_p, share = filters_of(numbers, integers, row, VOCAB)
     if (top_k == 0) & (takes_p == 0):
         return
-    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES, BLOCK_SLICES)
+    top, _top_id, forbids = best_of_line(best, best_ids, num_forbidden, line, SLICES)
     if is_number(top):
         log_total = tl.zeros([], tl.float32)
         if top_k == 0:
-            log_total = log_total_of_line(masses, line, SLICES, BLOCK_SLICES)
+            log_total = log_total_of_line(masses, line, SLICES)
         threshold = tl.zeros([], tl.int64)
         count = tl.load(num_listed + line)
         if count <= LISTED:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.sampling_rows import FIRST_STOP, FIRST_WORD, FREE_FROM, NUM_INTEGERS, WORDS_END
+from penstock.kernels.cuda.sampling_scores import line_of
 
 BLOCK_WORDS = tl.constexpr(256)
 BLOCK_MASK = tl.constexpr(1024)
@@ -24,17 +25,16 @@ def forbid(
     MAX_HISTORY: tl.constexpr,
 ):
     """Bits of what is forbidden, and how many."""
-    line = tl.program_id(0)
-    if line >= tl.load(num_lines):
+    line, row = line_of(num_lines, rows)
+    if row < 0:
         return
     MASK_WORDS: tl.constexpr = (VOCAB + 31) // 32
-    row = tl.load(rows + line).to(tl.int64)
     position = tl.load(positions + line)
     own = integers + row * NUM_INTEGERS
     early = position < tl.load(own + FREE_FROM)
     at = tl.where(early, tl.load(own + FIRST_STOP), tl.load(own + FIRST_WORD))
     end = tl.load(own + WORDS_END)
-    mask = forbidden + line.to(tl.int64) * MASK_WORDS
+    mask = forbidden + line * MASK_WORDS
     if at < end:
         for first in range(0, MASK_WORDS, BLOCK_MASK):
             lanes = first + tl.arange(0, BLOCK_MASK)

@@ -67,11 +67,6 @@ class SamplerShape:
         return -(-self.vocab_size // self.slice)
 
     @property
-    def block_slices(self) -> int:
-        """The same, as a power of 2."""
-        return 1 << (self.slices - 1).bit_length()
-
-    @property
     def mask_words(self) -> int:
         """32-bit words of a mask: bit i of word w is token 32 w + i."""
         return -(-self.vocab_size // 32)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.cuda.sampling_rows import NUM_NUMBERS, TEMPERATURE
-from penstock.kernels.cuda.sampling_survey import bits_of
 
 ID_BITS = tl.constexpr(20)
 """The lowest ones of a key."""
@@ -18,9 +17,23 @@ MAX_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def best_of_line(best, best_ids, num_forbidden, line, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr):
+def line_of(num_lines, rows):
+    """A program's line, and its row: negative for a line that only fills a graph's buffers."""
+    line = tl.program_id(0).to(tl.int64)
+    return line, tl.load(rows + line, mask=line < tl.load(num_lines), other=-1).to(tl.int64)
+
+
+@triton.jit
+def bits_of(mask, ids, inside):
+    """Whether each id's bit of a mask is set."""
+    words = tl.load(mask + ids // 32, mask=inside, other=0)
+    return ((words >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def best_of_line(best, best_ids, num_forbidden, line, SLICES: tl.constexpr):
     """The best logit, its token, and whether what is forbidden is left out: not where nothing else is left."""
-    parts = tl.arange(0, BLOCK_SLICES)
+    parts = tl.arange(0, triton.next_power_of_2(SLICES))
     inside = parts < SLICES
     every = tl.load(best + (line * 2 + 1) * SLICES + parts, mask=inside, other=-float("inf"))
     allowed = tl.load(best + line * 2 * SLICES + parts, mask=inside, other=-float("inf"))
@@ -39,14 +52,15 @@ def is_number(x):
 
 
 @triton.jit
-def load_scores(scores, forbidden, line, ids, top, forbids, numbers, row, VOCAB: tl.constexpr):
-    """Scores of tokens; minus infinity for what is masked, or no token."""
+def load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB: tl.constexpr, SLICE: tl.constexpr):
+    """Ids of a slice, and their scores: minus infinity for what is masked, or no token."""
+    ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < VOCAB
     x = tl.load(scores + line * VOCAB + ids, mask=inside, other=-float("inf"))
     if forbids:
         x = tl.where(bits_of(forbidden + line * ((VOCAB + 31) // 32), ids, inside), -float("inf"), x)
     temperature = tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE).to(tl.float32)
-    return tl.div_rn(x - top, temperature + tl.zeros_like(x))
+    return ids, tl.div_rn(x - top, temperature + tl.zeros_like(x))
 
 
 @triton.jit

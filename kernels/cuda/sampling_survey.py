@@ -13,13 +13,7 @@ from penstock.kernels.cuda.sampling_rows import (
     REPETITION,
     TEMPERATURE,
 )
-
-
-@triton.jit
-def bits_of(mask, ids, inside):
-    """Whether each id's bit of a mask is set."""
-    words = tl.load(mask + ids // 32, mask=inside, other=0)
-    return ((words >> (ids % 32)) & 1) != 0
+from penstock.kernels.cuda.sampling_scores import bits_of, line_of
 
 
 @triton.jit
@@ -65,16 +59,15 @@ def survey(
     STRIDE: tl.constexpr,
     MAX_HISTORY: tl.constexpr,
     SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
     BINS: tl.constexpr,
 ):
     """The best of a slice, with what is forbidden and without, and, of lines that are drawn, all of it."""
-    line = tl.program_id(0).to(tl.int64)
+    line, row = line_of(num_lines, rows)
     part = tl.program_id(1)
-    if line >= tl.load(num_lines):
+    if row < 0:
         return
-    SLICES: tl.constexpr = (VOCAB + SLICE - 1) // SLICE
     MASK_WORDS: tl.constexpr = (VOCAB + 31) // 32
-    row = tl.load(rows + line).to(tl.int64)
     own = integers + row * NUM_INTEGERS
     ids = part * SLICE + tl.arange(0, SLICE)
     inside = ids < VOCAB

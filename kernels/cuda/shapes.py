@@ -1,8 +1,13 @@
 """What of a model its kernels are compiled for, and some models that have different kernels."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from penstock.kernels.cuda.attention_common import AttentionShape
+from penstock.kernels.cuda.attention_plan import DecodeShape
+from penstock.kernels.cuda.sampling_rows import SamplerShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,10 @@ class Shape:
     """silu, gelu or gelu_tanh."""
     clamped_gate: tuple[float, float] | None = None
     """Alpha and limit of the gate that stands in the place of the activation."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of attention: None in a layer that sees all. Each kind of layer once."""
+    cap: float | None = None
+    """Attention scores s become cap tanh(s / cap); None: they are kept."""
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     """``dtype`` or float8_e4m3fn."""
@@ -39,11 +48,35 @@ class Shape:
     """Of a step."""
     slots: int = 16
     """Of a page."""
+    max_queries: tuple[int, ...] = (1, 16)
+    """Of a row that decodes: one token, or one and the most drafts."""
+    deterministic: bool = False
+    """Attention gives the same bits in every batch."""
 
     @property
     def max_pages(self) -> int:
         """Of a row."""
         return -(-self.max_positions // self.slots)
+
+    def attention(self) -> Iterator[DecodeShape]:
+        """Of each kind of layer, for each number of queries."""
+        for window in self.windows:
+            layer = AttentionShape(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                scale=self.head_dim**-0.5,
+                window=window,
+                cap=self.cap,
+            )
+            for max_queries in self.max_queries:
+                yield DecodeShape(layer, max_queries, self.deterministic)
+
+    def sampler(self) -> SamplerShape:
+        """Logits are in the model's dtype, and their lines begin at multiples of 16."""
+        return SamplerShape(self.vocab_size, self.dtype, -(-self.vocab_size // 16) * 16, self.max_positions)
 
 
 SHAPES = {
@@ -82,7 +115,23 @@ SHAPES = {
         norms_after=True,
         norms_heads=True,
         activation="gelu_tanh",
+        windows=(512, None),
         max_positions=32768,
+    ),
+    "Gemma-2-2B": Shape(
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+        rotary_dim=256,
+        vocab_size=256000,
+        norm_eps=1e-6,
+        norms_after=True,
+        activation="gelu_tanh",
+        windows=(4096, None),
+        cap=50.0,
+        max_positions=8192,
     ),
     "OLMo-2-1B": Shape(
         hidden_size=2048,
@@ -119,6 +168,7 @@ SHAPES = {
         vocab_size=201088,
         norm_eps=1e-5,
         clamped_gate=(1.702, 7.0),
+        windows=(128, None),
         max_positions=131072,
     ),
 }

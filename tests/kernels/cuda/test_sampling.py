@@ -242,10 +242,10 @@ def test_sets_that_filters_leave():
         ({"top_k": cut + 1, "top_p": float((reached[cut - 1] - 1e-4) / reached[cut])}, cut),
         ({"top_p": 0.0}, 1),
     ]
-    # A short list is none: the whole line is searched, which takes long.
-    for listed, cases in ((64, wanted), (4, wanted[::2])):
+    # A short list is none: the whole line is searched, slice by slice, which takes long.
+    for listed, size_of_slice, cases in ((64, 64, wanted), (4, 16, wanted[::2])):
         rows = [make_row(SamplingParams(**sampling)) for sampling, _ in cases]
-        batch = Batch(make_shape(40, slice=64, bins=16, listed=listed), rows)
+        batch = Batch(make_shape(40, slice=size_of_slice, bins=16, listed=listed), rows)
         batch.sample(logits.expand(len(rows), -1))
         thresholds = batch.room.thresholds.tolist()
         for (sampling, size), threshold in zip(cases, thresholds, strict=True):
