@@ -9,16 +9,18 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention_common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.prepare import MIN_SEQUENCES, commit, prepare
-from penstock.kernels.cuda.sampling_rows import MAX_VOCAB, SamplerShape
+from penstock.kernels.cuda.sampling_rows import MAX_VOCAB
+from penstock.kernels.cuda.shapes import Shape
 from penstock.kernels.cuda.variant import interpreted, launches
 from penstock.kernels.wide import widened
 from penstock.models.backend import Finish
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cuda_graphs import StepGraphs, graph_sizes
-from penstock.models.cuda_model import CudaModel, logits_dtype
+from penstock.models.cuda_model import CudaModel
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
+from penstock.models.cuda_shape import shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
 from penstock.models.errors import ModelError
 from penstock.models.loader import load_weights
@@ -27,7 +29,6 @@ from penstock.models.quantization import AT_LOAD
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import add_to_vectors, prompt_parts
-from penstock.models.weights import Weights
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,16 +37,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class StepMemory:
     """What steps need besides weights and pages; taken before the KV cache gets what is left."""
 
-    def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
-        max_tokens: int, device: torch.device,
-    ) -> None:  # fmt: skip
-        shape = SamplerShape(num_logits, logits_dtype(spec, dtype), num_logits, max_model_len)
-        max_pages = -(-max_model_len // PAGE_SLOTS)
-        self.sampler = CudaSampler(shape, max_num_seqs, device)
-        self.rows = CudaRows(shape, num_row_numbers(max_num_seqs), max_num_seqs, max_pages, device)
-        self.inputs = StepInputs(max_num_seqs, max_tokens, device)
-        self.outputs = StepOutputs(max_num_seqs, device)
+    def __init__(self, shape: Shape, max_tokens: int, device: torch.device) -> None:
+        sampler, sequences = shape.sampler(), shape.max_sequences
+        self.sampler = CudaSampler(sampler, sequences, device)
+        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, shape.max_pages, device)
+        self.inputs = StepInputs(sequences, max_tokens, device)
+        self.outputs = StepOutputs(sequences, device)
         self.max_tokens = max_tokens
 
 
@@ -181,8 +178,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
-    max_tokens = max(max_batched_tokens, config.max_num_seqs)
-    memory = StepMemory(spec, dtype, num_logits, max_model_len, config.max_num_seqs, max_tokens, device)
+    shape = shape_of(spec, dtype, num_logits, max_model_len, config.max_num_seqs, deterministic=config.deterministic)
+    memory = StepMemory(shape, max(max_batched_tokens, config.max_num_seqs), device)
     pages = _take_pages(config, spec, dtype, max_model_len, device)
     facts = WorkerFacts(
         num_blocks=pages.shape[1],
@@ -201,7 +198,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         quantization=info.choose_quantization(config.quantization),
         hidden_size=spec.hidden_size,
     )
-    return CudaBackend(spec, _make_model(config, spec, weights, pages, max_model_len), memory, facts)
+    return CudaBackend(spec, CudaModel(spec, weights, pages, shape), memory, facts)
 
 
 def _take_pages(
@@ -212,17 +209,3 @@ def _take_pages(
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
     with allocated(num_blocks, device):
         return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _make_model(
-    config: WorkerConfig, spec: ModelSpec, weights: Weights, pages: Tensor, max_model_len: int
-) -> CudaModel:
-    max_positions = -(-max_model_len // PAGE_SLOTS) * PAGE_SLOTS
-    return CudaModel(
-        spec,
-        weights,
-        pages,
-        max_sequences=config.max_num_seqs,
-        max_positions=max_positions,
-        deterministic=config.deterministic,
-    )

@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.attention import paged_attention
-from penstock.kernels.cuda.attention_common import AttentionShape, PagedKV, RaggedRows
+from penstock.kernels.cuda.attention_common import PagedKV, RaggedRows
 from penstock.kernels.cuda.attention_decode import DecodeWorkspace
 from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.prepare import StepTensors
 from penstock.kernels.cuda.rope_kv import rope_kv
+from penstock.kernels.cuda.shapes import Shape
 from penstock.kernels.reference import soft_cap
 from penstock.kernels.wide import widened
 from penstock.models.loader import ACTIVATION_NAMES
@@ -42,23 +43,20 @@ class Attention:
 class CudaModel:
     """The layers of one model, on one device."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, pages: Tensor, *, max_sequences: int, max_positions: int,
-        deterministic: bool,
-    ) -> None:  # fmt: skip
-        """``pages`` is (layers, pages, 2, K, 16, D). ``deterministic``: attention adds in the same order in every
-        batch."""
+    def __init__(self, spec: ModelSpec, weights: Weights, pages: Tensor, shape: Shape) -> None:
+        """``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
         self._weights = weights
         self.device = pages.device
         self._dtype = weights.embedding.dtype
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
         self._rotations = {
-            rope: rotations(rope, spec.rotary_dim, max_positions, self.device) for rope in set(spec.ropes)
+            rope: rotations(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
+            for rope in set(spec.ropes)
         }
         self._attention = {
-            window: self._make_attention(window, pages.dtype, max_sequences, deterministic)
-            for window in set(spec.windows)
+            decode.attention.window: _attention(decode, shape.max_sequences, self.device)
+            for decode in shape.attention()
         }
         ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
@@ -66,30 +64,6 @@ class CudaModel:
             PagedKV(page, ones, ones, none if layer.sinks is None else layer.sinks.float())
             for page, layer in zip(pages, weights.layers, strict=True)
         ]
-
-    def _make_attention(
-        self, window: int | None, kv_dtype: torch.dtype, max_sequences: int, deterministic: bool
-    ) -> Attention:
-        spec, device = self._spec, self.device
-        attention = AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=self._dtype,
-            kv_dtype=kv_dtype,
-            scale=spec.attention_scale,
-            window=window,
-            cap=spec.attention_soft_cap,
-        )
-        shape = DecodeShape(attention, max_queries=1, deterministic=deterministic)
-        programs = INTERPRETED_PROGRAMS
-        if device.type == "cuda":
-            programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
-        return Attention(
-            shape,
-            WorkStarts.allocate(max_sequences, device),
-            DecodeWorkspace.allocate(shape, max_sequences, programs, device),
-        )
 
     def forward(self, step: StepTensors, rows: RaggedRows, *, any_longer: bool) -> Tensor:
         """Runs the layers, writing the keys and values of every token that has a slot; returns (T, hidden) after the
@@ -204,6 +178,17 @@ class CudaModel:
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
         return mlp.down(inner)
+
+
+def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> Attention:
+    programs = INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
+    return Attention(
+        shape,
+        WorkStarts.allocate(max_sequences, device),
+        DecodeWorkspace.allocate(shape, max_sequences, programs, device),
+    )
 
 
 def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:

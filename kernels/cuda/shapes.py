@@ -37,11 +37,17 @@ class Shape:
     """Alpha and limit of the gate that stands in the place of the activation."""
     windows: tuple[int | None, ...] = (None,)
     """Of attention: None in a layer that sees all. Each kind of layer once."""
+    attention_scale: float | None = None
+    """Of attention's scores; None: 1 / sqrt(head_dim)."""
     cap: float | None = None
     """Attention scores s become cap tanh(s / cap); None: they are kept."""
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     """``dtype`` or float8_e4m3fn."""
+    logits_dtype: torch.dtype | None = None
+    """None: ``dtype``."""
+    num_logits: int | None = None
+    """Tokens that can be sampled, from the first on; None: all."""
     max_positions: int
     """Of a row."""
     max_sequences: int = 256
@@ -67,7 +73,7 @@ class Shape:
                 head_dim=self.head_dim,
                 dtype=self.dtype,
                 kv_dtype=self.kv_dtype,
-                scale=self.head_dim**-0.5,
+                scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
                 window=window,
                 cap=self.cap,
             )
@@ -75,8 +81,9 @@ class Shape:
                 yield DecodeShape(layer, max_queries, self.deterministic)
 
     def sampler(self) -> SamplerShape:
-        """Logits are in the model's dtype, and their lines begin at multiples of 16."""
-        return SamplerShape(self.vocab_size, self.dtype, -(-self.vocab_size // 16) * 16, self.max_positions)
+        """Lines of logits lie one behind the other."""
+        num_logits = self.num_logits or self.vocab_size
+        return SamplerShape(num_logits, self.logits_dtype or self.dtype, num_logits, self.max_positions)
 
 
 SHAPES = {

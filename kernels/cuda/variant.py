@@ -90,6 +90,8 @@ class Launches:
     def __init__(self) -> None:
         self.late = 0
         """Kernels that were compiled too late."""
+        self.warmed: set[Variant] = set()
+        """What the last warm-up launched."""
         self._known: set[Variant] = set()
         self._is_warm = False
 
@@ -97,12 +99,15 @@ class Launches:
     def warming(self) -> Iterator[None]:
         """In which everything is to be launched that ever will be."""
         self._is_warm = False
+        self.warmed = set()
         yield
         self._is_warm = True
         triton.knobs.runtime.jit_post_compile_hook = self._on_compiled
 
     def note(self, variant: Variant) -> None:
         """A launch."""
+        if not self._is_warm:
+            self.warmed.add(variant)
         if variant not in self._known:
             self._known.add(variant)
             if self._is_warm:

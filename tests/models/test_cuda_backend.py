@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.models.backend import load_backend
+from penstock.models.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan
@@ -17,14 +18,17 @@ from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks,
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
 
+from penstock.kernels.cuda.ahead import describe, variants
 from penstock.kernels.cuda.norm import rms_norm
 from penstock.kernels.cuda.variant import launches
+from penstock.models.cuda_shape import shape_of
 
 # Of the interpreter, which computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = {"max_num_seqs": 4, "max_model_len": 64, "device": DEVICE, "num_blocks": 24}
+MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 64
+SMALL = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "device": DEVICE, "num_blocks": 24}
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 VARIANTS = [
     "llama-tied-biases-head24",
@@ -191,6 +195,16 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     assert engine.stats.preemptions > 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "olmo2"])
+def test_what_is_warmed_is_what_is_compiled_ahead(variant, tiny_model, load):
+    """The list that a test compiles for Hopper is the one that a service launches, no more and no less."""
+    load(variant)
+    warmed = launches.warmed
+    spec = check_checkpoint(tiny_model(variant).path).spec
+    shape = shape_of(spec, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, deterministic=False)
+    assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
 
 
 class TestRefusals:
