@@ -338,7 +338,9 @@ def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int)
 
 def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:
     if config.kv_cache_dtype not in ("auto", "int8"):
-        raise ModelError(f"--kv-cache-dtype {config.kv_cache_dtype}: must be auto or int8")
+        raise ModelError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: is for the backend cuda; here it must be auto or int8"
+        )
     plain = DTYPES[dtype]
     weights = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
     # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.

@@ -32,6 +32,8 @@ from penstock.models.torch_head import add_to_vectors, prompt_parts
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {"fp8": torch.float8_e4m3fn}
+"""Besides that of the activations."""
 
 
 class StepMemory:
@@ -159,8 +161,8 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
         return "it has a mixture of experts"
     if info.choose_quantization(config.quantization) in AT_LOAD:
         return f"--quantization {config.quantization}: is for the CPU backend: leave it out"
-    if config.kv_cache_dtype != "auto":
-        return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: leave it out"
+    if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
+        return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
     return None
 
 
@@ -178,9 +180,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     weights = load_weights(info, dtype, device, config.load_format, num_logits)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
-    shape = shape_of(spec, dtype, num_logits, max_model_len, config.max_num_seqs, deterministic=config.deterministic)
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    shape = shape_of(
+        spec, dtype, kv_dtype, num_logits, max_model_len, config.max_num_seqs, deterministic=config.deterministic
+    )
     memory = StepMemory(shape, max(max_batched_tokens, config.max_num_seqs), device)
-    pages = _take_pages(config, spec, dtype, max_model_len, device)
+    pages = _take_pages(config, spec, kv_dtype, max_model_len, device)
     facts = WorkerFacts(
         num_blocks=pages.shape[1],
         block_size=PAGE_SLOTS,
@@ -192,7 +197,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         backend="cuda",
         device=config.device,
         dtype=dtype_name,
-        kv_cache_dtype=dtype_name,
+        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
         weight_bytes=weights.num_bytes,
         kv_bytes=pages.nbytes,
         quantization=info.choose_quantization(config.quantization),

@@ -9,8 +9,9 @@ from penstock.models.spec import ModelSpec, NormPlacement, QkNorm
 
 
 def shape_of(
-    spec: ModelSpec, dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int, *, deterministic: bool
-) -> Shape:
+    spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
+    *, deterministic: bool,
+) -> Shape:  # fmt: skip
     """The shape whose ``ahead.variants`` a backend launches."""
     return Shape(
         hidden_size=spec.hidden_size,
@@ -30,7 +31,7 @@ def shape_of(
         attention_scale=spec.attention_scale,
         cap=spec.attention_soft_cap,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         num_logits=num_logits,
         logits_dtype=logits_dtype(spec, dtype),
         max_positions=max_model_len,

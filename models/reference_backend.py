@@ -177,6 +177,6 @@ def _check_flags(config: WorkerConfig, quantization: str) -> None:
         wanted = "--cpu-pinning on"
     if wanted:
         raise ModelError(
-            f"{wanted}: is for the CPU backend, and this is the reference backend: leave it out, or see what "
-            "penstock doctor says of the CPU backend"
+            f"{wanted}: is not for the reference backend, which this is: leave it out, or see with penstock doctor why "
+            "no other runs"
         )

@@ -199,7 +199,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """none: as the checkpoint is; int8 or int4: made at load from a float checkpoint; gptq, awq or compressed-tensors:
     the checkpoint must be so."""
     kv_cache_dtype: str = "auto"
-    """auto or int8; auto is the type of the activations."""
+    """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
     """Results are the same bits in every batch, where that costs speed."""
     log_level: str = "info"

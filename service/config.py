@@ -177,7 +177,9 @@ class ServeConfig:
     )  # fmt: skip
     block_size: int = flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
-        "auto", "the type of the KV cache; auto is that of the activations", choices=["auto", "int8"]
+        "auto",
+        "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is that of the activations",
+        choices=["auto", "int8", "fp8"],
     )
     enable_prefix_caching: bool = flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = flag(

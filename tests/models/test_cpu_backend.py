@@ -216,7 +216,7 @@ async def test_a_worker_imports_no_tensor_library_and_is_silent_if_told(
         ({"device": "cuda"}, "--backend cpu: --device is cuda.*--device cpu"),
         ({"dtype": "float16"}, "--backend cpu: --dtype is float16.*bfloat16"),
         ({"block_size": 8}, "--backend cpu: --block-size is 8.*16.*multiple"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: must be auto or int8"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: is for the backend cuda; here it must be auto or int8"),
         ({"quantization": "int2"}, "--quantization int2: must be one of"),
         ({"quantization": "gptq"}, "--quantization gptq: .*not quantised: leave the flag out"),
         ({"load_format": "pickle"}, "--load-format pickle: must be auto or dummy"),

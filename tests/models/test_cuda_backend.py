@@ -203,8 +203,20 @@ def test_what_is_warmed_is_what_is_compiled_ahead(variant, tiny_model, load):
     load(variant)
     warmed = launches.warmed
     spec = check_checkpoint(tiny_model(variant).path).spec
-    shape = shape_of(spec, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, deterministic=False)
+    shape = shape_of(
+        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, deterministic=False
+    )
     assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
+
+
+def test_kv_in_eight_bits(tiny_model, load):
+    """A prompt is nearly as likely as with the model's own, though not quite."""
+    model, runner = tiny_model("llama"), load("llama", kv_cache_dtype="fp8")
+    row = added(0, PROMPT * 2, [1], SamplingParams(prompt_logprobs=0))
+    [part] = runner.run(StepPlan(0, [], [row], [], [whole(row)], [])).prompt_logprobs
+    expected = model.logits(PROMPT * 2)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT * 2)[1:, None]).squeeze(1)
+    errors = (torch.tensor(part.logprobs.chosen) - expected).abs()
+    assert 0 < errors.mean() < 0.3
 
 
 class TestRefusals:
