@@ -216,7 +216,7 @@ def test_kv_in_eight_bits(tiny_model, load):
     [part] = runner.run(StepPlan(0, [], [row], [], [whole(row)], [])).prompt_logprobs
     expected = model.logits(PROMPT * 2)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT * 2)[1:, None]).squeeze(1)
     errors = (torch.tensor(part.logprobs.chosen) - expected).abs()
-    assert 0 < errors.mean() < 0.3
+    assert 0 < errors.mean() < 0.3 * expected.std()
 
 
 class TestRefusals:
