@@ -69,9 +69,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The likeliest ``num_chosen`` of a router's ``logits`` (T, E), and their probabilities in at least fp32, both
-    (T, num_chosen); ``normalise`` divides the chosen probabilities by their sum."""
-    probabilities, chosen = widened(logits).softmax(-1).topk(num_chosen, dim=-1)
+    """The likeliest ``num_chosen`` experts by a router's ``logits`` (T, E), equal ones by lowest number, and their
+    probabilities in at least fp32, both (T, num_chosen); ``normalise`` divides the chosen probabilities by their
+    sum."""
+    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    probabilities = widened(logits).softmax(-1).gather(-1, chosen)
     return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
 
 

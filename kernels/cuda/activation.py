@@ -1,4 +1,5 @@
-"""Gated activations of an MLP's fused product. A program makes ``BLOCK`` columns of one token."""
+"""Gated activations of an MLP's fused product, where a program makes ``BLOCK`` columns of one token; and what the
+experts' product, which makes its own, shares with them."""
 
 from functools import cache
 
@@ -15,7 +16,8 @@ BLOCK = 2048
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """In fp32, as ``gated_activation`` says."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -27,45 +29,30 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def clamped_gate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """g sigmoid(alpha g) (u + 1), g being at most ``LIMIT`` and u from -LIMIT to LIMIT."""
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+
+
+@triton.jit
 def _gated_activation(gate_up, out, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     gate = load_wide(gate_up + token * 2 * WIDTH + columns, inside)
     up = load_wide(gate_up + token * 2 * WIDTH + WIDTH + columns, inside)
-    made = _activated(gate, ACTIVATION) * up
-    tl.store(out + token * WIDTH + columns, made.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _clamped_gate(gate_up, out, WIDTH: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    gate = load_wide(gate_up + token * 2 * WIDTH + columns, inside)
-    up = load_wide(gate_up + token * 2 * WIDTH + WIDTH + columns, inside)
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    made = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+    made = activated(gate, ACTIVATION) * up
     tl.store(out + token * WIDTH + columns, made.to(out.dtype.element_ty), mask=inside)
 
 
 @cache
 def gated_activation_variant(dtype: torch.dtype, width: int, activation: str) -> Variant:
     """The variant of ``gated_activation`` for so many columns of its result."""
-    return _variant(_gated_activation, dtype, width, {"ACTIVATION": activation})
-
-
-@cache
-def clamped_gate_variant(dtype: torch.dtype, width: int, alpha: float, limit: float) -> Variant:
-    """The variant of ``clamped_gate`` for so many columns of its result."""
-    return _variant(_clamped_gate, dtype, width, {"ALPHA": alpha, "LIMIT": limit})
-
-
-def _variant(kernel: object, dtype: torch.dtype, width: int, constants: dict[str, object]) -> Variant:
     block = min(BLOCK, triton.next_power_of_2(width))
-    constants = {"WIDTH": width, "BLOCK": block, **constants}
-    return Variant(kernel, {"gate_up": dtype, "out": dtype}, constants, num_warps=num_warps(block))
+    constants = {"WIDTH": width, "ACTIVATION": activation, "BLOCK": block}
+    return Variant(_gated_activation, {"gate_up": dtype, "out": dtype}, constants, num_warps=num_warps(block))
 
 
 def gated_activation(gate_up: Tensor, activation: str, out: Tensor) -> None:
@@ -74,17 +61,8 @@ def gated_activation(gate_up: Tensor, activation: str, out: Tensor) -> None:
 
     ``activation`` is silu: g sigmoid(g); gelu: g Phi(g); or gelu_tanh: its approximation by tanh.
     """
-    _launch(gated_activation_variant(gate_up.dtype, out.shape[1], activation), gate_up, out)
-
-
-def clamped_gate(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
-    """out = g sigmoid(alpha g) (u + 1), g being at most ``limit`` and u from -limit to limit; shapes as those of
-    ``gated_activation``."""
-    _launch(clamped_gate_variant(gate_up.dtype, out.shape[1], alpha, limit), gate_up, out)
-
-
-def _launch(variant: Variant, gate_up: Tensor, out: Tensor) -> None:
     tokens, width = out.shape
     check(out, (tokens, width), gate_up.dtype)
     check(gate_up, (tokens, 2 * width), gate_up.dtype)
+    variant = gated_activation_variant(gate_up.dtype, width, activation)
     variant.launch((tokens, triton.cdiv(width, variant.constants["BLOCK"])), gate_up, out)

@@ -12,11 +12,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import triton.language as tl
 from triton import JITFunction, knobs
 
 from penstock.kernels.cuda.acceptance import accept_variant
-from penstock.kernels.cuda.activation import clamped_gate_variant, gated_activation_variant
+from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention import attention_variants
+from penstock.kernels.cuda.experts import experts_variants
+from penstock.kernels.cuda.experts_shape import ExpertsShape
 from penstock.kernels.cuda.logprobs import logprobs_variants
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.prepare import commit_variant, prepare_variant
@@ -32,10 +35,10 @@ MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 def variants(shape: Shape) -> Iterator[Variant]:
     """All that a model of that shape launches."""
     yield from _norm_variants(shape)
-    if shape.clamped_gate is None:
+    if shape.intermediate_size is not None:
         yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
-    else:
-        yield clamped_gate_variant(shape.dtype, shape.intermediate_size, *shape.clamped_gate)
+    if shape.experts is not None:
+        yield from experts_variants(ExpertsShape.of(shape))
     yield rope_kv_variant(
         RopeKv(
             dtype=shape.dtype,
@@ -97,9 +100,9 @@ def wanted(shapes: Iterable[Shape]) -> dict[str, Variant]:
 
 
 def describe(variant: Variant) -> str:
-    """A line that no other variant has."""
+    """A line that no other variant has. What dtypes are among its constants follows from those of its tensors."""
     types = dict.fromkeys(TYPES[kind] for kind in variant.arguments.values() if isinstance(kind, torch.dtype))
-    constants = (f"{name}={value}" for name, value in variant.constants.items())
+    constants = (f"{name}={value}" for name, value in variant.constants.items() if not isinstance(value, tl.dtype))
     sizes = f"WARPS={variant.num_warps} STAGES={variant.num_stages}"
     return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} {sizes}"
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.cuda.common import product_dtype
+
 PAGE_SLOTS = 16
 SLOTS = tl.constexpr(PAGE_SLOTS)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -147,13 +149,6 @@ def shared_values(query: Tensor, out: Tensor, kv: PagedKV, batch: RaggedRows) ->
     of_rows = (batch.tables, batch.rows, batch.query_starts, batch.contexts)
     of_layer = (kv.pages, kv.key_scales, kv.value_scales, kv.sinks)
     return (query, out, *of_layer, *of_rows, batch.tables.shape[1], batch.num_sequences)
-
-
-def product_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What is multiplied: values of the model's dtype; fp32 in the interpreter, which multiplies bf16 wrong."""
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
 @triton.jit

@@ -21,6 +21,13 @@ def num_warps(elements: int) -> int:
     return min(max(elements // 512, 1), 16)
 
 
+def product_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What is multiplied: values of the model's dtype; fp32 in the interpreter, which multiplies bf16 wrong."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
 @triton.jit
 def load_wide(pointers, mask):
     """In fp32; 0 where masked."""
@@ -39,3 +46,16 @@ def narrowed(x, scale, pointer):
     if scale is not None:
         x = tl.minimum(tl.maximum(x / scale, -MAX_FP8), MAX_FP8)
     return x.to(pointer.dtype.element_ty)
+
+
+@triton.jit
+def order_of(x):
+    """int32 that rises with a float32, which is no NaN; 0 and -0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(order):
+    """The float32 that ``order_of`` makes this of."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

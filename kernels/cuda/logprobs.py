@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.common import check
+from penstock.kernels.cuda.common import check, order_of, value_of
 from penstock.kernels.cuda.sampling_rows import SamplerShape
 from penstock.kernels.cuda.variant import Variant
 
@@ -32,13 +32,6 @@ class LogprobsRoom:
     """(N, slices, 20) int32: bits of the largest logits, so that they are ordered as integers."""
     ids: Tensor
     """(N, slices, 20) int32."""
-
-
-@triton.jit
-def order_of(x):
-    """int32 that rises with a float32, which is no NaN; 0 and -0 are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -132,7 +125,7 @@ def _gather(
     while taken < wanted:
         largest, first = tl.max(order, axis=0, return_indices=True, return_indices_tie_break_left=True)
         at = (line * SLICES + first // BLOCK_TOP) * MAX_TOP + first % BLOCK_TOP
-        value = (largest ^ ((largest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)
+        value = value_of(largest).to(tl.float64)
         tl.store(top_ids + line * MAX_TOP + taken, tl.where(whole, tl.load(ids + at), taken))
         tl.store(top + line * MAX_TOP + taken, (value - base - log_sum).to(tl.float32))
         order = tl.where(flat == first, TAKEN, order)

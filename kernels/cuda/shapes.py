@@ -11,12 +11,24 @@ from penstock.kernels.cuda.sampling_rows import SamplerShape
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Of experts: what their router does."""
+
+    num_experts: int
+    per_token: int
+    normalise: bool
+    """The chosen probabilities are divided by their sum."""
+    biased: bool = False
+    """The experts' products have biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model, and what serves it."""
 
     hidden_size: int
-    intermediate_size: int
-    """Of the MLP, or of an expert."""
+    intermediate_size: int | None
+    """Of the MLP; None where every layer has experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -34,7 +46,11 @@ class Shape:
     activation: str = "silu"
     """silu, gelu or gelu_tanh."""
     clamped_gate: tuple[float, float] | None = None
-    """Alpha and limit of the gate that stands in the place of the activation."""
+    """Alpha and limit of the gate that experts have in the place of the activation."""
+    experts: Mixture | None = None
+    """In the place of the MLP, in some layers or in all."""
+    expert_size: int = 0
+    """The intermediate size of an expert."""
     windows: tuple[int | None, ...] = (None,)
     """Of attention: None in a layer that sees all. Each kind of layer once."""
     attention_scale: float | None = None
@@ -167,7 +183,7 @@ SHAPES = {
     ),
     "gpt-oss-20b": Shape(
         hidden_size=2880,
-        intermediate_size=2880,
+        intermediate_size=None,
         num_heads=64,
         num_kv_heads=8,
         head_dim=64,
@@ -176,6 +192,35 @@ SHAPES = {
         norm_eps=1e-5,
         clamped_gate=(1.702, 7.0),
         windows=(128, None),
+        experts=Mixture(num_experts=32, per_token=4, normalise=True, biased=True),
+        expert_size=2880,
         max_positions=131072,
+    ),
+    "Qwen3-30B-A3B": Shape(
+        hidden_size=2048,
+        intermediate_size=None,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        norms_heads=True,
+        experts=Mixture(num_experts=128, per_token=8, normalise=True),
+        expert_size=768,
+        max_positions=40960,
+    ),
+    "Mixtral-8x7B": Shape(
+        hidden_size=4096,
+        intermediate_size=None,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=32000,
+        norm_eps=1e-5,
+        experts=Mixture(num_experts=8, per_token=2, normalise=True),
+        expert_size=14336,
+        max_positions=32768,
     ),
 }

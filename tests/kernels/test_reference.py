@@ -95,6 +95,11 @@ def test_choose_experts_by_hand():
     torch.testing.assert_close(probabilities, torch.tensor([[0.625, 0.375]]))
 
 
+def test_of_equally_likely_experts_the_first_are_chosen():
+    logits = torch.tensor([0.5, 1.0, -0.0, 0.0]).repeat_interleave(50).flip(0).unsqueeze(0)  # 0, -0, 1, 0.5
+    assert choose_experts(logits, 153, normalise=False)[0].tolist() == [[*range(100, 200), *range(53)]]
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")])
 def test_gated_activation_is_that_of_transformers(ours, theirs):
     gate, up = torch.randn(6, 10), torch.randn(6, 10)
