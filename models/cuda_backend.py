@@ -31,6 +31,8 @@ from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import add_to_vectors, prompt_parts
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
 
+SHARED_BYTES = 227 << 10
+"""Of a program: what tiles are made for."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 """Besides that of the activations."""
@@ -149,6 +151,13 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     spec = info.spec
     if not config.device.startswith("cuda") and not interpreted():
         return f"--device is {config.device}, and it is for GPUs: give --device cuda, or leave --backend out"
+    if config.device.startswith("cuda"):
+        shared = torch.cuda.get_device_properties(torch_device(config.device)).shared_memory_per_block_optin
+        if shared < SHARED_BYTES:
+            return (
+                f"its kernels are made for GPUs like Hopper's, where a program has {SHARED_BYTES} bytes of "
+                f"shared memory, and this one has {shared}"
+            )
     if config.dtype not in ("auto", *DTYPES):
         return f"--dtype is {config.dtype}, and it has {', '.join(DTYPES)}: give one of them, or leave --dtype out"
     if config.block_size != PAGE_SLOTS:
@@ -173,7 +182,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype auto: the checkpoint's is {dtype_name}: choose one of {', '.join(DTYPES)}")
     dtype, device = DTYPES[dtype_name], torch_device(config.device)
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)
     max_model_len = context_of(config, spec)
     check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)

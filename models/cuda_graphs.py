@@ -69,7 +69,8 @@ class StepGraphs:
         if self._device.type != "cuda":
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of this thread alone: another one waits for the results of steps before.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(size)
         self._pool = graph.pool()
         self._graphs[size] = graph
