@@ -11,7 +11,7 @@ from penstock.kernels.cuda.attention_common import MAX_HEAD_DIM, MIN_HEAD_DIM, P
 from penstock.kernels.cuda.prepare import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.cuda.sampling_rows import MAX_VOCAB
 from penstock.kernels.cuda.shapes import Shape
-from penstock.kernels.cuda.variant import interpreted, launches
+from penstock.kernels.cuda.variant import interpreted, launches, shared_bytes
 from penstock.kernels.wide import widened
 from penstock.models.backend import Finish
 from penstock.models.batch import Batch, BatchResult
@@ -152,7 +152,7 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     if not config.device.startswith("cuda") and not interpreted():
         return f"--device is {config.device}, and it is for GPUs: give --device cuda, or leave --backend out"
     if config.device.startswith("cuda"):
-        shared = torch.cuda.get_device_properties(torch_device(config.device)).shared_memory_per_block_optin
+        shared = shared_bytes(torch_device(config.device))
         if shared < SHARED_BYTES:
             return (
                 f"its kernels are made for GPUs like Hopper's, where a program has {SHARED_BYTES} bytes of "

@@ -84,6 +84,12 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program on that GPU can have."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 class Launches:
     """Tells when a kernel is compiled after the warm-up: a request waits for that, which is a fault of the warm-up."""
 
