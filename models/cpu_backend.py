@@ -209,6 +209,11 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
         return f"--device is {config.device}, and it is for CPUs: give --device cpu, or leave --backend out"
     if config.dtype not in ("auto", *DTYPES):
         return f"--dtype is {config.dtype}, and it has bfloat16 and float32: give one of them, or leave --dtype out"
+    if config.tensor_parallel_size > 1:
+        return (
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and it computes with all cores in one process: "
+            "leave that out"
+        )
     if config.block_size % LANES:
         return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
     if _experts_differ(info):

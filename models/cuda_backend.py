@@ -25,6 +25,7 @@ from penstock.models.cuda_step import Size, StepInputs, StepOutputs
 from penstock.models.errors import ModelError
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
+from penstock.models.parallel import TensorParallel, join
 from penstock.models.quantization import AT_LOAD
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
@@ -177,7 +178,7 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     """The factory of the backend registry. Raises ModelError."""
-    spec = info.spec
+    spec = info.spec.divided(config.tensor_parallel_size)
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype auto: the checkpoint's is {dtype_name}: choose one of {', '.join(DTYPES)}")
@@ -185,16 +186,17 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     if device.index is not None:
         torch.cuda.set_device(device)
     max_model_len = context_of(config, spec)
-    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
+    parallel = join(config)
+    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    weights = load_weights(info, dtype, device, config.load_format, num_logits)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     shape = shape_of(
         spec, dtype, kv_dtype, num_logits, max_model_len, config.max_num_seqs, deterministic=config.deterministic
     )
     memory = StepMemory(shape, max(max_batched_tokens, config.max_num_seqs), device)
-    pages = _take_pages(config, spec, kv_dtype, max_model_len, device)
+    pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
     facts = WorkerFacts(
         num_blocks=pages.shape[1],
         block_size=PAGE_SLOTS,
@@ -211,15 +213,18 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         kv_bytes=pages.nbytes,
         quantization=info.choose_quantization(config.quantization),
         hidden_size=spec.hidden_size,
+        tensor_parallel_size=parallel.size,
     )
-    return CudaBackend(spec, CudaModel(spec, weights, pages, shape), memory, facts)
+    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel), memory, facts)
 
 
 def _take_pages(
-    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device
-) -> Tensor:
+    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device,
+    parallel: TensorParallel,
+) -> Tensor:  # fmt: skip
     """The KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
-    num_blocks = num_kv_blocks(config, spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS, max_model_len)
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
     with allocated(num_blocks, device):
         return torch.empty(shape, dtype=dtype, device=device)

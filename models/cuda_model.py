@@ -22,9 +22,10 @@ from penstock.kernels.cuda.shapes import Shape
 from penstock.kernels.reference import soft_cap
 from penstock.kernels.wide import widened
 from penstock.models.loader import ACTIVATION_NAMES
+from penstock.models.parallel import TensorParallel
 from penstock.models.rotations import rotations
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import HeadNorm, Layer, LayerWeights, Mlp, RmsNorm, Weights, WholeNorm
+from penstock.models.weights import HeadNorm, Layer, LayerWeights, Mlp, RmsNorm, SharedWholeNorm, Weights, WholeNorm
 
 INTERPRETED_PROGRAMS = 2
 """Over which attention is divided where there are no multiprocessors."""
@@ -43,9 +44,13 @@ class Attention:
 class CudaModel:
     """The layers of one model, on one device."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pages: Tensor, shape: Shape) -> None:
-        """``pages`` is (layers, pages, 2, K, 16, D)."""
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, pages: Tensor, shape: Shape, parallel: TensorParallel
+    ) -> None:
+        """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
+        self._parallel = parallel
+        self._num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
         self.device = pages.device
         self._dtype = weights.embedding.dtype
@@ -83,14 +88,16 @@ class CudaModel:
             self._write_kv(index, layer, y, step, query)
             self._attend(index, query, rows, starts, mixed, any_longer=any_longer)
             delta = layer.output(mixed.flatten(1))
+            self._parallel.all_reduce(delta)
             y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
             delta = self._mlp(layer.mlp, y)
+            self._parallel.all_reduce(delta)
             after = layer.after_mlp
         return self._normed(x, delta, after, weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""
-        logits: Tensor = self._weights.head(hidden)
+        logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(widened(logits), cap)
 
@@ -135,6 +142,9 @@ class CudaModel:
                 queries, keys = qkv[:, : spec.query_size], qkv[:, spec.query_size : spec.query_size + spec.kv_size]
                 rms_norm(queries, query_norm.weight, query_norm.eps, queries)
                 rms_norm(keys, key_norm.weight, key_norm.eps, keys)
+            case SharedWholeNorm() as norm_of_all:
+                rotated = qkv[:, : spec.query_size + spec.kv_size]
+                rotated.copy_(norm_of_all(rotated))
             case _:
                 pass
         rope_kv(

@@ -91,13 +91,17 @@ class WorkerProcess:
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        self.submit_frame(encode_frame(Kind.PLAN, plan))
+
+    def submit_frame(self, frame: bytes) -> None:
+        """``submit`` of a plan that is encoded already."""
         if self._link is None:
             raise ExecutorError("the worker is not running")
         if self._link.lost is not None:
             raise self._link.lost
         if self._link.is_closing:
             raise ExecutorError("the worker has closed its socket")
-        self._link.send(Kind.PLAN, plan)
+        self._link.write(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Answers in the order of the plans. Raises ExecutorError when the worker is gone; ends after ``stop``."""
@@ -175,8 +179,12 @@ class _Link(asyncio.Protocol):
 
     def send(self, kind: Kind, body: object) -> None:
         """Queues a frame; what the socket does not take now goes out by itself."""
+        self.write(encode_frame(kind, body))
+
+    def write(self, frame: bytes) -> None:
+        """The same of an encoded one."""
         assert self._transport is not None
-        self._transport.write(encode_frame(kind, body))
+        self._transport.write(frame)
 
     def condemn(self, verdict: ExecutorError) -> None:
         """Kills the process; ``verdict`` is what is then said of its end."""

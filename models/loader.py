@@ -1,10 +1,11 @@
 """Fills ``Weights`` from safetensors files, or with random numbers; fuses and casts on the way, a tensor at a time.
 
-The files were checked before (``checkpoint``). Knows nothing of KV pages and steps.
+The files were checked before (``checkpoint``). Of a model that ranks share only the rank's part is read. Knows nothing
+of KV pages and steps.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,7 @@ from penstock.kernels.reference import clamped_gate, gated_activation
 from penstock.kernels.wide import widened
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
+from penstock.models.parallel import ALONE, TensorParallel, share
 from penstock.models.quantized_matrix import read_matrix
 from penstock.models.spec import Activation, ModelSpec, QkNorm
 from penstock.models.tensor_files import TensorFiles
@@ -27,6 +29,7 @@ from penstock.models.weights import (
     LayerWeights,
     Mlp,
     RmsNorm,
+    SharedWholeNorm,
     Weights,
     WholeNorm,
     num_bytes,
@@ -39,11 +42,16 @@ DUMMY_STD = 0.02
 ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
 
 
+Part = tuple[slice, ...]
+"""Of a tensor: a slice of each dimension, of the first ones on; empty: the whole."""
+WHOLE: Part = ()
+
+
 class TensorSource(Protocol):
     """Where tensors come from."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Copies the named tensor into ``out``, which has its shape, casting as needed."""
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
+        """Copies a part of the named tensor into ``out``, which has its shape, casting as needed."""
         ...
 
 
@@ -55,30 +63,34 @@ class FileSource:
         self._quantized = info.quantized
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Copies the named tensor into ``out``, casting as needed; a quantised weight is multiplied out."""
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
+        """Copies a part of the named tensor into ``out``, casting as needed; a quantised weight is multiplied out."""
         linear = self._quantized.get(name.removesuffix(".weight"))
         if linear is not None:
-            out.copy_(torch.from_numpy(read_matrix(linear).dequantized()))
+            out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
             return
         entry = self._entries[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
-            values = torch.from_numpy(self._files.array(entry))
+            values = torch.from_numpy(self._files.array(entry)[part])
         out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
 
 
 class DummySource:
     """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
-    every time."""
+    every time, however many ranks share them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
+        self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
         self._generator = torch.Generator(device).manual_seed(DUMMY_SEED)
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         """Writes random numbers for a matrix, ones for a norm, zeros for a bias."""
         if out.ndim == 2:
-            out.normal_(std=DUMMY_STD, generator=self._generator)
+            whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
+            whole.normal_(std=DUMMY_STD, generator=self._generator)
+            if whole is not out:
+                out.copy_(whole[part])
         else:
             out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
@@ -87,55 +99,80 @@ def open_source(info: CheckpointInfo, load_format: str, device: torch.device) ->
     """The source that a load format names: auto or dummy."""
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {load_format}: must be auto or dummy")
-    return DummySource(device) if load_format == "dummy" else FileSource(info)
+    return DummySource(info, device) if load_format == "dummy" else FileSource(info)
 
 
 @dataclass(frozen=True)
 class _Filler:
-    """Makes parts of a model on the device from a source."""
+    """Makes a rank's parts of a model on the device from a source."""
 
     source: TensorSource
     spec: ModelSpec
+    """The rank's."""
     dtype: torch.dtype
     device: torch.device
+    parallel: TensorParallel
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.source.fill(name, out)
+        self.source.fill(name, out, part)
         return out
 
-    def fused(self, names: Iterable[str], rows: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Tensors of (rows[i], *shape), one above the other."""
-        out = torch.empty((sum(rows), *shape), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, torch.split(out, list(rows)), strict=True):
-            self.source.fill(name, part)
-        return out
+    def mine(self, size: int) -> slice:
+        """The rank's ``size`` of all ranks' rows or columns."""
+        return share(size * self.parallel.size, self.parallel)
 
-    def linear(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> DenseLinear:
-        weight = self.fused((f"{name}.weight" for name in names), rows, (columns,))
-        bias = self.fused((f"{name}.bias" for name in names), rows, ()) if biased else None
+    def linear(self, name: str, rows: int, columns: int, biased: bool) -> DenseLinear:
+        """Whole on every rank."""
+        bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
+        return DenseLinear(self.tensor(f"{name}.weight", (rows, columns)), bias)
+
+    def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> DenseLinear:
+        """The rank's ``rows[i]`` of each linear, one above the other."""
+        weight = torch.empty((sum(rows), columns), dtype=self.dtype, device=self.device)
+        bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device) if biased else None
+        begin = 0
+        for name, size in zip(names, rows, strict=True):
+            part = (self.mine(size),)
+            self.source.fill(f"{name}.weight", weight[begin : begin + size], part)
+            if bias is not None:
+                self.source.fill(f"{name}.bias", bias[begin : begin + size], part)
+            begin += size
         return DenseLinear(weight, bias)
 
-    def norm(self, name: str, size: int) -> RmsNorm:
+    def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> DenseLinear:
+        """The rank's ``columns``. Its outputs are summed over the ranks, so one of them alone adds the bias."""
+        weight = self.tensor(f"{name}.weight", (rows, columns), (slice(None), self.mine(columns)))
+        bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
+        return DenseLinear(weight, bias)
+
+    def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
         """Its weight is wide, since a checkpoint's weight of 16 bits may lose what the offset adds."""
         weight = widened(torch.empty(size, dtype=self.dtype, device=self.device))
-        self.source.fill(f"{name}.weight", weight)
+        self.source.fill(f"{name}.weight", weight, part)
         return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
 
 
 def load_weights(
-    info: CheckpointInfo, dtype: torch.dtype, device: torch.device, load_format: str, num_logits: int
+    info: CheckpointInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    num_logits: int,
+    parallel: TensorParallel = ALONE,
 ) -> Weights:
-    """Loads a checked checkpoint. ``num_logits`` is how many rows of the head are used, from the first on."""
-    spec = info.spec
-    fill = _Filler(open_source(info, load_format, device), spec, dtype, device)
+    """Loads a checked checkpoint, or a rank's part of it, as ``info.spec.divided`` says. ``num_logits`` is how many
+    rows of the head are used, from the first on; a rank has its ``share`` of them."""
+    spec = info.spec.divided(parallel.size)
+    fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel)
     embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm", spec.hidden_size)
+    rows = share(num_logits, parallel)
     untied = None
     if not spec.tied_embeddings:
-        untied = fill.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-    head = DenseLinear((embedding if untied is None else untied)[:num_logits])
+        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
+    head = DenseLinear(embedding[rows] if untied is None else untied)
     return Weights(embedding, layers, norm, head, num_bytes((embedding, layers, norm, untied)))
 
 
@@ -150,10 +187,10 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.linear(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
+        qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
         qk_norm=_load_qk_norm(fill, attention),
-        sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,)) if spec.sinks else None,
-        output=fill.linear((f"{attention}o_proj",), (hidden,), spec.query_size, spec.output_bias),
+        sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
         after_attention=after_attention,
         before_mlp=before_mlp,
         mlp=_load_experts(fill, f"{prefix}mlp.") if spec.has_experts(layer) else _load_mlp(fill, f"{prefix}mlp."),
@@ -167,12 +204,16 @@ def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
         case QkNorm.NONE:
             return unchanged
         case QkNorm.HEAD:
-            query, key = (fill.norm(f"{prefix}{name}", spec.head_dim).weight for name in ("q_norm", "k_norm"))
+            query_weight, key_weight = (
+                fill.norm(f"{prefix}{name}", spec.head_dim).weight for name in ("q_norm", "k_norm")
+            )
             # Both as one, a line for each head, so that queries and keys are normed together.
-            weight = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+            weight = torch.cat((query_weight.expand(spec.num_heads, -1), key_weight.expand(spec.num_kv_heads, -1)))
             return HeadNorm(weight, spec.norm_eps)
         case QkNorm.ALL:
-            return WholeNorm(fill.norm(f"{prefix}q_norm", spec.query_size), fill.norm(f"{prefix}k_norm", spec.kv_size))
+            sizes = {"q_norm": spec.query_size, "k_norm": spec.kv_size}
+            query, key = (fill.norm(f"{prefix}{name}", size, (fill.mine(size),)) for name, size in sizes.items())
+            return WholeNorm(query, key) if fill.parallel.size == 1 else SharedWholeNorm(query, key, fill.parallel)
 
 
 def _load_mlp(fill: _Filler, prefix: str) -> Mlp:
@@ -188,7 +229,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     if experts.gate is not None:
         activation = partial(clamped_gate, alpha=experts.gate.alpha, limit=experts.gate.limit)
     return ExpertMlp(
-        router=fill.linear((f"{prefix}gate",), (experts.num_experts,), spec.hidden_size, experts.biased),
+        router=fill.linear(f"{prefix}gate", experts.num_experts, spec.hidden_size, experts.biased),
         experts=tuple(
             _gated(fill, f"{prefix}experts.{expert}.", experts.intermediate_size, experts.biased, activation)
             for expert in range(experts.num_experts)
@@ -201,7 +242,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
 def _gated(fill: _Filler, prefix: str, inner: int, biased: bool, activation: Layer) -> Mlp:
     hidden = fill.spec.hidden_size
     return Mlp(
-        gate_up=fill.linear((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
-        down=fill.linear((f"{prefix}down_proj",), (hidden,), inner, biased),
+        gate_up=fill.by_outputs((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
+        down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
         activation=activation,
     )

@@ -4,25 +4,30 @@ imports no tensor library unless a GPU is asked."""
 import psutil
 
 from penstock.models.errors import ModelError
+from penstock.models.parallel import ALONE, TensorParallel
 from penstock.scheduler.plan import WorkerConfig
 
 
-def free_bytes(device: str, max_memory_bytes: int | None) -> int:
-    """What can still be allocated on the device; on a CPU, what is left of ``max_memory_bytes`` too."""
+def free_bytes(device: str, max_memory_bytes: int | None, num_ranks: int) -> int:
+    """What can still be allocated on the device; on a CPU, which so many ranks share, an equal part of that, and what
+    is left of the rank's own ``max_memory_bytes`` too."""
     if device.startswith("cuda"):
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available // num_ranks
     if max_memory_bytes is None:
         return available
     return min(available, max(0, max_memory_bytes - psutil.Process().memory_info().rss))
 
 
-def check_weights_fit(config: WorkerConfig, architecture: str, weight_bytes: int, dtype: str) -> None:
-    """Raises ModelError unless weights of so many bytes fit in what is free now; ``dtype`` is what to call them."""
-    free = free_bytes(config.device, config.max_memory_bytes)
+def check_weights_fit(
+    config: WorkerConfig, architecture: str, weight_bytes: int, dtype: str, parallel: TensorParallel = ALONE
+) -> None:
+    """Raises ModelError unless weights of so many bytes fit in what is free now, before any rank has loaded; ``dtype``
+    is what to call them."""
+    free = _free_bytes_everywhere(config, parallel)
     if weight_bytes > free:
         smaller = "--quantization int8 or int4, " if config.device == "cpu" else ""
         raise ModelError(
@@ -31,10 +36,16 @@ def check_weights_fit(config: WorkerConfig, architecture: str, weight_bytes: int
         )
 
 
-def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int, num_spare: int = 0) -> int:
-    """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded. Raises ModelError if
-    one request of full length does not fit."""
-    free = free_bytes(config.device, config.max_memory_bytes)
+def num_kv_blocks(
+    config: WorkerConfig,
+    block_bytes: int,
+    max_model_len: int,
+    num_spare: int = 0,
+    parallel: TensorParallel = ALONE,
+) -> int:
+    """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded; the same on every
+    rank. Raises ModelError if one request of full length does not fit."""
+    free = _free_bytes_everywhere(config, parallel)
     if config.kv_cache_bytes is None:
         budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
     else:
@@ -50,6 +61,11 @@ def num_kv_blocks(config: WorkerConfig, block_bytes: int, max_model_len: int, nu
             f"{_gib((needed + num_spare) * block_bytes)}: raise {flag}{shorter}"
         )
     return blocks
+
+
+def _free_bytes_everywhere(config: WorkerConfig, parallel: TensorParallel) -> int:
+    """On the rank that has least. None goes on before all have looked, so nobody sees what another one takes next."""
+    return parallel.least(free_bytes(config.device, config.max_memory_bytes, parallel.size))
 
 
 def _gib(num_bytes: int) -> str:

@@ -16,6 +16,7 @@ from penstock.models.errors import ModelError
 from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
+from penstock.models.parallel import TensorParallel, join
 from penstock.models.quantization import AT_LOAD
 from penstock.models.rotations import rotations
 from penstock.models.spec import ModelSpec
@@ -41,9 +42,21 @@ which it shares the cores, loses."""
 class ReferenceBackend(AtOnce):
     """A ``Backend`` over torch operations on gathered pages."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pages: KVPages, facts: WorkerFacts, num_threads: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        pages: KVPages,
+        facts: WorkerFacts,
+        num_threads: int,
+        num_logits: int,
+        parallel: TensorParallel,
+    ) -> None:
+        """``spec``, ``weights`` and ``pages`` are the rank's."""
         self.facts = facts
         self._num_threads = num_threads
+        self._num_logits = num_logits
+        self._parallel = parallel
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
@@ -81,13 +94,16 @@ class ReferenceBackend(AtOnce):
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
             mixed = self._attend(index, layer, layer.before_attention(x), turns[rope], slots, groups[window])
+            self._parallel.all_reduce(mixed)
             x = x + layer.after_attention(mixed)
-            x = x + layer.after_mlp(layer.mlp(layer.before_mlp(x)))
+            gated = layer.mlp(layer.before_mlp(x))
+            self._parallel.all_reduce(gated)
+            x = x + layer.after_mlp(gated)
         return weights.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
-        logits = widened(self._weights.head(hidden))
+        logits = widened(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
     def _attend(
@@ -99,7 +115,7 @@ class ReferenceBackend(AtOnce):
         slots: Tensor,
         groups: list[AttentionGroup],
     ) -> Tensor:
-        """Attention of one layer with its output projection, (T, hidden) -> (T, hidden)."""
+        """Attention of one layer with its output projection, (T, hidden) -> (T, hidden): the rank's summand."""
         spec = self._spec
         rotated = spec.query_size + spec.kv_size
         qkv = layer.qkv(x)
@@ -128,7 +144,7 @@ class ReferenceBackend(AtOnce):
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     """The factory of the backend registry. Raises ModelError."""
-    spec = info.spec
+    spec = info.spec.divided(config.tensor_parallel_size)
     # The checkpoint's own is multiplied out at load.
     quantization = info.choose_quantization(config.quantization)
     _check_flags(config, quantization)
@@ -139,12 +155,13 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     if device.type == "cpu":
         avoid_broken_tiles()
     max_model_len = context_of(config, spec)
-    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)
+    parallel = join(config)
+    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    weights = load_weights(info, dtype, device, config.load_format, num_logits)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     # One page besides stands for positions that no row has.
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1)
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
     facts = WorkerFacts(
@@ -164,8 +181,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         quantization=quantization,
         num_threads=config.num_threads if device.type == "cpu" else 0,
         hidden_size=spec.hidden_size,
+        tensor_parallel_size=parallel.size,
     )
-    return ReferenceBackend(spec, weights, pages, facts, config.num_threads)
+    return ReferenceBackend(spec, weights, pages, facts, config.num_threads, num_logits, parallel)
 
 
 def _check_flags(config: WorkerConfig, quantization: str) -> None:

@@ -3,8 +3,10 @@ files."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+
+from penstock.models.errors import ModelError
 
 
 class Activation(Enum):
@@ -188,6 +190,32 @@ class ModelSpec:
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Of keys and values of one position in every layer."""
         return 2 * self.num_layers * self.kv_size * element_bytes
+
+    def divided(self, num_ranks: int) -> "ModelSpec":
+        """What each of so many ranks has to compute: its part of the heads and of the inner columns of MLP and experts,
+        and all else whole. Raises ModelError where they can't be divided equally."""
+        wholes = {"key and value heads": self.num_kv_heads}
+        experts = self.experts
+        if experts is None or not all(experts.layers):
+            wholes["inner columns of an MLP"] = self.intermediate_size
+        if experts is not None:
+            wholes["inner columns of an expert"] = experts.intermediate_size
+        for name, whole in wholes.items():
+            if whole % num_ranks:
+                most = math.gcd(*wholes.values())
+                possible = [str(count) for count in range(2, most + 1) if most % count == 0]
+                remedy = f"give {' or '.join(possible)}, or leave it out" if possible else "leave it out"
+                raise ModelError(
+                    f"--tensor-parallel-size {num_ranks}: the model has {whole} {name}, which so many ranks can't "
+                    f"share equally: {remedy}"
+                )
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=self.num_kv_heads // num_ranks,
+            intermediate_size=self.intermediate_size // num_ranks,
+            experts=experts and replace(experts, intermediate_size=experts.intermediate_size // num_ranks),
+        )
 
     def tensors(self) -> Iterator[NamedShape]:
         """Name and shape of every tensor that a checkpoint of this model must hold."""

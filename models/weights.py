@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.reference import choose_experts, rms_norm
+from penstock.kernels.wide import widened
+from penstock.models.parallel import TensorParallel
 
 Layer = Callable[[Tensor], Tensor]
 """(T, in) -> (T, out)."""
@@ -72,6 +74,28 @@ class WholeNorm:
         """``x`` is (T, queries and keys side by side)."""
         num_queries = len(self.query.weight)
         return torch.cat((self.query(x[:, :num_queries]), self.key(x[:, num_queries:])), dim=1)
+
+
+@dataclass(frozen=True)
+class SharedWholeNorm:
+    """``WholeNorm`` where each rank has a part of the heads: the means of squares are those of all ranks' heads."""
+
+    query: RmsNorm
+    key: RmsNorm
+    parallel: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, the rank's queries and keys side by side)."""
+        norms = (self.query, self.key)
+        sizes = [len(norm.weight) for norm in norms]
+        parts = [widened(part) for part in torch.split(x, sizes, dim=1)]
+        sums = torch.cat([part.square().sum(1, keepdim=True) for part in parts], dim=1)
+        self.parallel.all_reduce(sums)
+        scaled = [
+            (part * torch.rsqrt(total / (size * self.parallel.size) + norm.eps)).to(norm.weight.dtype) * norm.weight
+            for part, total, size, norm in zip(parts, torch.split(sums, 1, dim=1), sizes, norms, strict=True)
+        ]
+        return torch.cat(scaled, dim=1).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Knows nothing of processes and tensors. Nothing is ever unpickled: each kind decodes into one declared type.
 """
 
+import select
 import socket
 import struct
 import threading
@@ -109,6 +110,12 @@ class Channel:
         frame = encode_frame(kind, body)
         with self._sending:
             self._connection.sendall(frame)
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Waits until the service closes its end, however much it has sent."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        poll.poll(1000 * timeout_s)
 
     def frames(self) -> Iterator[tuple[Kind, Any]]:
         """Frames until the service closes its end; for one thread alone. Raises WireError."""

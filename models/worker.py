@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,6 +25,7 @@ import msgspec
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
 from penstock.models.log_format import set_up_logging
+from penstock.models.parallel import PeerLost
 from penstock.models.runner import Runner
 from penstock.models.wire import Channel, Kind, WireError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
@@ -31,6 +33,8 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 logger = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
+PEER_LOST_S = 3.0
+"""For the service to see which other rank ended, and to end this one too."""
 PR_SET_PDEATHSIG = 1
 OOM_SCORE_ADJ = 500
 
@@ -69,12 +73,18 @@ def serve(channel: Channel) -> int:
             runner.warm()
             gc.freeze()
             channel.send(Kind.FACTS, backend.facts)
-            _run_plans(channel, runner, frames)
+            _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
     except ModelError as error:
         with contextlib.suppress(OSError):
             channel.send(Kind.FAILED, str(error))
+        return 1
+    except PeerLost as error:
+        # Why is the other one's to tell; what is said here would only come before it.
+        channel.wait_closed(PEER_LOST_S)
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, f"another rank is lost: {error}")
         return 1
     except Exception as error:
         logger.critical("the worker failed", exc_info=True)
@@ -84,12 +94,12 @@ def serve(channel: Channel) -> int:
     return 0
 
 
-def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]]) -> None:
+def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]], is_heard: bool = True) -> None:
     """Has plans computed until there are no more. The next one is read and decoded while one computes; it also begins
-    then, where the backend computes without this thread."""
+    then, where the backend computes without this thread. Without ``is_heard`` no result is sent."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
     threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
-    answers = _Answers(channel, plans)
+    answers = _Answers(plans, partial(_send_result, channel) if is_heard else _keep)
     if runner.runs_ahead:
         threading.Thread(target=answers.send_all, name="answers", daemon=True).start()
     while (plan := plans.get()) is not None:
@@ -103,9 +113,9 @@ def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, ob
 class _Answers:
     """Sends the results of plans that have begun, in their order; and tells how long there was nothing to do."""
 
-    def __init__(self, channel: Channel, plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
-        self._channel = channel
+    def __init__(self, plans: "SimpleQueue[StepPlan | Exception | None]", send: Callable[[StepResult], None]) -> None:
         self._plans = plans
+        self._send = send
         self._due: SimpleQueue[tuple[int, Callable[[], StepResult]]] = SimpleQueue()
         self._counting = threading.Lock()
         self._num_due = 0
@@ -129,7 +139,7 @@ class _Answers:
             self._num_due -= 1
             # Whoever waits for an answer to make the next plan has the worker wait from here on.
             self._idle_since = time.monotonic_ns() if self._plans.empty() else None
-        _send_result(self._channel, result)
+        self._send(result)
 
     def send_all(self) -> None:
         """On a thread of its own, until something fails; then that ends the worker."""
@@ -150,6 +160,10 @@ def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepP
         plans.put(error)
     else:
         plans.put(None)
+
+
+def _keep(result: StepResult) -> None:
+    """What rank 0 says too."""
 
 
 def _send_result(channel: Channel, result: StepResult) -> None:

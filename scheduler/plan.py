@@ -206,6 +206,13 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the worker logs: debug, info, warning or error."""
     log_format: str = "text"
     """text or json, a line each."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are then those of
+    all of them together, until each rank is told its own part."""
+    tensor_parallel_rank: int = 0
+    """Which of them this worker is. All get every plan; only the results of rank 0 are told."""
+    rendezvous: str = ""
+    """Where they meet: the path of a file that does not exist yet, in a directory of theirs alone."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -234,6 +241,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """That compute, on a CPU; 0 on a GPU."""
     hidden_size: int = 1
     """Numbers in a row's vector."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model; bytes and threads are those of each."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

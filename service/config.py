@@ -155,6 +155,10 @@ class ServeConfig:
     deterministic: bool = flag(
         False, "on a GPU: the same bits whatever else is in a batch, at some cost; on the backend cpu they always are"
     )
+    tensor_parallel_size: int = flag(
+        1, "ranks that share the model: processes with a part of every matrix, on a GPU each; it is for CPUs too, in "
+        "plain torch, to try it", metavar="N", low=1, high=64,
+    )  # fmt: skip
     dtype: str = flag(
         "auto",
         "the type of weights and activations; auto is the checkpoint's, but on the backend cpu, which has bfloat16 and "
@@ -188,7 +192,7 @@ class ServeConfig:
         shown="0.9 of a GPU's, 0.5 of the machine's",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
-        None, "the KV cache's size; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
+        None, "the KV cache's size, on each rank; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
         shown="by --gpu-memory-utilization",
     )  # fmt: skip
     conversation_ttl: float = flag(
@@ -257,6 +261,11 @@ class ServeConfig:
             raise ConfigError("--kv-cache-memory-bytes: already says how much; leave --gpu-memory-utilization out")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
+        if self.tensor_parallel_size > 1 and ":" in self.device:
+            raise ConfigError(
+                f"--device: {self.device} is one GPU, and --tensor-parallel-size {self.tensor_parallel_size} takes so "
+                "many, the first ones; give cuda, and choose them by CUDA_VISIBLE_DEVICES"
+            )
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
 

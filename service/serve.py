@@ -22,9 +22,9 @@ from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
-from penstock.models.launch import WorkerProcess
 from penstock.models.log_format import JSON, log_uncaught, set_up_logging
 from penstock.models.pooling_config import read_embedding
+from penstock.models.worker_group import new_executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
@@ -137,6 +137,7 @@ def prepare(config: ServeConfig) -> Prepared:
     path = resolve_model(config.model)
     checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
     checkpoint.choose_quantization(config.quantization)
+    checkpoint.spec.divided(config.tensor_parallel_size)
     embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
     tokenizer = Tokenizer.load(path, config.chat_template)
     num_rows = checkpoint.spec.vocab_size
@@ -194,6 +195,11 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
+    if device == "cuda" and config.tensor_parallel_size > max(1, len(machine.gpus)):
+        raise ModelError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank takes a GPU, and this machine has "
+            f"{len(machine.gpus)}: give at most that"
+        )
     if config.threads is not None and config.threads > machine.num_usable_cores:
         _log.warning(
             "--threads %d: this process may use %g cores, and threads that share one wait for each other: "
@@ -225,6 +231,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         deterministic=config.deterministic,
         log_level=config.log_level,
         log_format=config.log_format,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 
@@ -233,7 +240,7 @@ class _Life:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._engine = Engine(WorkerProcess(prepared.worker), prepared.server.scheduler)
+        self._engine = Engine(new_executor(prepared.worker), prepared.server.scheduler)
         self._http = None
         if prepared.http is not None:
             self._http = HttpGateway(prepared.http, prepared.http_options)
@@ -320,14 +327,18 @@ def describe(facts: WorkerFacts, config: SchedulerConfig) -> str:
     parts = [facts.instruction_set] if facts.instruction_set else []
     if facts.num_threads:
         parts.append(f"{facts.num_threads} thread{'' if facts.num_threads == 1 else 's'}")
-    on = f"{facts.device} ({', '.join(parts)})" if parts else facts.device
+    on, each = facts.device, ""
+    if facts.tensor_parallel_size > 1:
+        on, each = f"{facts.tensor_parallel_size} ranks of {on.partition(':')[0]}", " a rank"
+    if parts:
+        on = f"{on} ({', '.join(parts)}{each})"
     return (
-        f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB, "
+        f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB{each}, "
         f"context {facts.max_model_len:,}\n"
         f"backend {facts.backend} on {on}, steps of at most {config.max_rows(facts):,} sequences and "
         f"{config.token_budget(facts):,} tokens\n"
         f"KV cache of {facts.num_blocks * facts.block_size:,} tokens in {facts.kv_cache_dtype}, "
-        f"{facts.kv_bytes / _MIB:,.0f} MiB"
+        f"{facts.kv_bytes / _MIB:,.0f} MiB{each}"
     )
 
 

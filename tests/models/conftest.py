@@ -17,6 +17,7 @@ import transformers
 
 from penstock.kernels.cpu import Format
 from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.models import launch
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.cpu_backend import DTYPES
@@ -60,6 +61,37 @@ UNUSUAL_ONLY_IN_WEIGHTS = (
     "phi3-partial-rotary",
     "phi3-longrope",
 )
+
+
+WITHOUT_MODEL = """
+from penstock.models import worker
+from penstock.models.errors import ModelError
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import StepResult
+
+class Runner:
+    runs_ahead = False
+
+    def __init__(self, backend):
+        pass
+
+    def warm(self):
+        pass
+
+    def begin(self, plan):
+        assert not plan.dropped, "row 5 does not exist"
+        return lambda: StepResult(plan.step, [], [], 0, 1)
+
+def load_backend(config):
+    {refuse}
+    return FakeExecutor()
+
+worker.load_backend = load_backend
+worker.Runner = Runner
+worker.ALIVE_INTERVAL_S = {interval}
+worker.main()
+"""
+"""A worker in everything but the model, which would take a second to load."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +316,18 @@ def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> W
     else:
         values.setdefault("kv_cache_bytes", 64 << 20)
     return WorkerConfig(model=str(path), **values)
+
+
+@pytest.fixture
+def without_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From a call on, workers that start have no model, and say that they live every ``interval`` seconds; ``refuse``
+    is a statement by which one may refuse its ``config``."""
+
+    def without_model(interval: float = 0.5, refuse: str = "pass") -> None:
+        code = WITHOUT_MODEL.replace("{interval}", str(interval)).replace("{refuse}", refuse)
+        monkeypatch.setattr(launch, "WORKER", code)
+
+    return without_model
 
 
 @pytest.fixture(name="worker_config")

@@ -272,7 +272,7 @@ def test_what_a_backend_took_goes_with_it(wide, worker_config):
 def test_weights_that_do_not_fit_are_refused_by_what_they_need(wide, worker_config, monkeypatch, quantization, name):
     bytes_needed = needed(wide, {"quantization": quantization})
     config = worker_config(wide, backend="cpu", dtype="bfloat16", quantization=quantization)
-    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: bytes_needed - 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit, num_ranks: bytes_needed - 1)
     with pytest.raises(ModelError, match=f"its weights need .* as {name}, and cpu has .* free: choose .*--dtype"):
         load_backend(config)
     assert bytes_needed == pytest.approx({"none": 126e6, "int8": 80e6, "int4": 65e6}[quantization], rel=0.1)

@@ -106,20 +106,20 @@ async def test_rows_above_the_tokenizers_vocabulary_are_never_chosen(tiny_model,
     ],
 )
 def test_what_cannot_be_loaded_names_the_flag(tiny_model, worker_config, monkeypatch, changes, free, says):
-    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit, num_ranks: free)
     with pytest.raises(ModelError, match=says) as caught:
         load_backend(worker_config(tiny_model("llama").path, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_a_cache_that_cannot_be_allocated_is_one_line(tiny_model, worker_config, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: 1 << 60)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit, num_ranks: 1 << 60)
     with pytest.raises(ModelError, match="cannot be allocated on cpu: lower --gpu-memory-utilization"):
         load_backend(worker_config(tiny_model("llama").path, kv_cache_bytes=1 << 59))
 
 
 def test_kv_takes_its_share_of_what_is_free(tiny_model, worker_config, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device, limit: 100 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, limit, num_ranks: 100 << 20)
     config = worker_config(tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.25)
     facts = load_backend(config).facts
     block_bytes = 2 * 3 * 2 * 16 * 4 * 16
@@ -131,14 +131,21 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("available", "limit", "expected"),
-    [(4 * GIB, None, 4 * GIB), (4 * GIB, 3 * GIB, 2 * GIB), (GIB, 3 * GIB, GIB), (4 * GIB, GIB // 2, 0)],
+    ("available", "limit", "num_ranks", "expected"),
+    [
+        (4 * GIB, None, 1, 4 * GIB),
+        (4 * GIB, 3 * GIB, 1, 2 * GIB),
+        (GIB, 3 * GIB, 1, GIB),
+        (4 * GIB, GIB // 2, 1, 0),
+        (4 * GIB, None, 4, GIB),
+        (9 * GIB, 3 * GIB, 2, 2 * GIB),
+    ],
 )
-def test_what_is_free_is_within_what_the_worker_may_take(monkeypatch, available, limit, expected):
+def test_what_is_free_is_within_what_the_worker_may_take(monkeypatch, available, limit, num_ranks, expected):
     taken = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     monkeypatch.setattr(psutil, "Process", lambda: taken)
-    assert memory.free_bytes("cpu", limit) == expected
+    assert memory.free_bytes("cpu", limit, num_ranks) == expected
 
 
 def test_a_limit_of_memory_bounds_weights_and_cache(tiny_model, worker_config):

@@ -16,37 +16,15 @@ from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepPlan, WorkerConfig
 
-WITHOUT_MODEL = """
-from penstock.models import worker
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.plan import StepResult
-
-class Runner:
-    def __init__(self, backend):
-        pass
-
-    def warm(self):
-        pass
-
-    def run(self, plan):
-        assert not plan.dropped, "row 5 does not exist"
-        return StepResult(plan.step, [], [], 0, 1)
-
-worker.load_backend = lambda config: FakeExecutor()
-worker.Runner = Runner
-worker.ALIVE_INTERVAL_S = {interval}
-worker.main()
-"""
-"""A worker in everything but the model, which would take a second to load."""
 PLAN = StepPlan(0, [], [], [], [], [])
 
 
 @pytest.fixture
-def new_worker(monkeypatch):
+def new_worker(without_model):
     """Workers without a model, that say that they live every ``interval`` seconds."""
 
     def new_worker(interval=0.5):
-        monkeypatch.setattr(launch, "WORKER", WITHOUT_MODEL.replace("{interval}", str(interval)))
+        without_model(interval)
         return WorkerProcess(WorkerConfig(model="none"))
 
     return new_worker

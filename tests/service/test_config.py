@@ -13,7 +13,7 @@ AS_IN_VLLM = [
     *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),
     *("--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format", "--max-model-len"),
     *("--max-num-batched-tokens", "--max-num-seqs", "--model", "--no-enable-prefix-caching", "--port"),
-    *("--quantization", "--scheduling-policy"),
+    *("--quantization", "--scheduling-policy", "--tensor-parallel-size"),
     "--served-model-name",
 ]
 
@@ -78,6 +78,8 @@ BAD = {
     "--model a b": "--model: MODEL is there already",
     "--max-num-seq 5": "no such flag or argument: --max-num-seq; penstock serve --help lists them",
     "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",
+    "--device cuda:1 --tensor-parallel-size 2": "--device: cuda:1 is one GPU, and --tensor-parallel-",
+    "--tensor-parallel-size 65": "--tensor-parallel-size: must be 1 to 64; it is 65",
     "--device cuda:": "--device: must be auto, cpu, cuda or cuda:N; it is 'cuda:'",
     "--config /nowhere/x.yaml": "--config /nowhere/x.yaml: cannot be read (No such file or directory)",
 }

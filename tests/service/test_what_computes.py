@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.clients.cpu_library import CpuLibrary
 from penstock.clients.doctor import choose
 from penstock.clients.machine import Gpu, inspect_machine
+from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service import serve
@@ -62,6 +64,29 @@ def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, threads, is_
     machine = dataclasses.replace(inspect_machine(), num_usable_cores=2.5)
     assert worker_of(monkeypatch, machine, threads=threads).num_threads == (threads or 2)
     assert ("--threads 3: this process may use 2.5 cores" in caplog.text) == is_too_many
+
+
+def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):
+    fitted: dict[str, Any] = {"gpus": [GPU, GPU], "gpu_problem": "", "torch_has_cuda": True, "visible_gpus": None}
+    machine = dataclasses.replace(inspect_machine(), **fitted)
+    assert worker_of(monkeypatch, machine, tensor_parallel_size=2).tensor_parallel_size == 2
+    with pytest.raises(ModelError, match="--tensor-parallel-size 3: the model has 2 key and value heads"):
+        worker_of(monkeypatch, machine, tensor_parallel_size=3)
+    with pytest.raises(ModelError, match="--tensor-parallel-size 2: each rank takes a GPU, and this machine has 1"):
+        worker_of(monkeypatch, dataclasses.replace(machine, gpus=[GPU]), tensor_parallel_size=2)
+    assert worker_of(monkeypatch, machine, device="cpu", tensor_parallel_size=2).device == "cpu"
+
+
+def test_what_each_rank_has_is_told_as_that():
+    facts = WorkerFacts(8, 16, 64, 128, 500, 200, "Arch", "reference", "cuda:0", "float16", "float16", 3 << 20, 1 << 20)
+    facts = msgspec.structs.replace(facts, tensor_parallel_size=4)
+    assert serve.describe(facts, SchedulerConfig()).splitlines() == [
+        "Arch, float16, weights of 3 MiB a rank, context 128",
+        "backend reference on 4 ranks of cuda, steps of at most 200 sequences and 200 tokens",
+        "KV cache of 128 tokens in float16, 1 MiB a rank",
+    ]
+    facts = msgspec.structs.replace(facts, device="cpu", num_threads=3)
+    assert "on 4 ranks of cpu (3 threads a rank), " in serve.describe(facts, SchedulerConfig())
 
 
 def test_limits_are_told_as_they_are():
