@@ -4,6 +4,8 @@ graph where it is small, and the next one may be there before it ends.
 With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,13 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 class StepMemory:
     """What steps need besides weights and pages; taken before the KV cache gets what is left."""
 
-    def __init__(self, shape: Shape, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
         sampler, sequences = shape.sampler(), shape.max_sequences
         self.sampler = CudaSampler(sampler, sequences, device)
         self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, shape.max_pages, device)
-        self.inputs = StepInputs(sequences, max_tokens, device)
+        self.inputs = StepInputs(sequences, shape.max_tokens, device)
         self.outputs = StepOutputs(sequences, device)
-        self.max_tokens = max_tokens
+        self.max_tokens = shape.max_tokens
 
 
 class CudaBackend:
@@ -76,15 +78,22 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
         graphs."""
-        most, tokens = self.facts.max_num_seqs, self._memory.max_tokens
-        if self._device.type != "cuda":
-            most, tokens = 1, 2  # on a GPU the largest step also takes the memory that it needs
-        # ``prepare`` has a form for each power of 2.
-        forms = {most, *(MIN_SEQUENCES << n for n in range(12) if MIN_SEQUENCES << n < most)}
         with launches.warming():
-            for sequences in sorted(forms):
-                self._compute(Size(sequences, tokens, sequences, any_longer=True))
+            for size in self._warm_sizes():
+                self._compute(size)
             self._graphs.capture(graph_sizes(self.facts.max_num_seqs, self._memory.max_tokens, self._device))
+
+    def _warm_sizes(self) -> Iterator[Size]:
+        """Of steps of every form, besides those of the graphs."""
+        most, tokens = self.facts.max_num_seqs, self._memory.max_tokens
+        wanted = {2, *(number for number in self._model.changes() if number <= tokens)}
+        if self._device.type == "cuda":
+            wanted.add(tokens)  # which also takes the memory that so large a step needs
+            # ``prepare`` has a form for each power of 2.
+            for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
+                yield Size(sequences, tokens, sequences, any_longer=True)
+        for number in sorted(wanted):
+            yield Size(1, number, 1, any_longer=True)
 
     @torch.inference_mode()
     def begin(self, batch: Batch) -> Finish:
@@ -167,8 +176,6 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
         return f"its heads are of {spec.head_dim} dimensions, and this runs multiples of 8 from 16 to 256"
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary is of {spec.vocab_size} tokens, and this samples from up to {MAX_VOCAB}"
-    if spec.experts is not None:
-        return "it has a mixture of experts"
     if info.choose_quantization(config.quantization) in AT_LOAD:
         return f"--quantization {config.quantization}: is for the CPU backend: leave it out"
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
@@ -193,9 +200,16 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     shape = shape_of(
-        spec, dtype, kv_dtype, num_logits, max_model_len, config.max_num_seqs, deterministic=config.deterministic
+        spec,
+        dtype,
+        kv_dtype,
+        num_logits,
+        max_model_len,
+        config.max_num_seqs,
+        max(max_batched_tokens, config.max_num_seqs),
+        deterministic=config.deterministic,
     )
-    memory = StepMemory(shape, max(max_batched_tokens, config.max_num_seqs), device)
+    memory = StepMemory(shape, device)
     pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
     facts = WorkerFacts(
         num_blocks=pages.shape[1],

@@ -15,6 +15,8 @@ from penstock.kernels.cuda.attention import paged_attention
 from penstock.kernels.cuda.attention_common import PagedKV, RaggedRows
 from penstock.kernels.cuda.attention_decode import DecodeWorkspace
 from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.experts import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.experts_shape import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.prepare import StepTensors
 from penstock.kernels.cuda.rope_kv import rope_kv
@@ -25,7 +27,17 @@ from penstock.models.loader import ACTIVATION_NAMES
 from penstock.models.parallel import TensorParallel
 from penstock.models.rotations import rotations
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import HeadNorm, Layer, LayerWeights, Mlp, RmsNorm, SharedWholeNorm, Weights, WholeNorm
+from penstock.models.weights import (
+    ExpertMlp,
+    HeadNorm,
+    Layer,
+    LayerWeights,
+    Mlp,
+    RmsNorm,
+    SharedWholeNorm,
+    Weights,
+    WholeNorm,
+)
 
 INTERPRETED_PROGRAMS = 2
 """Over which attention is divided where there are no multiprocessors."""
@@ -63,6 +75,10 @@ class CudaModel:
             decode.attention.window: _attention(decode, shape.max_sequences, self.device)
             for decode in shape.attention()
         }
+        self._mixture: tuple[ExpertsShape, ExpertsRoom] | None = None
+        if shape.experts is not None:
+            experts = ExpertsShape.of(shape)
+            self._mixture = experts, ExpertsRoom.allocate(experts, shape.max_tokens, self.device)
         ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         self._kv = [
@@ -90,10 +106,14 @@ class CudaModel:
             delta = layer.output(mixed.flatten(1))
             self._parallel.all_reduce(delta)
             y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
-            delta = self._mlp(layer.mlp, y)
+            delta = self._mlp(layer.mlp, y, step.query_starts)
             self._parallel.all_reduce(delta)
             after = layer.after_mlp
         return self._normed(x, delta, after, weights.norm)
+
+    def changes(self) -> list[int]:
+        """Numbers of tokens of a step from which on other kernels run."""
+        return [] if self._mixture is None else self._mixture[0].changes()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""
@@ -182,12 +202,23 @@ class CudaModel:
             any_longer=any_longer,
         )
 
-    def _mlp(self, mlp: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        if isinstance(mlp, ExpertMlp):
+            return self._experts(mlp, x, query_starts)
         assert isinstance(mlp, Mlp)
         gate_up: Tensor = mlp.gate_up(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
         return mlp.down(inner)
+
+    def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor) -> Tensor:
+        assert self._mixture is not None
+        shape, room = self._mixture
+        weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
+        out = torch.zeros_like(x)  # tokens of no sequence get nothing
+        mix_experts(shape, x, mlp.router(x), weights, query_starts, room, out)
+        return out
 
 
 def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> Attention:

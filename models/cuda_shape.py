@@ -2,20 +2,25 @@
 
 import torch
 
-from penstock.kernels.cuda.shapes import Shape
+from penstock.kernels.cuda.shapes import Mixture, Shape
 from penstock.models.cuda_model import logits_dtype
 from penstock.models.loader import ACTIVATION_NAMES
-from penstock.models.spec import ModelSpec, NormPlacement, QkNorm
+from penstock.models.spec import Experts, ModelSpec, NormPlacement, QkNorm
 
 
 def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
-    *, deterministic: bool,
+    max_tokens: int, *, deterministic: bool,
 ) -> Shape:  # fmt: skip
     """The shape whose ``ahead.variants`` a backend launches."""
+    experts = spec.experts
+    has_mlp = experts is None or not all(experts.layers)
     return Shape(
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=spec.intermediate_size if has_mlp else None,
+        clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),
+        experts=None if experts is None else _mixture(experts),
+        expert_size=0 if experts is None else experts.intermediate_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -36,6 +41,16 @@ def shape_of(
         logits_dtype=logits_dtype(spec, dtype),
         max_positions=max_model_len,
         max_sequences=max_num_seqs,
+        max_tokens=max_tokens,
         max_queries=(1,),
         deterministic=deterministic,
+    )
+
+
+def _mixture(experts: Experts) -> Mixture:
+    return Mixture(
+        num_experts=experts.num_experts,
+        per_token=experts.per_token,
+        normalise=experts.normalise,
+        biased=experts.biased,
     )

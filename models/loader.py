@@ -114,9 +114,12 @@ class _Filler:
     parallel: TensorParallel
 
     def tensor(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        out = self.empty(*shape)
         self.source.fill(name, out, part)
         return out
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def mine(self, size: int) -> slice:
         """The rank's ``size`` of all ranks' rows or columns."""
@@ -129,22 +132,29 @@ class _Filler:
 
     def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> DenseLinear:
         """The rank's ``rows[i]`` of each linear, one above the other."""
-        weight = torch.empty((sum(rows), columns), dtype=self.dtype, device=self.device)
-        bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device) if biased else None
+        linear = DenseLinear(self.empty(sum(rows), columns), self.empty(sum(rows)) if biased else None)
+        self.fill_by_outputs(linear, names, rows)
+        return linear
+
+    def fill_by_outputs(self, linear: DenseLinear, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
+        """Of ``by_outputs``, into tensors that are there."""
         begin = 0
         for name, size in zip(names, rows, strict=True):
             part = (self.mine(size),)
-            self.source.fill(f"{name}.weight", weight[begin : begin + size], part)
-            if bias is not None:
-                self.source.fill(f"{name}.bias", bias[begin : begin + size], part)
+            self.source.fill(f"{name}.weight", linear.weight[begin : begin + size], part)
+            if linear.bias is not None:
+                self.source.fill(f"{name}.bias", linear.bias[begin : begin + size], part)
             begin += size
-        return DenseLinear(weight, bias)
 
     def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> DenseLinear:
         """The rank's ``columns``. Its outputs are summed over the ranks, so one of them alone adds the bias."""
-        weight = self.tensor(f"{name}.weight", (rows, columns), (slice(None), self.mine(columns)))
+        weight = self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
         bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
         return DenseLinear(weight, bias)
+
+    def inputs(self, columns: int) -> Part:
+        """The rank's part of a weight that is divided by inputs."""
+        return slice(None), self.mine(columns)
 
     def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
         """Its weight is wide, since a checkpoint's weight of 16 bits may lose what the offset adds."""
@@ -218,8 +228,12 @@ def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
 
 def _load_mlp(fill: _Filler, prefix: str) -> Mlp:
     spec = fill.spec
-    activation = partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation])
-    return _gated(fill, prefix, spec.intermediate_size, spec.mlp_bias, activation)
+    hidden, inner, biased = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    return Mlp(
+        gate_up=fill.by_outputs((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
+        down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
+        activation=partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation]),
+    )
 
 
 def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
@@ -228,21 +242,25 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     activation: Layer = partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation])
     if experts.gate is not None:
         activation = partial(clamped_gate, alpha=experts.gate.alpha, limit=experts.gate.limit)
+    num, hidden, inner = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
+    gate_up_bias = fill.empty(num, 2 * inner) if experts.biased else None
+    # Other ranks' outputs are added to those of the first, which alone adds the bias.
+    down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
+    for expert in range(num):
+        name = f"{prefix}experts.{expert}."
+        linear = DenseLinear(gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        fill.fill_by_outputs(linear, (f"{name}gate_proj", f"{name}up_proj"), (inner, inner))
+        fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
+        if down_bias is not None and fill.parallel.rank == 0:
+            fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
     return ExpertMlp(
-        router=fill.linear(f"{prefix}gate", experts.num_experts, spec.hidden_size, experts.biased),
-        experts=tuple(
-            _gated(fill, f"{prefix}experts.{expert}.", experts.intermediate_size, experts.biased, activation)
-            for expert in range(experts.num_experts)
-        ),
+        router=fill.linear(f"{prefix}gate", num, hidden, experts.biased),
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
         per_token=experts.per_token,
         normalise=experts.normalise,
-    )
-
-
-def _gated(fill: _Filler, prefix: str, inner: int, biased: bool, activation: Layer) -> Mlp:
-    hidden = fill.spec.hidden_size
-    return Mlp(
-        gate_up=fill.by_outputs((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
-        down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
-        activation=activation,
     )

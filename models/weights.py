@@ -118,7 +118,16 @@ class ExpertMlp:
     """A mixture of experts, each run on the tokens whose router chose it; summed in the order of the experts."""
 
     router: Linear
-    experts: tuple[Mlp, ...]
+    gate_up: Tensor
+    """(E, 2I, hidden): of each expert, rows of the gate, then of up."""
+    down: Tensor
+    """(E, hidden, I)."""
+    gate_up_bias: Tensor | None
+    """(E, 2I)."""
+    down_bias: Tensor | None
+    """(E, hidden)."""
+    activation: Layer
+    """As that of ``Mlp``."""
     per_token: int
     normalise: bool
 
@@ -128,9 +137,16 @@ class ExpertMlp:
         out = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             tokens, places = torch.where(chosen == expert)
-            weighted = self.experts[expert](x[tokens]) * probabilities[tokens, places].unsqueeze(1)
+            weighted = self._expert(expert)(x[tokens]) * probabilities[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, weighted.to(x.dtype))
         return out
+
+    def _expert(self, expert: int) -> Mlp:
+        return Mlp(
+            DenseLinear(self.gate_up[expert], None if self.gate_up_bias is None else self.gate_up_bias[expert]),
+            DenseLinear(self.down[expert], None if self.down_bias is None else self.down_bias[expert]),
+            self.activation,
+        )
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ class ExpertsShape:
         *smaller, largest = self.all_tiles
         return next((tiles for tiles in smaller if average <= tiles.max_pairs), largest)
 
+    def changes(self) -> list[int]:
+        """Numbers of tokens from which on ``tiles`` are others."""
+        pairs = [tiles.max_pairs * self.mixture.num_experts for tiles in self.all_tiles[:-1]]
+        return [int(most // self.mixture.per_token) + 1 for most in pairs]
+
     def max_tiles(self, num_tokens: int, block_m: int) -> int:
         """The most tiles that so many tokens can have: each expert that there is has one, and one more for every
         ``block_m`` pairs that follow its first."""

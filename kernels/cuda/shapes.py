@@ -68,6 +68,8 @@ class Shape:
     """Of a row."""
     max_sequences: int = 256
     """Of a step."""
+    max_tokens: int = 8192
+    """Of a step."""
     slots: int = 16
     """Of a page."""
     max_queries: tuple[int, ...] = (1, 16)

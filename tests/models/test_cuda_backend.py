@@ -38,6 +38,8 @@ VARIANTS = [
     "gemma3",
     "olmo2",
     "phi3-partial-rotary",
+    "gpt-oss",
+    "qwen3-moe-sparse-windows",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 
@@ -204,7 +206,7 @@ def test_what_is_warmed_is_what_is_compiled_ahead(variant, tiny_model, load):
     warmed = launches.warmed
     spec = check_checkpoint(tiny_model(variant).path).spec
     shape = shape_of(
-        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, deterministic=False
+        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048, deterministic=False
     )
     assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
 

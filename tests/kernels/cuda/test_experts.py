@@ -11,7 +11,7 @@ from penstock.kernels import reference
 from penstock.kernels.cuda.experts import ExpertsRoom, ExpertsWeights, mix_experts
 from penstock.kernels.cuda.experts_shape import DECODE, MIDDLE, PREFILL, ExpertsShape
 from penstock.kernels.cuda.shapes import SHAPES, Mixture
-from penstock.models.weights import DenseLinear, ExpertMlp, Mlp
+from penstock.models.weights import ExpertMlp
 
 # numpy's, in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -59,19 +59,19 @@ def expected_of(shape, x, logits, weights, dtype=torch.float64):
     else:
         activation = partial(reference.clamped_gate, alpha=shape.clamped_gate[0], limit=shape.clamped_gate[1])
 
-    def linear(weight, bias, expert):
-        return DenseLinear(weight[expert].to(dtype), None if bias is None else bias[expert].to(dtype))
-
-    experts = tuple(
-        Mlp(
-            linear(weights.gate_up, weights.gate_up_bias, expert),
-            linear(weights.down, weights.down_bias, expert),
-            activation,
-        )
-        for expert in range(shape.mixture.num_experts)
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.to(dtype) for bias in (weights.gate_up_bias, weights.down_bias)
     )
-    mixture = shape.mixture
-    mlp = ExpertMlp(lambda _: logits.to(dtype), experts, mixture.per_token, mixture.normalise)
+    mlp = ExpertMlp(
+        router=lambda _: logits.to(dtype),
+        gate_up=weights.gate_up.to(dtype),
+        down=weights.down.to(dtype),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        per_token=shape.mixture.per_token,
+        normalise=shape.mixture.normalise,
+    )
     return mlp(x.to(dtype))
 
 
