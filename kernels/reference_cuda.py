@@ -80,3 +80,22 @@ def commit(
             lengths[row] += kept
             if token >= 0:
                 next_tokens[row] = token
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, order: Tensor | None) -> Tensor:
+    """W = (code - zero) * scale (N, K), its columns as they stand, in at least fp32. What each argument is,
+    ``cuda.quantized_weight.pack_int4`` says."""
+    columns = codes.shape[1]
+    groups = torch.arange(columns, device=codes.device) // (group or columns)
+    wide = codes.to(scales.dtype) if zeros is None else codes.to(scales.dtype) - zeros.to(scales.dtype)[:, groups]
+    wide = wide * scales[:, groups]
+    return wide if order is None else wide[:, torch.argsort(order)]
+
+
+def narrow_inputs(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Bytes of that dtype, int8 or float8_e4m3fn, and (T,) scales, whose products are x (T, K), nearly."""
+    limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    largest = widened(x).abs().amax(1)
+    scales = torch.where(largest == 0, 1.0, largest / limit)
+    narrow = (widened(x) / scales.unsqueeze(1)).clamp(-limit, limit)
+    return (narrow.round() if dtype == torch.int8 else narrow).to(dtype), scales

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -23,6 +24,8 @@ from penstock.kernels.cuda.experts_shape import ExpertsShape
 from penstock.kernels.cuda.logprobs import logprobs_variants
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.prepare import commit_variant, prepare_variant
+from penstock.kernels.cuda.quantized_product import product_variants
+from penstock.kernels.cuda.quantized_weight import Codes, WeightLayout
 from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
 from penstock.kernels.cuda.sampling import sampling_variants
 from penstock.kernels.cuda.shapes import SHAPES, Shape
@@ -31,9 +34,19 @@ from penstock.kernels.cuda.variant import TYPES, Variant
 MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Of a program, by compute capability."""
 
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "int8": {"codes": Codes.INT8},
+    "int8-inputs": {"codes": Codes.INT8, "narrows_inputs": True},
+    "fp8": {"codes": Codes.FP8},
+    "fp8-inputs": {"codes": Codes.FP8, "narrows_inputs": True},
+    "int4": {"codes": Codes.INT4, "group": 128},
+    "int4-ordered": {"codes": Codes.INT4, "group": 128, "is_ordered": True},
+}
+"""Weights that a model may have quantised: what their layouts have in common."""
+
 
 def variants(shape: Shape) -> Iterator[Variant]:
-    """All that a model of that shape launches."""
+    """All that a model of that shape launches, but for products of quantised weights."""
     yield from _norm_variants(shape)
     if shape.intermediate_size is not None:
         yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
@@ -74,6 +87,16 @@ def _norm_variants(shape: Shape) -> Iterator[Variant]:
         row = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         for heads in (shape.num_heads, shape.num_kv_heads):
             yield rms_norm_variant(dtype, heads * shape.head_dim, row, row, eps)
+
+
+def quantized_variants(shape: Shape, quantization: str) -> Iterator[Variant]:
+    """Products of the weights of a layer, if they are so ``QUANTIZED``."""
+    for rows, columns in shape.products:
+        layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
+        for deterministic in (False, True):
+            yield from product_variants(
+                layout, shape.dtype, shape.max_tokens, deterministic=deterministic, is_biased=False
+            )
 
 
 @dataclass(frozen=True)
@@ -133,12 +156,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m penstock.kernels.cuda.ahead", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SHAPES)}; all of them by default")
     parser.add_argument("--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90 is Hopper's")
+    parser.add_argument("--quantization", choices=QUANTIZED, help="only the products of weights quantised so")
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
     limit = MAX_SHARED_BYTES[options.capability]
-    compiled = wanted(SHAPES[name] for name in options.models or SHAPES).values()
+    shapes = [SHAPES[name] for name in options.models or SHAPES]
+    if options.quantization is None:
+        compiled = list(wanted(shapes).values())
+    else:
+        products = chain.from_iterable(quantized_variants(shape, options.quantization) for shape in shapes)
+        compiled = list({describe(variant): variant for variant in products}.values())
     sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
     too_large = []
     settle_keys(compiled)

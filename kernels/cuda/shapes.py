@@ -103,6 +103,17 @@ class Shape:
         num_logits = self.num_logits or self.vocab_size
         return SamplerShape(num_logits, self.logits_dtype or self.dtype, num_logits, self.max_positions)
 
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of a layer's: queries, keys and values; their heads' output; gate and up; down."""
+        width = self.num_heads * self.head_dim
+        attention = [
+            (width + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
+            (self.hidden_size, width),
+        ]
+        inner = self.intermediate_size
+        return attention if inner is None else [*attention, (2 * inner, self.hidden_size), (self.hidden_size, inner)]
+
 
 SHAPES = {
     "Qwen3-0.6B": Shape(
