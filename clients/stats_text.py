@@ -72,6 +72,10 @@ def dashboard(
     yield _row("rows", f"{stats.running_rows:,} run, {stats.waiting_choices:,} wait")
     kept = f"{stats.cached_blocks:,} blocks cached, {stats.retained_blocks:,} of them retained"
     yield _row("KV", f"{_bar(stats.kv_usage, unicode)} {100 * stats.kv_usage:5.1f} % held; {kept}")
+    if stats.host_blocks or stats.restored_tokens:
+        yield _row(
+            "", f"{stats.host_blocks:,} blocks in host memory; {stats.restored_tokens:,} tokens came back from it"
+        )
     if stats.HasField("predicted_ttft_ms"):
         predicted = f"a short request's is predicted after {stats.predicted_ttft_ms:,} ms"
     else:

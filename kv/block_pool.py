@@ -21,8 +21,8 @@ from penstock.kv.retention import Lease, Retention
 class BlockPool:
     """Reference counts, the map from hash to block, and eviction."""
 
-    def __init__(self, num_blocks: int, on_evicted: Callable[[bytes], None]) -> None:
-        """``on_evicted`` is told each hash that finds nothing any more because its block was given out."""
+    def __init__(self, num_blocks: int, on_evicted: Callable[[bytes, int], None]) -> None:
+        """``on_evicted`` is told each hash that finds nothing any more, and its block, which is given out."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._on_evicted = on_evicted
@@ -101,7 +101,7 @@ class BlockPool:
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hashes[block] = None
-        self._on_evicted(block_hash)
+        self._on_evicted(block_hash, block)
         return block
 
     def share(self, block_ids: Iterable[int]) -> None:

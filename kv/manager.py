@@ -1,14 +1,16 @@
 """Blocks for sequences: a cached prefix, new blocks or none, and publication. Knows neither rows nor plans.
 
-A published block's slots hold confirmed KV, and are never written again. ``BlockPool`` counts; this decides.
+A published block's slots hold confirmed KV, and are never written again. ``BlockPool`` counts; this decides. What the
+pool evicts goes to the ``HostTier``, and can still be found there; the next plan has to make the copies.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
+from penstock.kv.host_tier import HostTier
 
 MIN_EVENTS_KEPT = 1 << 10
 """However small the pool is; at 80 bytes each."""
@@ -57,14 +59,20 @@ class NoHashing:
 class KVCacheManager:
     """Allocates blocks of one pool, finds cached prefixes, and knows which prefixes are being computed."""
 
-    def __init__(self, num_blocks: int, block_size: int, hashing: Hashing) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hashing: Hashing, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.hashing = hashing
         # Who has missed more changes than there are blocks is served better by all there is, and does not fall behind
         # again while it is told that, unless the cache changes faster than it is told.
-        self.events = KvEventLog(block_size, max(num_blocks, MIN_EVENTS_KEPT))
-        """Of the prefix map."""
-        self.pool = BlockPool(num_blocks, self.events.removed)
+        self.events = KvEventLog(block_size, max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT))
+        """Of what can be found, in either tier."""
+        self.pool = BlockPool(num_blocks, self._on_evicted)
+        self.host = HostTier(num_host_blocks, self._on_overwritten)
+        self.num_restored_tokens = 0
+        """Positions whose KV was copied back from the host tier, since the start."""
+        # For the plan in the making. Of several blocks that are sent to one slot, only the last arrives.
+        self._slot_to_block: dict[int, int] = {}
+        self._copies_in: list[tuple[int, int]] = []
         # Hash of a block that will be published soon -> who computes it.
         self._pending: dict[bytes, Hashable] = {}
 
@@ -96,8 +104,19 @@ class KVCacheManager:
             block_ids.append(block)
         return block_ids
 
-    def allocate(self, prefix: Sequence[int], num_tokens: int, reserve: int = 0) -> list[int] | None:
-        """A block table for ``num_tokens``: the cached ``prefix``, shared, and new blocks after it.
+    def find_evicted(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
+        """Hashes of the blocks that follow a prefix of ``num_found`` blocks, as far as the host tier has them."""
+        end = num_found
+        last = min(len(hashes), (num_tokens - 1) // self.block_size)
+        while end < last and hashes[end] in self.host:
+            end += 1
+        return hashes[num_found:end]
+
+    def allocate(
+        self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = ()
+    ) -> list[int] | None:
+        """A block table for ``num_tokens``: the cached ``prefix``, shared, and new blocks after it. To the first of
+        these the plan in the making copies back what ``find_evicted`` found: from now on they can be found too.
 
         None, and nothing changed, where that would leave fewer than ``reserve`` free blocks.
         """
@@ -107,7 +126,14 @@ class KVCacheManager:
         if num_new + num_cached + reserve > pool.num_free:
             return None
         pool.share(prefix)
-        return [*prefix, *pool.take(num_new)]
+        # First of all: what is evicted for the new blocks must not take their slots.
+        slots = [self.host.restore(block_hash) for block_hash in restored]
+        new = pool.take(num_new)
+        for block_hash, slot, block in zip(restored, slots, new, strict=False):
+            self._copies_in.append((slot, block))
+            pool.publish(block, block_hash)
+        self.num_restored_tokens += len(restored) * self.block_size
+        return [*prefix, *new]
 
     def grow(self, block_ids: list[int], num_blocks: int) -> list[int] | None:
         """New blocks at the end of a table until it has ``num_blocks``; None, and nothing changed, if few are free."""
@@ -130,6 +156,28 @@ class KVCacheManager:
         """How many blocks are free when the holder of this table gives it up."""
         return self.pool.num_unshared(block_ids)
 
+    # Between the tiers ----------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """What the plan in the making has to copy, which is whole now: evicted blocks to slots of the host tier, then
+        slots to blocks. In each list no block and no slot comes twice."""
+        self.host.settle()
+        copies_out = [(block, slot) for slot, block in self._slot_to_block.items()]
+        copies_in = self._copies_in
+        self._slot_to_block, self._copies_in = {}, []
+        return copies_out, copies_in
+
+    def _on_evicted(self, block_hash: bytes, block: int) -> None:
+        slot = self.host.store(block_hash)
+        if slot is not None:
+            self._slot_to_block[slot] = block
+        elif block_hash not in self.host:
+            self.events.removed(block_hash)
+
+    def _on_overwritten(self, block_hash: bytes) -> None:
+        if self.pool.find(block_hash) is None:
+            self.events.removed(block_hash)
+
     # What can be found ----------------------------------------------------------------------------------------------
 
     def publish(
@@ -142,7 +190,7 @@ class KVCacheManager:
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
-            if self.pool.publish(block_ids[index], block_hash):
+            if self.pool.publish(block_ids[index], block_hash) and block_hash not in self.host:
                 parent = hashes[index - 1] if index else b""
                 self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
 
@@ -157,16 +205,27 @@ class KVCacheManager:
         self.pool.expire(now)
 
     def flush(self) -> int:
-        """Forgets every cached block that nobody holds, retained ones included; returns how many."""
-        num_flushed = self.pool.flush()
+        """Forgets every cached block that nobody holds, retained ones and those of the host tier included; returns how
+        many."""
+        num_flushed = self.pool.flush() + self.host.clear()
         self.events.cleared(but=self.pool.hashes)
         return num_flushed
 
     def reset(self) -> None:
-        """The blocks' content is gone with the worker: nobody holds, finds or computes any."""
+        """The blocks' content is gone with the worker, in both tiers: nobody holds, finds or computes any."""
         self.pool.reset()
+        self.host.clear()
+        self._slot_to_block.clear()
+        self._copies_in.clear()
         self._pending.clear()
         self.events.cleared()
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Asserts that both tiers agree with themselves and with what is told of them, and the pool with ``holders``,
+        the block tables of all that hold blocks."""
+        self.pool.check(holders)
+        self.host.check()
+        assert set(self.events.hashes) == {*self.pool.hashes, *self.host.hashes}, "events differ from what can be found"
 
     # Prefixes that are being computed -------------------------------------------------------------------------------
 

@@ -34,6 +34,16 @@ class Backend(Protocol):
         read."""
         ...
 
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """Copies blocks to slots of the host tier, for which ``facts`` say how many there are: pairs of block and slot.
+        Whatever is called later finds it done."""
+        ...
+
+    def copy_in(self, copies: list[tuple[int, int]]) -> None:
+        """Copies slots of the host tier to blocks, bit for bit what was copied out: pairs of slot and block. Whatever
+        is called later finds it done."""
+        ...
+
     def begin(self, batch: Batch) -> "Finish":
         """Has the layers run, writing the KV of every token, and the next token chosen of each row that has all its
         history computed; adds to the vectors of those that are pooled. Where that goes on without the caller, the next

@@ -86,6 +86,12 @@ class CpuBackend(AtOnce):
     def renew(self, block_ids: list[int]) -> None:
         """Nothing is to be done: whoever writes a page first zeroes what is masked."""
 
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """There is no host tier, so that no plan has copies."""
+        raise AssertionError("the device's memory is the host's")
+
+    copy_in = copy_out
+
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens, in one call."""
         due = batch.samples
@@ -240,6 +246,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     if dtype != info.dtype and config.dtype == "auto":
         logger.info("the checkpoint is in %s, which this backend computes in %s", info.dtype, dtype)
     quantization = info.choose_quantization(config.quantization)
+    _check_tiers(config)
     formats = _formats(config, dtype, quantization)
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
@@ -294,6 +301,14 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers, config.num_threads)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
+
+
+def _check_tiers(config: WorkerConfig) -> None:
+    if config.host_kv_cache_bytes:
+        raise ModelError(
+            "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "
+            "these bytes to --kv-cache-memory-bytes"
+        )
 
 
 def _allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:

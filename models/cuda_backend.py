@@ -25,6 +25,7 @@ from penstock.models.cuda_sampling import CudaSampler
 from penstock.models.cuda_shape import shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
 from penstock.models.errors import ModelError
+from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.parallel import TensorParallel, join
@@ -58,11 +59,14 @@ class CudaBackend:
 
     runs_ahead = True
 
-    def __init__(self, spec: ModelSpec, model: CudaModel, memory: StepMemory, facts: WorkerFacts) -> None:
+    def __init__(
+        self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts
+    ) -> None:
         self.facts = facts
         self._spec = spec
         self._model = model
         self._memory = memory
+        self._host_pages = host_pages
         self._device = model.device
         self._graphs = StepGraphs(self._compute, self._device)
         memory.rows.on_moved = self._graphs.clear
@@ -73,6 +77,14 @@ class CudaBackend:
 
     def renew(self, block_ids: list[int]) -> None:
         """Nothing is to be done: what is no token of a row is never read."""
+
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """Has blocks copied to slots of the host tier, after the steps that have begun."""
+        self._host_pages.copy_out(copies)
+
+    def copy_in(self, copies: list[tuple[int, int]]) -> None:
+        """Has slots of the host tier copied to blocks, before the next step."""
+        self._host_pages.copy_in(copies)
 
     @torch.inference_mode()
     def _warm(self) -> None:
@@ -211,6 +223,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     )
     memory = StepMemory(shape, device)
     pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
+    by_block = pages.movedim(1, 0)
+    host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
     facts = WorkerFacts(
         num_blocks=pages.shape[1],
         block_size=PAGE_SLOTS,
@@ -228,8 +242,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         quantization=info.choose_quantization(config.quantization),
         hidden_size=spec.hidden_size,
         tensor_parallel_size=parallel.size,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
     )
-    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel), memory, facts)
+    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel), memory, host_pages, facts)
 
 
 def _take_pages(

@@ -34,6 +34,12 @@ class KVPages:
         """Of all pages."""
         return self.keys.nbytes + self.values.nbytes
 
+    @property
+    def by_block(self) -> list[Tensor]:
+        """Views of all that a block holds: keys and values, each (num_blocks, layers, kv heads, block_size, head
+        size)."""
+        return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
+
     def renew(self, block_ids: list[int]) -> None:
         """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
         must not reach the next."""

@@ -70,8 +70,7 @@ class WorkerProcess:
         self._link = link
         try:
             link.send(Kind.CONFIG, self._config)
-            facts = await link.facts
-            self._check(facts)
+            facts = self._checked(await link.facts)
         except BaseException:
             await self.stop()
             raise
@@ -82,9 +81,13 @@ class WorkerProcess:
         )
         return facts
 
-    def _check(self, facts: WorkerFacts) -> None:
-        if self._facts is None or facts == self._facts:
-            return
+    def _checked(self, facts: WorkerFacts) -> WorkerFacts:
+        """As they were the first time, when what was measured may have been a little different."""
+        if self._facts is None:
+            return facts
+        facts = msgspec.structs.replace(facts, copy_us_per_block=self._facts.copy_us_per_block)
+        if facts == self._facts:
+            return facts
         now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(self._facts)
         differences = [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]
         raise ExecutorError(f"the new worker is not like the last one: {'; '.join(differences)}; restart the service")

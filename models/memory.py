@@ -68,5 +68,22 @@ def _free_bytes_everywhere(config: WorkerConfig, parallel: TensorParallel) -> in
     return parallel.least(free_bytes(config.device, config.max_memory_bytes, parallel.size))
 
 
+def num_host_blocks(config: WorkerConfig, block_bytes: int, kv_bytes: int) -> int:
+    """How many slots of ``block_bytes`` the host tier has. ``kv_bytes``: of the device's pages, which may not be taken
+    from the system yet where the device is the host. Raises ModelError if so many bytes are not free."""
+    wanted = config.host_kv_cache_bytes
+    if not wanted:
+        return 0
+    flag = f"--host-kv-cache-bytes {wanted}"
+    free = free_bytes("cpu", config.max_memory_bytes, config.tensor_parallel_size) - (
+        kv_bytes if config.device == "cpu" else 0
+    )
+    if wanted > free:
+        raise ModelError(f"{flag}: the host has {_gib(max(0, free))} free beside weights and KV cache: give less")
+    if wanted < block_bytes:
+        raise ModelError(f"{flag}: a block needs {_gib(block_bytes)}: give more, or leave it out")
+    return wanted // block_bytes
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 27 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -13,6 +13,7 @@ from penstock.models.backend import AtOnce
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
+from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
@@ -47,6 +48,7 @@ class ReferenceBackend(AtOnce):
         spec: ModelSpec,
         weights: Weights,
         pages: KVPages,
+        host_pages: HostPages,
         facts: WorkerFacts,
         num_threads: int,
         num_logits: int,
@@ -61,6 +63,7 @@ class ReferenceBackend(AtOnce):
         self._spec = spec
         self._weights = weights
         self._pages = pages
+        self._host_pages = host_pages
         self._device = pages.device
         self._rotations = {
             rope: rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
@@ -70,6 +73,14 @@ class ReferenceBackend(AtOnce):
         """The blocks have a new owner, who will write them."""
         if block_ids:
             self._pages.renew(block_ids)
+
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """Copies blocks to slots of the host tier."""
+        self._host_pages.copy_out(copies)
+
+    def copy_in(self, copies: list[tuple[int, int]]) -> None:
+        """Copies slots of the host tier to blocks."""
+        self._host_pages.copy_in(copies)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -164,6 +175,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
+    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
     facts = WorkerFacts(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -182,8 +194,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         num_threads=config.num_threads if device.type == "cpu" else 0,
         hidden_size=spec.hidden_size,
         tensor_parallel_size=parallel.size,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
     )
-    return ReferenceBackend(spec, weights, pages, facts, config.num_threads, num_logits, parallel)
+    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
 
 
 def _check_flags(config: WorkerConfig, quantization: str) -> None:

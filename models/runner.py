@@ -51,7 +51,11 @@ class Runner:
         """Applies a plan and has it computed; what is returned waits for the result. Plans begin in their order, and
         are waited for in their order, by another thread perhaps."""
         began = time.monotonic_ns()
+        if plan.copies_out:
+            self._backend.copy_out(plan.copies_out)
         self._backend.renew(self._rows.apply(plan))
+        if plan.copies_in:
+            self._backend.copy_in(plan.copies_in)
         if plan.is_empty:
             return lambda: StepResult(plan.step, [], [], 0, (time.monotonic_ns() - began) // 1000)
         batch = build_batch(self._rows, plan)

@@ -1,7 +1,7 @@
 """Who begins in a plan: whether there is room for a waiting choice, and what of its history is cached. Gives rows and
 blocks out, and takes none away; knows no chunks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from penstock.scheduler.choice import Choice, LiveRequest
 from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.pins import Pins
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.timeline import Cause
@@ -45,6 +46,7 @@ class Beginnings:
         rows: RowTable[Choice],
         pins: Pins,
         suspects: Suspects,
+        restoring: Restoring,
         clock: Callable[[], float],
     ) -> None:
         self.max_rows = 0
@@ -58,6 +60,7 @@ class Beginnings:
         self._rows = rows
         self._pins = pins
         self._suspects = suspects
+        self._restoring = restoring
         self._clock = clock
         # A row that begins leaves so many blocks to those that run, or it would often be preempted at once.
         self._reserved_blocks = kv.pool.num_blocks // 100
@@ -90,13 +93,14 @@ class Beginnings:
             return False
         # If nothing was freed since the last try, looking up a long prefix again is no use.
         if not self._lacks_blocks(choice):
-            prefix = self._prefix(choice)
-            if prefix is None:
+            found = self._prefix(choice)
+            if found is None:
                 timeline.waits(choice.index, Cause.PREFIX)
                 return False
-            block_ids = self._allocate(choice, prefix)
+            prefix, restored = found
+            block_ids = self._allocate(choice, prefix, restored)
             if block_ids is not None:
-                self._begin(plan, choice, block_ids, len(prefix))
+                self._begin(plan, choice, block_ids, len(prefix) + len(restored))
                 this_round.num_added_tokens += num_tokens
                 for other in this_round.passed_over:
                     other.num_overtaken += 1
@@ -154,34 +158,38 @@ class Beginnings:
         """Whether it was tried with as many free blocks as there are now."""
         return len(self._running) > 0 and self._kv.pool.num_free <= choice.num_free_at_last_try
 
-    def _prefix(self, choice: Choice) -> list[int] | None:
-        """Blocks with KV of the history's beginning; None if it is better to wait for more."""
+    def _prefix(self, choice: Choice) -> tuple[list[int], Sequence[bytes]] | None:
+        """Blocks with KV of the history's beginning, and hashes of those after them that are to be copied back; None if
+        it is better to wait for more."""
         if choice.pinned:
-            return choice.pinned
+            return choice.pinned, ()
         if not choice.reads_cache:
-            return []
+            return [], ()
         kv = self._kv
         num_tokens = len(choice.token_ids)
         kv.hashing.extend(choice.hashes, choice.token_ids, num_tokens // kv.block_size, choice.live.request.hash_salt)
         prefix = kv.find_prefix(choice.hashes, num_tokens)
-        awaited = kv.last_pending(choice.hashes, len(prefix), num_tokens)
+        restored = self._restoring.find(choice.hashes, len(prefix), num_tokens)
+        num_found = len(prefix) + len(restored)
+        awaited = kv.last_pending(choice.hashes, num_found, num_tokens)
         if awaited is not None:
             leader = kv.leader(awaited)
             assert isinstance(leader, Choice)
             if leader.rank[0] > choice.rank[0]:
                 # It might wait long for the other's turn, so it computes the same by itself; others wait for it then.
-                kv.retract(leader, choice.hashes[len(prefix) :])
+                kv.retract(leader, choice.hashes[num_found:])
                 awaited = None
         choice.awaited_hash = awaited
-        return None if awaited is not None else prefix
+        return None if awaited is not None else (prefix, restored)
 
-    def _allocate(self, choice: Choice, prefix: list[int]) -> list[int] | None:
+    def _allocate(self, choice: Choice, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
         num_tokens = len(choice.token_ids)
+        reserve = self._reserved_blocks if len(self._running) else 0
+        block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored)
         if len(self._running):
-            return self._kv.allocate(prefix, num_tokens, self._reserved_blocks)
-        block_ids = self._kv.allocate(prefix, num_tokens)
+            return block_ids
         if block_ids is None and self._pins.remove_all(but=choice):
-            block_ids = self._kv.allocate(prefix, num_tokens)
+            block_ids = self._kv.allocate(prefix, num_tokens, 0, restored)
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 

@@ -401,6 +401,8 @@ class Engine:
             finished=self._num_finished,
             stalled=scheduler.num_held,
             retained_blocks=scheduler.kv.num_retained,
+            host_blocks=len(scheduler.kv.host),
+            restored_tokens=scheduler.kv.num_restored_tokens,
             refused=self._num_refused + counters.refused,
             restarts=self._restarts.total,
             step_s=scheduler.outlook.median_step_s,

@@ -40,6 +40,7 @@ class FakeExecutor:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         hidden_size: int = 8,
+        num_host_blocks: int = 0,
         seconds_per_step: float = 0.0,
         slots: Callable[[], Slots] | None = None,
         kills: Callable[[FakeRow], bool] = lambda row: False,
@@ -59,6 +60,7 @@ class FakeExecutor:
             weight_bytes=0,
             kv_bytes=0,
             hidden_size=hidden_size,
+            num_host_blocks=num_host_blocks,
         )
         self.plans: deque[StepPlan] = deque()
         """Plans that are not answered."""
@@ -68,7 +70,7 @@ class FakeExecutor:
         self.fails_to_start: deque[ExecutorError] = deque()
         """One for each of the next starts."""
         self._next_token = next_token or token_of_history(vocab_size)
-        self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size))
+        self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size, num_host_blocks))
         self._kills = kills
         self._worker = self._new_worker()
         self._delay_plans = delay_plans

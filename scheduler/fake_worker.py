@@ -91,13 +91,22 @@ class Slots(Protocol):
         """A row's KV of these positions is stored."""
         ...
 
+    def copy_out(self, block: int, slot: int) -> None:
+        """A block goes to the host tier."""
+        ...
+
+    def copy_in(self, slot: int, block: int) -> None:
+        """A block comes back from there."""
+        ...
+
 
 class CheckedSlots:
     """Knows whose KV each slot holds: a chained hash of the history up to its position, or None for poison."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
         self._tags: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host_tags: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._num_holders = [0] * num_blocks
         self._writers: list[tuple[int, int] | None] = [None] * num_blocks
 
@@ -156,6 +165,19 @@ class CheckedSlots:
                 raise BrokenPlan(f"row {row.number} writes to block {block}, which is not its own")
             self._tags[block][position % size] = row.tags[position]
 
+    def copy_out(self, block: int, slot: int) -> None:
+        """Only what somebody may look for there: a whole block."""
+        if None in self._tags[block]:
+            raise BrokenPlan(f"block {block} is copied out, and is not whole")
+        self._host_tags[slot] = self._tags[block].copy()
+
+    def copy_in(self, slot: int, block: int) -> None:
+        """Only to a block that nobody holds."""
+        if self._num_holders[block]:
+            raise BrokenPlan(f"slot {slot} is copied to block {block}, which a row holds")
+        self._tags[block] = self._host_tags[slot].copy()
+        self._writers[block] = None
+
     @staticmethod
     def _tag(row: FakeRow) -> None:
         tag = row.tags[-1] if row.tags else 0
@@ -180,6 +202,12 @@ class UncheckedSlots:
         """Ignored."""
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
+        """Ignored."""
+
+    def copy_out(self, block: int, slot: int) -> None:
+        """Ignored."""
+
+    def copy_in(self, slot: int, block: int) -> None:
         """Ignored."""
 
 
@@ -207,8 +235,16 @@ class FakeWorker:
         if self._step not in (None, plan.step):
             raise BrokenPlan(f"step {plan.step} comes, but {self._step} is next")
         self._step = plan.step + 1
+        for copies in (plan.copies_out, plan.copies_in):
+            if any(len(set(ids)) < len(copies) for ids in zip(*copies, strict=True)):
+                raise BrokenPlan("a block or a slot is copied twice")
+        for block, slot in plan.copies_out:
+            self._slots.copy_out(block, slot)
         for number in plan.dropped:
             self._slots.end(self._rows.pop(number))
+        # A block that is given to a row as a new one after that loses what was copied to it.
+        for slot, block in plan.copies_in:
+            self._slots.copy_in(slot, block)
         for added in plan.added:
             self._add(added)
         for more in plan.blocks:

@@ -84,7 +84,9 @@ class Intake:
         kv, num_blocks = self._kv, 0
         for index in range(request.num_prompts):
             prompt = request.prompt(index)
-            num_blocks += len(kv.find_prefix(kv.hashing.first(prompt.block_hashes), len(prompt.token_ids)))
+            hashes, num_tokens = kv.hashing.first(prompt.block_hashes), len(prompt.token_ids)
+            num_found = len(kv.find_prefix(hashes, num_tokens))
+            num_blocks += num_found + len(self._planner.restoring.find(hashes, num_found, num_tokens))
         return num_blocks * kv.block_size
 
     def _admit(self, request: Request, num_cached_tokens: int, prediction: Prediction | None) -> None:

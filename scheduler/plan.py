@@ -100,9 +100,12 @@ class Decode(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, array_like=True, gc=False):
-    """One step. The worker applies the lists in the order of the fields, then computes chunks and decodes as one batch.
+    """One step. The worker copies out, applies the lists in the order of the fields, copies in, and computes chunks and
+    decodes as one batch.
 
     A block of a dropped row may be given out again in the same plan: plans run in order, so earlier writes came first.
+    Order is the fence for copies as well: what is copied out was written by an earlier plan, and what is copied in was
+    copied out by an earlier plan or by this one. In each list of copies no block and no slot comes twice.
     """
 
     step: int
@@ -111,6 +114,10 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     blocks: list[RowBlocks]
     chunks: list[Chunk]
     decodes: list[Decode]
+    copies_out: list[tuple[int, int]] = []
+    """Block and slot of the host tier: blocks that were evicted, and that a row of this plan has now."""
+    copies_in: list[tuple[int, int]] = []
+    """Slot of the host tier and block: blocks whose KV counts as computed in a row that this plan adds."""
 
     @property
     def is_empty(self) -> bool:
@@ -185,6 +192,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     kv_cache_bytes: int | None = None
     """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
     memory_utilization: float = 0.5
+    host_kv_cache_bytes: int = 0
+    """Of host memory, for evicted blocks; 0: these are forgotten."""
     num_threads: int = 1
     """That compute, on a CPU."""
     cpu_pinning: str = "auto"
@@ -243,6 +252,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """Numbers in a row's vector."""
     tensor_parallel_size: int = 1
     """Ranks that share the model; bytes and threads are those of each."""
+    num_host_blocks: int = 0
+    """Slots of the host tier, numbered from 0."""
+    copy_us_per_block: float = 0.0
+    """About what copying one block between the tiers takes, as measured at the start."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

@@ -19,6 +19,7 @@ from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.pins import Pins
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
 from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.step_model import StepModel, StepWork
 from penstock.scheduler.suspects import Suspects
@@ -78,7 +79,10 @@ class Planner:
         self._clock = clock
         self._max_decode_tokens = config.max_decode_tokens
         self._pins = Pins(kv)
-        self.beginnings = Beginnings(kv, self.waiting, self.running, self.rows, self._pins, suspects, clock)
+        self.restoring = Restoring(kv, model, facts)
+        self.beginnings = Beginnings(
+            kv, self.waiting, self.running, self.rows, self._pins, suspects, self.restoring, clock
+        )
         self.configure(config)
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -316,6 +320,8 @@ class Planner:
                 self.running.promote(choice)
                 if not choice.is_pooled:
                     choice.live.timeline.will_decode(choice.index, plan.step)
+        plan.copies_out, plan.copies_in = self.kv.take_copies()
+        assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 
     def _publish(self, choice: Choice, num_full: int) -> None:
         kv = self.kv

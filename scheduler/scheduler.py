@@ -46,11 +46,11 @@ class Scheduler:
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
         hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
-        self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing)
+        self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
         self.tenants = Tenants(config, clock)
         self.timelines = Timelines(config.explain_requests, clock)
         self._suspects = Suspects()
-        model = StepModel()
+        model = StepModel(facts.copy_us_per_block * 1e-6)
         self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
         self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
         self._planner.beginnings.is_late = self.outlook.is_late

@@ -44,6 +44,10 @@ class EngineStats:
     """Requests that are held back, because nobody reads their output."""
     retained_blocks: int = 0
     """Those of the cached blocks that are kept for who continues a request."""
+    host_blocks: int = 0
+    """Evicted blocks that host memory holds, whether the device has them again or not."""
+    restored_tokens: int = 0
+    """Those of the cached tokens whose KV was copied back from host memory."""
     refused: int = 0
     """Requests that were not admitted."""
     restarts: int = 0

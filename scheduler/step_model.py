@@ -6,6 +6,7 @@ The time of a step is taken to be
 
 with no coefficient below zero, times a pace. The coefficients have the least squares of the relative errors, and older
 steps count less and less; the pace is that of the last few steps, since a machine may be busy with other things too.
+Blocks that are copied between the tiers of the KV cache come on top, at the time that the worker measured for one.
 """
 
 import math
@@ -61,6 +62,8 @@ class StepWork(NamedTuple):
     chunks: float = 0
     chunk_kv: float = 0
     """The chunks' ends, summed: what is read for them, however few tokens they have."""
+    copied_blocks: float = 0
+    """Between the tiers of the KV cache, either way."""
 
     @classmethod
     def of(cls, plan: StepPlan, decode_kv: int) -> "StepWork":
@@ -71,7 +74,8 @@ class StepWork(NamedTuple):
             tokens += num
             kv += num * (chunk.start + chunk.end) // 2
             end += chunk.end
-        return cls(tokens, kv, len(plan.decodes), decode_kv, len(plan.chunks), end)
+        copied = len(plan.copies_out) + len(plan.copies_in)
+        return cls(tokens, kv, len(plan.decodes), decode_kv, len(plan.chunks), end, copied)
 
 
 class _Moments:
@@ -100,7 +104,9 @@ class StepModel:
     Errors are relative, so a step that took far too long for once hardly counts, the first one included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy_s: float = 0.0) -> None:
+        """``copy_s``: what copying one block takes."""
+        self._copy_s = copy_s
         self._coefficients = [0.0] * len(_SCALES)
         self._num_steps = 0
         # Apart, so that a long time of decoding does not wipe out what is known of chunks.
@@ -120,7 +126,8 @@ class StepModel:
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step of so much work took so long; about 10 us."""
         terms = _terms(work, 1)
-        seconds = max(seconds, 1e-6)
+        # What is known of copies is less sure than the step's own time, so they are taken to be half of it at most.
+        seconds = max(seconds - work.copied_blocks * self._copy_s, seconds / 2, 1e-6)
         predicted = _dot(self._coefficients, terms)
         self._last.append((terms, seconds))
         surprise = abs(predicted / seconds - 1) > _SURPRISE
@@ -142,7 +149,7 @@ class StepModel:
         """Seconds that so much work takes, in so many steps together; None while too little is known."""
         if self._num_steps < _MIN_STEPS:
             return None
-        return self._pace * _dot(self._coefficients, _terms(work, steps))
+        return self._pace * _dot(self._coefficients, _terms(work, steps)) + work.copied_blocks * self._copy_s
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
@@ -193,7 +200,7 @@ class StepModel:
 
 
 def _terms(work: StepWork, steps: float) -> tuple[float, ...]:
-    return tuple(map(mul, _SCALES, (steps, *work)))
+    return tuple(map(mul, _SCALES, (steps, *work[:-1])))
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

@@ -195,6 +195,10 @@ class ServeConfig:
         None, "the KV cache's size, on each rank; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
         shown="by --gpu-memory-utilization",
     )  # fmt: skip
+    host_kv_cache_bytes: int = flag(
+        0, "host memory for KV that a GPU's cache has no room for: what is looked for there is copied back, unless "
+        "computing it again is faster; K, M, G are powers of 1024", metavar="BYTES", low=0, is_size=True, shown="none",
+    )  # fmt: skip
     conversation_ttl: float = flag(
         600.0, "how long a request that ended may be continued, and how long its KV is retained for that",
         metavar="SECONDS", low=0, high=86_400,
@@ -259,6 +263,10 @@ class ServeConfig:
         _check_identity(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError("--kv-cache-memory-bytes: already says how much; leave --gpu-memory-utilization out")
+        if self.host_kv_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--host-kv-cache-bytes: is for KV that requests may find again; leave --no-enable-prefix-caching out"
+            )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
         if self.tensor_parallel_size > 1 and ":" in self.device:

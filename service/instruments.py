@@ -112,6 +112,7 @@ KV_CACHED_BLOCKS = _gauge("penstock.kv.cached_blocks", "{block}", "Blocks that n
 KV_RETAINED_BLOCKS = _gauge(
     "penstock.kv.retained_blocks", "{block}", "Those of the cached blocks that are kept for who continues a request."
 )
+KV_HOST_BLOCKS = _gauge("penstock.kv.host_blocks", "{block}", "Evicted blocks that host memory holds.")
 MEDIAN_STEP = _gauge("penstock.median_step_time", "s", "The time of a step, at the median of the last ones.")
 PREDICTED_FIRST_TOKEN = _gauge(
     "penstock.predicted_time_to_first_token", "s", "Of a short request that came now; absent while nothing is known."
@@ -129,6 +130,9 @@ PREFILL_TOKENS = _counter(
     "penstock.prefill_tokens", "{token}", "Tokens of prompts that were computed, again after a preemption included."
 )
 CACHED_TOKENS = _counter("penstock.cached_tokens", "{token}", "Tokens of prompts that the prefix cache saved.")
+RESTORED_TOKENS = _counter(
+    "penstock.restored_tokens", "{token}", "Those of the cached tokens whose KV was copied back from host memory."
+)
 OUTPUT_TOKENS = _counter("penstock.output_tokens", "{token}", "Tokens that were chosen.")
 PREEMPTIONS = _counter("penstock.preemptions", "{preemption}", "Rows that gave their blocks up for others.")
 WORKER_RESTARTS = _counter("penstock.worker_restarts", "{restart}", "Workers that were replaced.")

@@ -86,6 +86,7 @@ class MetricsReader:
         yield _of(of.KV_BLOCKS, facts.num_blocks)
         yield _of(of.KV_CACHED_BLOCKS, stats.cached_blocks)
         yield _of(of.KV_RETAINED_BLOCKS, stats.retained_blocks)
+        yield _of(of.KV_HOST_BLOCKS, stats.host_blocks)
         yield _of(of.MEDIAN_STEP, stats.step_s)
         predicted = [] if stats.predicted_ttft_s is None else [Point((), stats.predicted_ttft_s)]
         yield Reading(of.PREDICTED_FIRST_TOKEN, predicted)
@@ -98,6 +99,7 @@ class MetricsReader:
         yield _of(of.DECODE_ROWS, stats.decode_rows)
         yield _of(of.PREFILL_TOKENS, stats.prefill_tokens)
         yield _of(of.CACHED_TOKENS, stats.cached_tokens)
+        yield _of(of.RESTORED_TOKENS, stats.restored_tokens)
         yield _of(of.OUTPUT_TOKENS, stats.output_tokens)
         yield _of(of.PREEMPTIONS, stats.preemptions)
         yield _of(of.WORKER_RESTARTS, stats.restarts)

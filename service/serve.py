@@ -221,6 +221,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         max_num_batched_tokens=config.max_num_batched_tokens,
         kv_cache_bytes=config.kv_cache_memory_bytes,
         memory_utilization=share,
+        host_kv_cache_bytes=config.host_kv_cache_bytes,
         num_threads=config.threads or machine.num_threads(),
         cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
@@ -332,13 +333,15 @@ def describe(facts: WorkerFacts, config: SchedulerConfig) -> str:
         on, each = f"{facts.tensor_parallel_size} ranks of {on.partition(':')[0]}", " a rank"
     if parts:
         on = f"{on} ({', '.join(parts)}{each})"
+    host_tokens = facts.num_host_blocks * facts.block_size
+    evicted = f"; {host_tokens:,} tokens more in host memory" if host_tokens else ""
     return (
         f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB{each}, "
         f"context {facts.max_model_len:,}\n"
         f"backend {facts.backend} on {on}, steps of at most {config.max_rows(facts):,} sequences and "
         f"{config.token_budget(facts):,} tokens\n"
         f"KV cache of {facts.num_blocks * facts.block_size:,} tokens in {facts.kv_cache_dtype}, "
-        f"{facts.kv_bytes / _MIB:,.0f} MiB{each}"
+        f"{facts.kv_bytes / _MIB:,.0f} MiB{each}{evicted}"
     )
 
 

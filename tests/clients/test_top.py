@@ -39,6 +39,8 @@ NOW = pb.WatchStatsResponse(
     step_us=23_900,
     predicted_ttft_ms=120,
     loop_lag=pb.LoopLag(p50_us=240, p99_us=3100, max_us=1_250_900),
+    host_blocks=4100,
+    restored_tokens=65_536,
     tenants=[
         pb.TenantStats(tenant="acme", live_requests=150, served_tokens=4000),
         pb.TenantStats(tenant="new-one", live_requests=40, served_tokens=99),
@@ -57,6 +59,7 @@ penstock top   gpu1:50052   RECOVERING   up 0:00:12
 requests   190 live, 3 of them stalled
 rows       180 run, 12 wait
 KV         ###############...............  50.0 % held; 1,203 blocks cached, 88 of them retained
+           4,100 blocks in host memory; 65,536 tokens came back from it
 1st token  a short request's is predicted after 120 ms
 loop       late by 0.2 ms at the median, 3.1 ms at p99, 1,250.9 ms at most
 

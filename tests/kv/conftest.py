@@ -26,8 +26,12 @@ class Sequence:
 class RandomCache:
     """Rows that begin, grow and end as they do in the scheduler, and what happens to the cache besides."""
 
-    def __init__(self, seed: int, num_blocks: int = 40) -> None:
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE))
+    def __init__(self, seed: int, num_blocks: int = 40, num_host_blocks: int = 0) -> None:
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, ChainedHashing(BLOCK_SIZE), num_host_blocks)
+        # What lies where, by hash, if all copies are made.
+        self._blocks: list[bytes | None] = [None] * num_blocks
+        self._slots: list[bytes | None] = [None] * num_host_blocks
+        self.num_copied_in = 0
         self.content: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         """Of every block that was ever published: the parent's hash and the tokens."""
         self._rng = random.Random(seed)
@@ -38,19 +42,25 @@ class RandomCache:
         """One operation."""
         self._now += self._rng.random()
         operation = self._rng.choices(
-            (self._begin, self._publish, self._grow, self._end, self._expire, self._flush, self._reset),
-            (30, 40, 20, 20, 10, 0.2, 0.1),
+            (self._begin, self._publish, self._grow, self._end, self._expire, self._flush, self._reset, self._copy),
+            (30, 40, 20, 20, 10, 0.2, 0.1, 20),
         )[0]
         operation()
 
     def check(self) -> None:
-        self.kv.pool.check([row.block_ids for row in self._rows])
-        assert set(self.kv.events.hashes) == set(self.kv.pool.hashes)
+        self.kv.check([row.block_ids for row in self._rows])
+        self._copy()
+        for block_hash in self.kv.pool.hashes:
+            block = self.kv.pool.find(block_hash)
+            assert block is not None
+            assert self._blocks[block] == block_hash
+        assert set(self.kv.host.hashes) <= set(self._slots)
 
     @property
     def map(self) -> dict[bytes, tuple[bytes, tuple[int, ...]]]:
         """What can be found now."""
-        return {block_hash: self.content[block_hash] for block_hash in self.kv.pool.hashes}
+        found = dict.fromkeys([*self.kv.pool.hashes, *self.kv.host.hashes])
+        return {block_hash: self.content[block_hash] for block_hash in found}
 
     def _begin(self) -> None:
         rng, kv = self._rng, self.kv
@@ -61,13 +71,24 @@ class RandomCache:
         hashes: list[bytes] = []
         kv.hashing.extend(hashes, token_ids, length // BLOCK_SIZE, salt)
         prefix = kv.find_prefix(hashes, length)
-        block_ids = kv.allocate(prefix, length)
+        restored = kv.find_evicted(hashes, len(prefix), length) if rng.random() < 0.8 else []
+        block_ids = kv.allocate(prefix, length, restored=restored)
         if block_ids is None:
             self._end()
         else:
-            self._rows.append(Sequence(token_ids, salt, hashes, block_ids, len(prefix)))
+            self._rows.append(Sequence(token_ids, salt, hashes, block_ids, len(prefix) + len(restored)))
+
+    def _copy(self) -> None:
+        """A plan is made, and carried out."""
+        copies_out, copies_in = self.kv.take_copies()
+        for block, slot in copies_out:
+            self._slots[slot] = self._blocks[block]
+        for slot, block in copies_in:
+            self._blocks[block] = self._slots[slot]
+            self.num_copied_in += 1
 
     def _publish(self) -> None:
+        self._copy()
         if self._rows:
             row = self._rng.choice(self._rows)
             stop = self._rng.randint(row.num_published, len(row.token_ids) // BLOCK_SIZE)
@@ -76,6 +97,7 @@ class RandomCache:
                 parent = row.hashes[index - 1] if index else b""
                 tokens = row.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
                 self.content[row.hashes[index]] = (parent, tuple(tokens))
+                self._blocks[row.block_ids[index]] = row.hashes[index]
             self.kv.publish(row.block_ids, row.hashes, row.num_published, stop, row.token_ids)
             row.num_published = stop
 
@@ -99,7 +121,8 @@ class RandomCache:
         self.kv.expire(self._now)
 
     def _flush(self) -> None:
-        num_cached = self.kv.pool.num_cached
+        self._copy()
+        num_cached = self.kv.pool.num_cached + len(self.kv.host)
         assert self.kv.flush() == num_cached
 
     def _reset(self) -> None:

@@ -7,7 +7,7 @@ from penstock.kv.block_pool import BlockPool
 
 
 def new_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, on_evicted=lambda block_hash: None)
+    return BlockPool(num_blocks, on_evicted=lambda block_hash, block: None)
 
 
 def published(pool: BlockPool, *hashes: bytes) -> list[int]:
@@ -225,7 +225,7 @@ OPERATIONS = st.sampled_from(("take", "release", "publish", "share", "retain", "
 @given(st.lists(st.tuples(OPERATIONS, st.integers(0, 30)), max_size=60))
 def test_the_pool_agrees_with_its_tables_after_any_operations(operations):
     known: set[bytes] = set()
-    pool = BlockPool(8, on_evicted=known.remove)
+    pool = BlockPool(8, on_evicted=lambda block_hash, block: known.remove(block_hash))
     tables: list[list[int]] = []
     for operation, number in operations:
         family = [bytes([number % 5, index]) for index in range(3)]

@@ -210,9 +210,12 @@ def test_a_mirror_is_right_whenever_its_reader_is_up_to_date(mirror_type, operat
     assert reader.is_up_to_date
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_mirrors_equal_the_pools_map_after_10000_random_operations(random_cache_type, mirror_type, seed):
-    cache = random_cache_type(seed)
+@pytest.mark.parametrize(("seed", "num_host_blocks"), [(0, 0), (1, 4), (2, 25)])
+def test_mirrors_equal_the_caches_map_after_10000_random_operations(
+    random_cache_type, mirror_type, seed, num_host_blocks
+):
+    """And what is found in the pool, or in the host tier, lies there."""
+    cache = random_cache_type(seed, num_host_blocks=num_host_blocks)
     rng = random.Random(seed)
     log = cache.kv.events
     # One reads often, one seldom, one so seldom that it falls behind; all are cut off now and then, in the middle too.
@@ -234,6 +237,7 @@ def test_mirrors_equal_the_pools_map_after_10000_random_operations(random_cache_
                 assert mirrors[index].map == cache.map
                 num_compared += 1
     assert num_compared > 500
+    assert (cache.num_copied_in > 100) == (num_host_blocks > 0)
     for mirror, reader in zip(mirrors, readers, strict=True):
         while not reader.is_up_to_date:
             mirror.apply(*reader.read(500))

@@ -130,6 +130,21 @@ def test_chunks_blocks_and_rows_that_change(tiny_model, load):
     assert (result.rows[0].epoch, result.rows[0].num_computed) == (2, len(again))
 
 
+def test_a_block_comes_back_from_host_memory_byte_equal(load):
+    runner = load("llama-tied-biases-head24", host_kv_cache_bytes=1 << 18)
+    blocks = runner._backend._host_pages._blocks[0]
+    prompt = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4, 150, 8, 21, 6, 44]
+    first, other = added(0, prompt, [5, 6], GREEDY), added(1, prompt[::-1], [5, 7], GREEDY)
+    expected = runner.run(StepPlan(0, [], [first], [], [whole(first)], [])).rows[0].token_ids
+    written = blocks[5].clone()
+    runner.run(StepPlan(1, [0], [other], [], [whole(other)], [], copies_out=[(5, 2)]))
+    assert not blocks[5].equal(written)
+    again = AddedRow(2, 1, prompt, 17, 16, [9, 6], GREEDY)
+    result = runner.run(StepPlan(2, [1], [again], [], [Chunk(2, 16, 17)], [], copies_in=[(2, 9)]))
+    assert result.rows[0].token_ids == expected
+    assert blocks[9].equal(written)
+
+
 PROMPT = [3, 9, 1, 33, 9, 1, 3]
 SAMPLING = [
     SamplingParams(temperature=0.8, seed=5, top_k=30, top_p=0.9, min_p=0.02, logprobs=3),

@@ -122,8 +122,13 @@ async def test_stop_ends_a_worker_that_does_not_react(worker, monkeypatch):
 
 
 async def test_a_restart_gives_the_same_facts(tiny_model, worker_config):
-    process = WorkerProcess(worker_config(tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.01))
+    config = worker_config(
+        tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.01, host_kv_cache_bytes=1 << 20
+    )
+    process = WorkerProcess(config)
     facts = await process.start()
+    assert facts.num_host_blocks > 0
+    assert facts.copy_us_per_block > 0
     try:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ExecutorError):

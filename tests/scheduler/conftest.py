@@ -228,9 +228,9 @@ def make_request(
 class World:
     """A scheduler, a fake worker and what lies between them: plans, and answers that come when the test says so."""
 
-    def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64) -> None:
+    def __init__(self, num_blocks: int, config: SchedulerConfig, max_num_batched_tokens: int = 64, **tier: Any) -> None:
         rest = (MAX_MODEL_LEN, config.max_num_seqs, max_num_batched_tokens, "fake", "fake", "cpu", "float32", "float32")
-        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *rest, 0, 0, hidden_size=HIDDEN_SIZE)
+        self.facts = WorkerFacts(num_blocks, BLOCK_SIZE, VOCAB_SIZE, *rest, 0, 0, hidden_size=HIDDEN_SIZE, **tier)
         self.config = config
         self.received: dict[str, Received] = {}
         self.num_refused = 0
@@ -241,7 +241,7 @@ class World:
         self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
 
     def _new_worker(self) -> None:
-        slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE)
+        slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE, self.facts.num_host_blocks)
         self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), slots, self.kills)
         self.plans: deque[StepPlan] = deque()
 
@@ -424,8 +424,7 @@ class World:
         running = list(planner.running)
         waiting = list(planner.waiting.in_order())
         pinned = [choice for choice in waiting if choice.pinned]
-        self.scheduler.kv.pool.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
-        assert set(self.scheduler.kv.events.hashes) == set(self.scheduler.kv.pool.hashes), "events differ from the map"
+        self.scheduler.kv.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
         assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
         rows = planner.running
         for line in (*planner.waiting._lanes.values(), rows.prefilling, rows.decoding, rows.held):

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
+from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.choice import Choice, ChoiceState
@@ -30,8 +31,9 @@ from penstock.scheduler.suspects import Suspects
 NUMBERS = st.integers(0, 2**16)
 
 
-def random_config(number: int) -> tuple[int, SchedulerConfig, int]:
-    """Pools that hold the largest request hardly more than once, so that most sequences preempt and evict."""
+def random_config(number: int) -> tuple[int, SchedulerConfig, int, int]:
+    """Pools that hold the largest request hardly more than once, so that most sequences preempt and evict; and slots of
+    the host tier, none, few or many."""
     rng = random.Random(number)
     budget = rng.choice((4, 9, 32, 64))
     config = SchedulerConfig(
@@ -45,7 +47,7 @@ def random_config(number: int) -> tuple[int, SchedulerConfig, int]:
         max_decode_tokens=rng.choice((1, 1, 3)),
         target_itl_s=rng.choice((None, None, 0.5, 3.0)),
     )
-    return rng.randint(8, 22), config, budget
+    return rng.randint(8, 22), config, budget, rng.choice((0, 3, 40))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -55,7 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(number=NUMBERS)
     def begin(self, number):
-        self.world = self.new_world(*random_config(number))
+        *limits, num_host_blocks = random_config(number)
+        self.world = self.new_world(*limits, num_host_blocks=num_host_blocks)
         self.is_whole = True
 
     def do(self, operation, *args):
@@ -380,6 +383,44 @@ def in_flight_over_a_restart(patch):
     patch.setattr(Choice, "restart", restart_and_wait_for_answers)
 
 
+def slot_overwritten_before_it_is_copied_back(patch):
+    patch.setattr(HostTier, "restore", lambda tier, block_hash: tier._slots[block_hash])
+
+
+def evicted_blocks_not_copied_out(patch):
+    take_copies = KVCacheManager.take_copies
+    patch.setattr(KVCacheManager, "take_copies", lambda kv: ([], take_copies(kv)[1]))
+
+
+def restored_blocks_not_copied_in(patch):
+    take_copies = KVCacheManager.take_copies
+    patch.setattr(KVCacheManager, "take_copies", lambda kv: (take_copies(kv)[0], []))
+
+
+def copies_left_to_the_next_plan(patch):
+    take_copies = KVCacheManager.take_copies
+
+    def take_late(kv):
+        copies_out, copies_in = take_copies(kv)
+        late = vars(kv).get("late", [])
+        kv.late = copies_out
+        return late, copies_in
+
+    patch.setattr(KVCacheManager, "take_copies", take_late)
+
+
+def eviction_told_though_the_host_tier_has_the_block(patch):
+    store = HostTier.store
+
+    def store_in_secret(tier, block_hash):
+        slot = store(tier, block_hash)
+        if slot is not None:
+            tier._on_overwritten(block_hash)
+        return slot
+
+    patch.setattr(HostTier, "store", store_in_secret)
+
+
 PLANTED_BUGS = [
     leaked_block,
     double_free,
@@ -403,6 +444,11 @@ PLANTED_BUGS = [
     victim_of_the_highest_rank,
     cache_kept_over_a_restart,
     in_flight_over_a_restart,
+    slot_overwritten_before_it_is_copied_back,
+    evicted_blocks_not_copied_out,
+    restored_blocks_not_copied_in,
+    copies_left_to_the_next_plan,
+    eviction_told_though_the_host_tier_has_the_block,
 ]
 
 

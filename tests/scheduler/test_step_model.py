@@ -43,6 +43,25 @@ def median_error(model, seed=99):
     return sorted(error(model, some_work(rng)) for _ in range(101))[50]
 
 
+def test_copies_come_on_top_of_what_is_computed():
+    model, twin = StepModel(copy_s=1e-3), StepModel()
+    for tokens in range(16, 1600, 16):
+        work = StepWork(tokens, tokens * tokens / 2, 0, 0, 1, tokens)
+        twin.observe(work, cpu_step_s(work))
+        copied = min(tokens // 16, 1000 * cpu_step_s(work))  # half of the step at most
+        model.observe(work._replace(copied_blocks=copied), cpu_step_s(work) + copied * 1e-3)
+    work = StepWork(512, 512 * 256, 0, 0, 1, 512)
+    assert predict(model, work) == pytest.approx(predict(twin, work))
+    assert predict(model, work._replace(copied_blocks=20)) == pytest.approx(predict(twin, work) + 0.02)
+
+
+def test_a_step_is_never_taken_to_be_copies_alone():
+    model = StepModel(copy_s=1.0)
+    for _ in range(50):
+        model.observe(StepWork(0, 0, 8, 800, copied_blocks=10), 0.1)
+    assert predict(model, StepWork(0, 0, 8, 800)) == pytest.approx(0.05, rel=0.1)
+
+
 def test_nothing_is_said_before_enough_is_known():
     model = StepModel()
     assert model.predict(StepWork(0, 0, 1, 10)) is None

@@ -75,6 +75,8 @@ BAD = {
     "--shutdown-grace -1": "--shutdown-grace: must be 0 to 86,400; it is -1",
     "--listen unix:/x --port 1": "--listen: already says where",
     "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1G": "--kv-cache-memory-bytes: already says how much",
+    "--host-kv-cache-bytes 1.5G": "--host-kv-cache-bytes: must be a number of bytes, such as 512M; it is '1.5G'",
+    "--host-kv-cache-bytes 1G --no-enable-prefix-caching": "--host-kv-cache-bytes: is for KV that requests may find",
     "--model a b": "--model: MODEL is there already",
     "--max-num-seq 5": "no such flag or argument: --max-num-seq; penstock serve --help lists them",
     "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",

@@ -74,6 +74,17 @@ def scrape(metered):
     return scrape
 
 
+async def test_what_host_memory_holds_is_counted(start_service):
+    service = await start_service(
+        FakeExecutor(vocab_size=258, num_blocks=8, num_host_blocks=9), metrics_listen="127.0.0.1:0"
+    )
+    for letter in "xyx":
+        await complete(service, text=letter * 100)
+    stats, samples = service.engine.stats(), await samples_of(service)
+    assert samples["penstock_kv_host_blocks", frozenset()] == stats.host_blocks > 0
+    assert samples["penstock_restored_tokens_total", frozenset()] == stats.restored_tokens > 0
+
+
 def start(text="0123456789abcdef0123456789", max_tokens=5, **fields):
     return pb.Start(text=text, sampling=pb.Sampling(max_tokens=max_tokens, **fields))
 

@@ -73,6 +73,21 @@ async def test_totals_are_those_of_what_ended(start_watched):
     assert stats.step_us > 0
 
 
+async def test_what_host_memory_holds_is_told(start_service):
+    executor = FakeExecutor(
+        vocab_size=258, next_token=lambda history, sampling: ord("a"), num_blocks=8, num_host_blocks=9
+    )
+    service = await start_service(executor, admin_listen="127.0.0.1:0")
+    for letter in "xyx":
+        prompt = pb.Start(text=letter * 100, sampling=pb.Sampling(max_tokens=3, ignore_eos=True))
+        answer = await service.generation.Complete(pb.CompleteRequest(start=prompt))
+    stats = await watch(service).read()
+    assert answer.finished.usage.cached_tokens == stats.cached_tokens == 96
+    # The first request's blocks that the second one needed; the others were still there.
+    assert stats.restored_tokens == 80
+    assert stats.host_blocks > 5
+
+
 async def test_the_engines_state_is_told(start_watched):
     service = await start_watched()
     answers = watch(service, interval_ms=100)

@@ -59,6 +59,12 @@ def test_it_computes_where_the_doctor_says(monkeypatch, changes, device):
     assert worker_of(monkeypatch, machine, backend="cpu").device == "cpu"
 
 
+def test_evicted_kv_gets_the_host_memory_that_it_is_given(monkeypatch):
+    machine = inspect_machine()
+    assert worker_of(monkeypatch, machine).host_kv_cache_bytes == 0
+    assert worker_of(monkeypatch, machine, host_kv_cache_bytes=3 << 30).host_kv_cache_bytes == 3 << 30
+
+
 @pytest.mark.parametrize(("threads", "is_too_many"), [(None, False), (2, False), (3, True)])
 def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, threads, is_too_many):
     machine = dataclasses.replace(inspect_machine(), num_usable_cores=2.5)
@@ -96,3 +102,6 @@ def test_limits_are_told_as_they_are():
         "backend reference on cuda:1, steps of at most 200 sequences and 200 tokens",
         "KV cache of 128 tokens in float16, 1 MiB",
     ]
+    facts = msgspec.structs.replace(facts, num_host_blocks=100)
+    last_line = serve.describe(facts, SchedulerConfig()).splitlines()[-1]
+    assert last_line == "KV cache of 128 tokens in float16, 1 MiB; 1,600 tokens more in host memory"

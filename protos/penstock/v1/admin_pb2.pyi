@@ -198,6 +198,8 @@ class WatchStatsResponse(_message.Message):
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     LOOP_LAG_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """What it does."""
     uptime_ms: _builtins.int
@@ -236,6 +238,10 @@ class WatchStatsResponse(_message.Message):
     """How long a step took at the median of the last 128, in microseconds."""
     predicted_ttft_ms: _builtins.int
     """Predicted time to the first token of a short request that came now, in milliseconds. Absent while nothing is known."""
+    host_blocks: _builtins.int
+    """Evicted blocks that host memory holds, whether rows use them again or not. 0 without --host-kv-cache-bytes."""
+    restored_tokens: _builtins.int
+    """Total of those of the cached tokens whose KV was copied back from host memory."""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
         """Of tenants with live requests, the busiest 64 at most."""
@@ -268,10 +274,12 @@ class WatchStatsResponse(_message.Message):
         predicted_ttft_ms: _builtins.int | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
         loop_lag: Global___LoopLag | None = ...,
+        host_blocks: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
@@ -440,7 +448,7 @@ class FlushCacheResponse(_message.Message):
 
     FLUSHED_BLOCKS_FIELD_NUMBER: _builtins.int
     flushed_blocks: _builtins.int
-    """Blocks that were forgotten."""
+    """Blocks that were forgotten; those in host memory count as well."""
     def __init__(
         self,
         *,
@@ -939,11 +947,11 @@ class WatchKvEventsResponse(_message.Message):
     """Tokens in a block."""
     @_builtins.property
     def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Blocks that can no longer be found. One that came and went between two messages may never have been told."""
+        """Blocks that can no longer be found, neither on the device nor in host memory. One that came and went between two messages may never have been told."""
 
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
-        """Blocks that can be found from now on. One may be told again."""
+        """Blocks that can be found from now on, wherever they are. One may be told again."""
 
     def __init__(
         self,
