@@ -53,13 +53,24 @@ native: $(ENVIRONMENT) ## build the CPU library, with all that the C++ compiler 
 # What tools need to see and git need not: the namespace `penstock` as a folder of links, and types of google.rpc, for
 # mypy and pyright; the files of google.rpc that the contract imports, for buf, which would fetch them otherwise.
 $(LINKS): $(ENVIRONMENT)
-	@rm -rf .dev && mkdir -p .dev/penstock .dev/protos/google/rpc .dev/types
-	@for room in clients kernels kv models scheduler service; do ln -s ../../$$room .dev/penstock/$$room; done
-	@ln -s ../../protos/penstock/v1 .dev/penstock/v1
+	@rm -rf .dev && mkdir -p .dev/protos/google/rpc .dev/types
+	@$(link-rooms)
 	@cp $(SITE)/google/rpc/{status,error_details}.proto .dev/protos/google/rpc/
 	@$(BIN)/python -P -m grpc_tools.protoc -I .dev/protos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	  --mypy_out=quiet:.dev/types google/rpc/status.proto google/rpc/error_details.proto
 	@touch $@
+
+link-rooms = mkdir -p .dev/penstock; ln -sfn ../../protos/penstock/v1 .dev/penstock/v1; \
+  for room in clients kernels kv models scheduler service; do ln -sfn ../../$$room .dev/penstock/$$room; done
+
+# A machine with a GPU may have no package index. Where its Python has torch it is run as it is, on the checkout, and
+# what needs packages that it lacks is left out.
+define on-gpu
+@test -x $(BIN)/python || $(PYTHON) -c 'import torch, triton' 2>/dev/null || $(MAKE) setup
+@$(link-rooms)
+python=$(BIN)/python; test -x $$python || python=$(PYTHON); \
+  PYTHONPATH="$(CURDIR)/.dev:$(CURDIR)/tests/peers$${PYTHONPATH:+:$$PYTHONPATH}" $$python -P
+endef
 
 SITE = $(shell $(BIN)/python -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
@@ -70,7 +81,7 @@ $(NODE): package.json package-lock.json
 
 # ------------------------------------------------------------------------------------------------------------------- run
 
-.PHONY: serve bench bench-peers bench-cpu
+.PHONY: serve bench bench-peers bench-cpu bench-gpu
 serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
@@ -87,11 +98,21 @@ bench-peers: setup ## install the other engines, each in an environment of its o
 bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some hours
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
+bench-gpu: ## measure kernels, steps and service on a GPU, beside transformers; 8 minutes. TINY=1: without one, tiny
+	$(on-gpu) -m gpu_bench $(if $(TINY),--tiny) --json build/bench-gpu.json $(ARGS)
+
 # ------------------------------------------------------------------------------------------------------------------ test
 
-.PHONY: test soak nocompiler sanitize emulate
+.PHONY: test test-gpu soak nocompiler sanitize emulate
 test: setup ## run the tests; ARGS='-k name' runs some
 	$(BIN)/pytest $(ARGS)
+
+# Where plugins are missing that the configuration names, the kernels' tests run without it, those at least that need no
+# more than torch.
+WITHOUT_PLUGINS := --config-file=/dev/null --rootdir=. --import-mode=importlib --continue-on-collection-errors
+test-gpu: ## run the tests that need a GPU
+	$(on-gpu) -m pytest $$($$python -c 'import msgspec, pytest_asyncio, pytest_timeout' 2>/dev/null \
+	  || echo $(WITHOUT_PLUGINS) tests/kernels/cuda) -m gpu $(ARGS)
 
 soak: setup ## run the long tests at their full numbers, then sanitize and emulate; with ARGS, the long tests alone
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)

@@ -23,7 +23,7 @@ from penstock.kernels.cuda.experts import experts_variants
 from penstock.kernels.cuda.experts_shape import ExpertsShape
 from penstock.kernels.cuda.logprobs import logprobs_variants
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
-from penstock.kernels.cuda.prepare import commit_variant, prepare_variant
+from penstock.kernels.cuda.prepare import MIN_SEQUENCES, commit_variant, prepare_variant
 from penstock.kernels.cuda.quantized_product import product_variants
 from penstock.kernels.cuda.quantized_weight import Codes, WeightLayout
 from penstock.kernels.cuda.rope_kv import RopeKv, rope_kv_variant
@@ -64,7 +64,10 @@ def variants(shape: Shape) -> Iterator[Variant]:
             norm_eps=shape.norm_eps if shape.norms_heads else None,
         )
     )
-    yield prepare_variant(shape.max_sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    sequences = MIN_SEQUENCES
+    while sequences < 2 * shape.max_sequences:  # a form for each power of 2
+        yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
+        sequences *= 2
     for attention in shape.attention():
         yield from attention_variants(attention)
     sampler = shape.sampler()

@@ -167,6 +167,7 @@ SHAPES = {
         activation="gelu_tanh",
         windows=(4096, None),
         cap=50.0,
+        logits_dtype=torch.float32,
         max_positions=8192,
     ),
     "OLMo-2-1B": Shape(

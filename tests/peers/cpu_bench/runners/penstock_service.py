@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,23 +22,26 @@ LAG = "loop_lag_p99_ms"
 WATCH_INTERVAL_MS = 2000
 """Long enough for a hundred samples, so that one may be longer than that at p99."""
 START_LIMIT_S = 300.0
+PENSTOCK = (str(Path(sys.executable).with_name("penstock")),)
 
 
 def main(wire: Wire, arguments: argparse.Namespace) -> None:
     """Starts the service, runs the sets, ends it."""
     flags = ["--quantization", arguments.quantization] if arguments.quantization else []
-    with TemporaryDirectory() as folder, _service(arguments.model, folder, flags) as (process, target, admin, ready_s):
+    with TemporaryDirectory() as folder, service(arguments.model, folder, flags) as (process, target, admin, ready_s):
         wire.ready(Ready(f"penstock {version('penstock')}", process.pid, ready_s))
         asyncio.run(_serve(wire, target, admin))
 
 
 @contextmanager
-def _service(model: str, folder: str, flags: list[str]) -> "Iterator[tuple[subprocess.Popen[str], str, str, float]]":
+def service(
+    model: str, folder: str, flags: Sequence[str], penstock: Sequence[str] = PENSTOCK
+) -> "Iterator[tuple[subprocess.Popen[str], str, str, float]]":
     """The service, where it is for callers and for operators, and the seconds from its start to SERVING."""
     admin = f"unix:{folder}/admin"
     began = time.perf_counter()
     process = subprocess.Popen(
-        [Path(sys.executable).with_name("penstock"), "serve", model, "--port", "0", "--admin-listen", admin, *flags],
+        [*penstock, "serve", model, "--port", "0", "--admin-listen", admin, *flags],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -41,7 +41,7 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
         return
     wire.ready(ready)
     for requests in wire.sets():
-        wire.answer((_sequential if arguments.mode == "sequential" else _static)(model, requests))
+        wire.answer((_sequential if arguments.mode == "sequential" else static)(model, requests))
 
 
 def _sequential(model: Any, requests: list[Request]) -> Ran:
@@ -52,13 +52,13 @@ def _sequential(model: Any, requests: list[Request]) -> Ran:
     return Ran(began, time.perf_counter(), events)
 
 
-def _static(model: Any, requests: list[Request]) -> Ran:
+def static(model: Any, requests: list[Request]) -> Ran:
     """Padded to the longest prompt; the batch goes on until its longest output is done."""
     began = time.perf_counter()
     longest = max(len(prompt) for prompt, _ in requests)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
-    times = _generate(model, ids, mask, max(num_output for _, num_output in requests))
+    times = _generate(model, ids.to(model.device), mask.to(model.device), max(num_output for _, num_output in requests))
     return Ran(began, time.perf_counter(), [[(at, 1) for at in times[:num_output]] for _, num_output in requests])
 
 

@@ -1,0 +1,160 @@
+"""What is measured, as lines of tables: the same fields in every run, so that JSON always has the same keys."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the device does at best."""
+
+    copied_bytes_per_s: float
+    """Read and written, by a copy of memory that no cache holds."""
+    products_per_s: float
+    """Floating-point operations a second of a large product in the models' dtype."""
+
+
+@dataclass(frozen=True)
+class KernelFigures:
+    """A kernel on one input: whether it is right, and how near to its limit it runs."""
+
+    model: str
+    kernel: str
+    case: str
+    error: float
+    """Largest distance from the reference in fp32, as a share of the reference's largest number; of kernels that
+    choose, the share of wrong choices."""
+    allowed: float
+    is_right: bool
+    seconds: float
+    limit: str
+    """What bounds it: bandwidth or products."""
+    share: float
+    """Of the time that it takes, what the bytes or products alone would take."""
+
+
+@dataclass(frozen=True)
+class AccuracyFigures:
+    """A whole model beside the reference in fp32 with the same weights."""
+
+    model: str
+    rows: int
+    longest: int
+    """Tokens of their prompts, at most."""
+    error: float
+    """The largest distance of log-probabilities of the likeliest tokens."""
+    allowed: float
+    is_right: bool
+    same_tokens: float
+    """The share of rows whose likeliest token is the same."""
+
+
+@dataclass(frozen=True)
+class DecodeFigures:
+    """Steps of decoding: every row gains a token."""
+
+    model: str
+    batch: int
+    context: int
+    step_s: float
+    floor_s: float
+    """Weights and KV read once, or the products of the step, whichever takes longer at the ceiling."""
+    share: float
+    between_s: float
+    """From one step's end to the next one's start on the device, the median."""
+
+
+@dataclass(frozen=True)
+class PrefillFigures:
+    """A prompt, computed alone."""
+
+    model: str
+    tokens: int
+    seconds: float
+    products_per_s: float
+    share: float
+    """Of the ceiling of products."""
+
+
+@dataclass(frozen=True)
+class DeterministicFigures:
+    """The same steps of decoding with and without --deterministic."""
+
+    model: str
+    batch: int
+    context: int
+    tokens_per_s: float
+    deterministic_tokens_per_s: float
+    cost: float
+    """The share of tokens a second that is lost."""
+    same_tokens: bool
+    """Whether, with the flag, a row gets the same tokens alone and in the batch."""
+
+
+@dataclass(frozen=True)
+class StartFigures:
+    """The service from its start to SERVING."""
+
+    model: str
+    cache: str
+    """What Triton's cache on disk held: nothing new (warm), or perhaps not all (first)."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServingFigures:
+    """One workload on one engine."""
+
+    model: str
+    engine: str
+    requests: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    """Of each request."""
+    tokens_per_s: float
+    """Output tokens of all requests."""
+    first_token_p50_s: float | None
+    first_token_p99_s: float | None
+    between_tokens_p50_s: float | None
+    between_tokens_p99_s: float | None
+    ratio: float | None
+    """Tokens a second of ours by those of this engine, where ours has any."""
+
+
+TABLES: dict[str, type[Any]] = {
+    "ceilings": Ceiling,
+    "kernels": KernelFigures,
+    "accuracy": AccuracyFigures,
+    "decode": DecodeFigures,
+    "prefill": PrefillFigures,
+    "deterministic": DeterministicFigures,
+    "start": StartFigures,
+    "serving": ServingFigures,
+}
+"""By name."""
+
+Figures = (
+    Ceiling
+    | KernelFigures
+    | AccuracyFigures
+    | DecodeFigures
+    | PrefillFigures
+    | DeterministicFigures
+    | StartFigures
+    | ServingFigures
+)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What was not measured."""
+
+    part: str
+    what: str
+    why: str
+
+
+def table_of(line: Figures) -> str:
+    """The table that a line is of."""
+    return next(name for name, kind in TABLES.items() if isinstance(line, kind))

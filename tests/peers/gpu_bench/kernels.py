@@ -1,0 +1,205 @@
+"""Every kernel on inputs of a model's shape: against its reference in fp32, and then timed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpu_bench.figures import Ceiling, Figures, KernelFigures, LeftOut
+from gpu_bench.sizes import Model, Sizes
+from gpu_bench.timing import seconds
+from penstock.kernels import reference, reference_cuda
+from penstock.kernels.cuda.activation import gated_activation
+from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
+from penstock.kernels.cuda.prepare import DeviceRows, StepTensors, commit, prepare
+from penstock.kernels.cuda.rope_kv import rope_kv
+
+ULP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""What a result may differ by, as a share of the largest: two steps of the dtype, and rounding on the way there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and its inputs."""
+
+    kernel: str
+    text: str
+    """Which inputs."""
+    error: Callable[[], float]
+    """Runs it once, and tells how far the result is from the reference."""
+    allowed: float
+    run: Callable[[], object]
+    num_bytes: float = 0.0
+    """That must be read and written."""
+    products: float = 0.0
+    """Floating-point operations of matrix products."""
+
+
+Make = Callable[[Model, Sizes, torch.device], Case]
+
+
+def measure(
+    makers: list[Make], models: Sequence[Model], sizes: Sizes, ceiling: Ceiling | None
+) -> Iterator[Figures | LeftOut]:
+    """Every case on every model. One that fails is left out, and the others go on."""
+    device = torch.device(sizes.device)
+    for model in models:
+        for make in makers:
+            torch.manual_seed(0)
+            try:
+                yield _figures(model, make(model, sizes, device), device, ceiling)
+            except Exception as error:
+                # A kernel that has broken the device fails all that follow; each says so.
+                yield LeftOut("kernels", f"{model.name} {_name(make)}", f"{type(error).__name__}: {error}"[:300])
+
+
+def _name(make: Make) -> str:
+    if isinstance(make, partial):
+        return f"{make.func.__name__} {make.keywords}"
+    return getattr(make, "__name__", "")
+
+
+def _figures(model: Model, case: Case, device: torch.device, ceiling: Ceiling | None) -> KernelFigures:
+    error = case.error()
+    took = seconds(case.run, device)
+    bandwidth = case.num_bytes / ceiling.copied_bytes_per_s if ceiling else 0.0
+    products = case.products / ceiling.products_per_s if ceiling else 0.0
+    return KernelFigures(
+        model=model.name,
+        kernel=case.kernel,
+        case=case.text,
+        error=error,
+        allowed=case.allowed,
+        is_right=error <= case.allowed,
+        seconds=took,
+        limit="products" if products > bandwidth else "bandwidth",
+        share=max(bandwidth, products) / took,
+    )
+
+
+def distance(made: Tensor, expected: Tensor) -> float:
+    """The largest, as a share of the largest expected number; a NaN is infinite."""
+    worst = (made.float() - expected.float()).abs().max() / expected.float().abs().max()
+    return float(worst.nan_to_num(float("inf")))
+
+
+def norm(model: Model, sizes: Sizes, device: torch.device) -> Case:
+    """rms_norm."""
+    shape, tokens = model.shape, sizes.kernels.tokens
+    x = torch.randn(tokens, shape.hidden_size, device=device).to(shape.dtype)
+    weight, y = torch.rand(shape.hidden_size, device=device) + 0.5, torch.empty_like(x)
+    run = partial(rms_norm, x, weight, shape.norm_eps, y)
+
+    def error() -> float:
+        run()
+        return distance(y, reference.rms_norm(x.float(), weight, shape.norm_eps))
+
+    return Case("rms_norm", f"{tokens} tokens", error, ULP[shape.dtype], run, 2 * x.nbytes)
+
+
+def added_norm(model: Model, sizes: Sizes, device: torch.device) -> Case:
+    """add_rms_norm, of the residual stream and what is added to it."""
+    shape, tokens = model.shape, sizes.kernels.tokens
+    x, delta = (torch.randn(tokens, shape.hidden_size, device=device).to(shape.dtype) for _ in range(2))
+    weight, y = torch.rand(shape.hidden_size, device=device) + 0.5, torch.empty_like(x)
+    run = partial(add_rms_norm, x, delta, shape.norm_eps, weight=weight, y=y)
+
+    def error() -> float:
+        total = reference_cuda.add_rms_norm(x.float(), delta.float(), shape.norm_eps)
+        run()
+        return max(distance(x, total), distance(y, reference.rms_norm(total, weight, shape.norm_eps)))
+
+    return Case("add_rms_norm", f"{tokens} tokens", error, ULP[shape.dtype], run, 4 * x.nbytes)
+
+
+def gate(model: Model, sizes: Sizes, device: torch.device) -> Case:
+    """gated_activation."""
+    shape, tokens = model.shape, sizes.kernels.tokens
+    gate_up = torch.randn(tokens, 2 * model.intermediate_size, device=device).to(shape.dtype)
+    out = gate_up.new_empty(tokens, model.intermediate_size)
+    run = partial(gated_activation, gate_up, shape.activation, out)
+
+    def error() -> float:
+        run()
+        return distance(out, reference.gated_activation(gate_up.float(), shape.activation))
+
+    text = f"{tokens} tokens, {shape.activation}"
+    return Case("gated_activation", text, error, ULP[shape.dtype], run, gate_up.nbytes + out.nbytes)
+
+
+def rotation(model: Model, sizes: Sizes, device: torch.device) -> Case:
+    """rope_kv: queries and keys normed and turned, keys and values stored."""
+    shape, tokens = model.shape, sizes.kernels.tokens
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    qkv = torch.randn(tokens, heads * shape.head_dim, device=device).to(shape.dtype)
+    angles = torch.rand(shape.max_positions, shape.rotary_dim // 2, device=device) * 6.28
+    cosines, sines = angles.cos(), angles.sin()
+    positions = torch.randint(shape.max_positions, (tokens,), dtype=torch.int32, device=device)
+    slots = torch.randperm(tokens, device=device)
+    query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
+    num_pages = -(-tokens // shape.slots)
+    pages = torch.zeros(num_pages, 2, shape.num_kv_heads, shape.slots, shape.head_dim, device=device)
+    stored = pages.to(shape.dtype)
+    normed = None
+    if shape.norms_heads:
+        weights = torch.rand(2, shape.head_dim, device=device) + 0.5
+        normed = (weights[0].clone(), weights[1].clone(), shape.norm_eps)
+    run = partial(rope_kv, qkv, cosines, sines, positions, slots, query, stored, norm=normed)
+
+    def error() -> float:
+        expected = reference_cuda.rope_kv(qkv.float(), cosines, sines, positions, slots, pages, normed, None)
+        run()
+        return max(distance(query, expected), distance(stored, pages))
+
+    return Case("rope_kv", f"{tokens} tokens", error, ULP[shape.dtype], run, 2 * qkv.nbytes)
+
+
+def preparation(model: Model, sizes: Sizes, device: torch.device) -> Case:
+    """prepare, and commit after it: a step in which every row decodes."""
+    shape, batch, context = model.shape, sizes.kernels.batch, sizes.kernels.context
+    max_pages = -(-(context + 1) // shape.slots)
+    tables = torch.randperm(batch * max_pages, dtype=torch.int32, device=device).view(batch, max_pages)
+    lengths = torch.randint(context, (batch,), dtype=torch.int32, device=device)
+
+    def integers(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(size, value, dtype=dtype, device=device)
+
+    next_tokens = torch.randint(shape.vocab_size, (batch,), dtype=torch.int32, device=device)
+    rows = DeviceRows(tables, lengths.clone(), next_tokens)
+    step = StepTensors(
+        rows=torch.randperm(batch, dtype=torch.int32, device=device),
+        num_queries=integers(batch, value=1),
+        given=integers(batch, value=-1),
+        token_ids=integers(batch),
+        positions=integers(batch),
+        slots=integers(batch, dtype=torch.int64),
+        query_starts=integers(batch + 1),
+        contexts=integers(batch),
+    )
+    kept, sampled = integers(batch), integers(batch, value=-1)
+
+    def run() -> None:
+        prepare(rows, step, shape.slots, shape.vocab_size)
+        commit(rows, step, kept, sampled)  # keeps nothing, so that every run is the same
+
+    def error() -> float:
+        run()
+        expected = reference_cuda.prepare(
+            step.rows.tolist(),
+            step.num_queries.tolist(),
+            step.given.tolist(),
+            tables.tolist(),
+            lengths.tolist(),
+            next_tokens.tolist(),
+            shape.slots,
+            shape.vocab_size,
+        )
+        made = (step.token_ids, step.positions, step.slots, step.query_starts, step.contexts)
+        return float(any(one.tolist() != other for one, other in zip(made, expected, strict=True)))
+
+    return Case("prepare, commit", f"{batch} rows", error, 0.0, run, 40 * batch)
+
+
+CASES: list[Make] = [norm, added_norm, gate, rotation, preparation]

@@ -1,0 +1,170 @@
+"""The parts of a run, in the order of what is most wanted: each with the time it may take."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from gpu_bench.apart import Failed, Tell, run_apart
+from gpu_bench.figures import TABLES, Ceiling, Figures, LeftOut, table_of
+from gpu_bench.sizes import Model, Sizes
+
+MIN_SECONDS = 10.0
+"""With less no part begins."""
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+
+
+@dataclass
+class Results:
+    """What a run has so far."""
+
+    about: dict[str, Any] = field(default_factory=dict)
+    """The device and versions."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in TABLES})
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """None where it was not measured."""
+        return Ceiling(**self.tables["ceilings"][0]) if self.tables["ceilings"] else None
+
+    def ours_per_s(self, model: Model) -> float | None:
+        """Tokens a second of the service."""
+        lines = (line for line in self.tables["serving"] if line["model"] == model.name and line["ratio"] == 1.0)
+        return next((line["tokens_per_s"] for line in lines), None)
+
+
+Measure = Callable[[Results], Iterable[Figures | LeftOut]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process."""
+
+    name: str
+    seconds: float
+    """That it may take."""
+    measure: Measure
+
+
+def parts(sizes: Sizes) -> list[Part]:
+    """All of them."""
+    first, *others = sizes.models
+    return [
+        Part("ceilings", 20, partial(_ceilings, sizes)),
+        Part("kernels", 110, partial(_kernels, sizes)),
+        *(Part(f"accuracy {model.name}", 30, partial(_accuracy, model, sizes)) for model in sizes.models),
+        *(Part(f"steps {model.name}", 70, partial(_steps, model, sizes)) for model in reversed(sizes.models)),
+        *_service(first, sizes),
+        Part("deterministic", 45, partial(_deterministic, first, sizes)),
+        *(part for model in others for part in _service(model, sizes)),
+    ]
+
+
+def _service(model: Model, sizes: Sizes) -> list[Part]:
+    return [
+        Part(f"serving {model.name}", 75, partial(_serving, model, sizes)),
+        Part(f"transformers {model.name}", 75, partial(_transformers, model, sizes)),
+    ]
+
+
+def run(part: Part, seconds: float, results: Results) -> None:
+    """Adds what it measures; what it did not is left out, and why."""
+    if seconds < MIN_SECONDS:
+        results.left_out.append(LeftOut(part.name, "all of it", "no time was left"))
+        return
+    began = time.monotonic()
+    try:
+        for line in run_apart(partial(_tell_all, part, results), min(seconds, part.seconds)):
+            match line:
+                case {"table": table, "line": figures}:
+                    results.tables[table].append(figures)
+                case {"left_out": left_out}:
+                    results.left_out.append(LeftOut(**left_out))
+                case {"about": about}:
+                    results.about |= about
+    except Failed as failed:
+        results.left_out.append(LeftOut(part.name, "what is not told", str(failed)))
+    print(f"{part.name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _tell_all(part: Part, results: Results, tell: Tell) -> None:
+    try:
+        tell({"about": _about()})
+        for line in part.measure(results):
+            if isinstance(line, LeftOut):
+                tell({"left_out": asdict(line)})
+            else:
+                tell({"table": table_of(line), "line": asdict(line)})
+    except ModuleNotFoundError as error:
+        tell({"left_out": asdict(LeftOut(part.name, "all of it", f"{error.name} is not installed"))})
+
+
+def _about() -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: Triton's interpreter"
+    return {"device": name, "cuda": torch.version.cuda, "python": sys.version.split()[0], **_versions()}
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+# What follows runs in processes of their own, and imports there what not every machine has.
+
+
+def _ceilings(sizes: Sizes, _results: Results) -> Iterable[Figures]:
+    from gpu_bench import ceilings
+
+    yield ceilings.measure(sizes)
+
+
+def _kernels(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import attention_kernels, experts_kernels, kernels, sampling_kernels
+
+    cases = [*kernels.CASES, *attention_kernels.CASES, *sampling_kernels.CASES]
+    yield from kernels.measure(cases, sizes.models, sizes, results.ceiling)
+    yield from kernels.measure(experts_kernels.CASES, sizes.mixtures, sizes, results.ceiling)
+
+
+def _accuracy(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
+    from gpu_bench import accuracy
+
+    return accuracy.measure(model, sizes)
+
+
+def _steps(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import steps
+
+    return steps.measure(model, sizes, results.ceiling)
+
+
+def _deterministic(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
+    from gpu_bench import steps
+
+    return steps.compare(model, sizes)
+
+
+def _serving(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
+    # What the service itself needs, which is another process.
+    import_module("penstock.service.serve")
+    from gpu_bench import serving
+
+    return serving.measure(model, sizes)
+
+
+def _transformers(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import transformers_peer
+
+    return transformers_peer.measure(model, sizes, results.ours_per_s(model))

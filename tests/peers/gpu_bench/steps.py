@@ -1,0 +1,223 @@
+"""Whole steps of the backend: layers, head, sampling and what moves rows on, as a service's worker runs them.
+
+Rows are put on pages of random numbers, as if a prefix cache had held their prompts.
+"""
+
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from gpu_bench.figures import Ceiling, DecodeFigures, DeterministicFigures, Figures, LeftOut, PrefillFigures
+from gpu_bench.sizes import Model, Sizes
+from penstock.kernels.cuda.attention_common import PAGE_SLOTS
+from penstock.models.backend import load_backend
+from penstock.models.cuda_backend import CudaBackend
+from penstock.models.runner import Runner
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
+
+AHEAD = 2
+"""Steps that are begun before the first of them is waited for, as a service does."""
+WARM_STEPS = 2
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What steps of decoding took."""
+
+    step_s: float
+    between_s: float
+    """From one step's end to the next one's start on the device."""
+    token_ids: list[int]
+    """Of the first row."""
+
+
+class Bench:
+    """A loaded model."""
+
+    def __init__(self, model: Model, sizes: Sizes, *, deterministic: bool = False) -> None:
+        self.sizes = sizes
+        self._warm_steps = WARM_STEPS if sizes.is_warmed else 0
+        with TemporaryDirectory() as folder:
+            model.write_config(Path(folder))
+            backend = load_backend(
+                WorkerConfig(
+                    model=folder,
+                    device=sizes.device,
+                    backend="cuda",
+                    load_format="dummy",
+                    max_model_len=self._end(max(*sizes.contexts, *sizes.prompts)),
+                    max_num_seqs=max(sizes.batches),
+                    max_num_batched_tokens=sizes.chunk,
+                    kv_cache_bytes=sizes.kv_cache_bytes,
+                    memory_utilization=0.9,
+                    deterministic=deterministic,
+                )
+            )
+        assert isinstance(backend, CudaBackend)
+        self._backend = backend
+        self._device = torch.device(sizes.device)
+        self._runner = Runner(backend)
+        self._runner.warm()
+        for kv in backend._model._kv:
+            kv.pages.normal_()
+
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether there are pages for so many rows of that context."""
+        return batch * self._pages_of(context) <= self._backend.facts.num_blocks
+
+    def _pages_of(self, context: int) -> int:
+        return -(-self._end(context) // PAGE_SLOTS)
+
+    def _end(self, context: int) -> int:
+        return context + self._warm_steps + self.sizes.steps + 1
+
+    def decode(self, batch: int, context: int) -> Decoded:
+        """Some steps; what pages hold afterwards is what they held before, but for the last positions of the rows."""
+        pages = self._pages_of(context)
+        history = [7] * context
+        added = [
+            AddedRow(row, 0, history, context, context - 1, list(range(row * pages, (row + 1) * pages)), GREEDY)
+            for row in range(batch)
+        ]
+        chunks = [Chunk(row, context - 1, context) for row in range(batch)]
+        self._runner.run(StepPlan(0, [], added, [], chunks, []))
+        plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(batch)])
+        self._run([plan] * self._warm_steps)
+        with Gaps(self._backend, self._device) as gaps:
+            began = time.perf_counter()
+            results = self._run([plan] * self.sizes.steps)
+            seconds = (time.perf_counter() - began) / self.sizes.steps
+        self._runner.run(StepPlan(0, list(range(batch)), [], [], [], []))
+        return Decoded(
+            seconds, gaps.median(), [token_id for result in results for token_id in result.rows[0].token_ids]
+        )
+
+    def _run(self, plans: list[StepPlan]) -> list[StepResult]:
+        """The next ones begin while one is computed."""
+        begun: deque[Callable[[], StepResult]] = deque()
+        results = []
+        for plan in plans:
+            begun.append(self._runner.begin(plan))
+            if len(begun) == AHEAD:
+                results.append(begun.popleft()())
+        return results + [finish() for finish in begun]
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds for a prompt, in chunks."""
+        seconds = 0.0
+        for _ in range(1 + self.sizes.is_warmed):
+            blocks = list(range(-(-(tokens + 1) // PAGE_SLOTS)))
+            added = [AddedRow(0, 0, [7] * tokens, tokens, 0, blocks, GREEDY)]
+            plans = [
+                StepPlan(
+                    0, [], [] if begin else added, [], [Chunk(0, begin, min(tokens, begin + self.sizes.chunk))], []
+                )
+                for begin in range(0, tokens, self.sizes.chunk)
+            ]
+            began = time.perf_counter()
+            self._run(plans)
+            seconds = time.perf_counter() - began
+            self._runner.run(StepPlan(0, [0], [], [], [], []))
+        return seconds
+
+
+class Gaps:
+    """Takes the device's time from one step's end to the next one's start. Without CUDA, the clock's."""
+
+    def __init__(self, backend: CudaBackend, device: torch.device) -> None:
+        self._graphs, self._cuda = backend._graphs, device.type == "cuda"
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    def __enter__(self) -> "Gaps":
+        run = self._graphs.run
+
+        def marked(size: object) -> None:
+            before = self._mark()
+            run(size)  # type: ignore[arg-type]
+            self._marks.append((before, self._mark()))
+
+        self._graphs.run = marked  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._graphs.run
+
+    def _mark(self) -> "Mark":
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def median(self) -> float:
+        """Seconds; of steps that are no graph, 0."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        gaps = [_between(end, start) for (_, end), (start, _) in zip(self._marks, self._marks[1:], strict=False)]
+        return statistics.median(gaps) if gaps else 0.0
+
+
+Mark = torch.cuda.Event | float
+
+
+def _between(end: Mark, start: Mark) -> float:
+    if isinstance(end, float) or isinstance(start, float):
+        assert isinstance(end, float)
+        assert isinstance(start, float)
+        return start - end
+    return float(end.elapsed_time(start)) / 1e3
+
+
+def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Figures | LeftOut]:
+    """Prompts, then every batch with every context."""
+    bench, work = Bench(model, sizes), model.work
+    rates = ceiling or Ceiling(float("inf"), float("inf"))
+    for tokens in sizes.prompts:
+        seconds = bench.prefill(tokens)
+        products = 2.0 * (work.layer_weights * tokens + work.head_weights) + work.attention_operations(tokens**2 / 2)
+        rate = products / seconds
+        yield PrefillFigures(model.name, tokens, seconds, rate, rate / rates.products_per_s)
+    for batch in sizes.batches:
+        for context in sizes.contexts:
+            if not bench.fits(batch, context):
+                yield LeftOut("decode", f"{model.name} batch {batch} context {context}", "its KV does not fit")
+                continue
+            decoded = bench.decode(batch, context)
+            middle = context + sizes.steps / 2
+            read = (model.weight_bytes + batch * middle * model.kv_bytes) / rates.copied_bytes_per_s
+            products = 2.0 * batch * (work.layer_weights + work.head_weights) + work.attention_operations(
+                batch * middle
+            )
+            floor = max(read, products / rates.products_per_s)
+            step = decoded.step_s
+            yield DecodeFigures(model.name, batch, context, step, floor, floor / step, decoded.between_s)
+
+
+def compare(model: Model, sizes: Sizes) -> Iterator[Figures]:
+    """The cost of --deterministic, and what it gives."""
+    batch, context = sizes.compared
+    plain = batch / Bench(model, sizes).decode(batch, context).step_s
+    gc.collect()  # the first model, which has cycles of references
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    bench = Bench(model, sizes, deterministic=True)
+    decoded = bench.decode(batch, context)
+    rate = batch / decoded.step_s
+    is_same = bench.decode(1, context).token_ids == decoded.token_ids
+    yield DeterministicFigures(model.name, batch, context, plain, rate, 1 - rate / plain, is_same)

@@ -1,0 +1,70 @@
+"""``make bench-gpu`` with tiny shapes, in Triton's interpreter: all of it runs, and its JSON has every key."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")  # there are no wheels of it but for Linux
+
+from gpu_bench.apart import Failed, Tell, run_apart
+from gpu_bench.figures import TABLES, LeftOut
+
+
+def test_everything_runs_with_tiny_shapes_and_tells_every_key(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu_bench", "--tiny", "--json", out],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(out.read_text())
+    assert set(told) == {"about", *TABLES, "left_out"}
+    assert {"date", "command", "tiny", "seconds", "device", "cuda", "torch", "triton", "transformers"} <= set(
+        told["about"]
+    )
+    for name, kind in TABLES.items():
+        names = {field.name for field in fields(kind)}
+        assert [set(line) for line in told[name]] == [names] * len(told[name])
+        # Everything was measured in some line.
+        assert {key for line in told[name] for key, value in line.items() if value is not None} == names, name
+    assert all(line["is_right"] for line in told["kernels"] + told["accuracy"])
+    assert all(line["same_tokens"] for line in told["deterministic"])
+    fit = LeftOut("decode", "tiny batch 2 context 96", "its KV does not fit")
+    assert told["left_out"] == [asdict(fit)]
+    assert "| tiny | transformers static |" in done.stdout
+    assert "tiny batch 2 context 96: its KV does not fit" in done.stdout
+
+
+def test_a_part_that_takes_too_long_is_ended_and_what_it_told_counts() -> None:
+    def work(tell: Tell) -> None:
+        tell({"a": 1})
+        time.sleep(60)
+
+    lines: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with pytest.raises(Failed, match=r"took more than its 3 s"):
+        lines.extend(run_apart(work, 3.0))
+    assert time.monotonic() - began < 30
+    assert lines == [{"a": 1}]
+
+
+def test_a_part_that_dies_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(tell: Tell) -> None:
+        tell({"a": 1})
+        raise RuntimeError("an illegal memory access")
+
+    told = run_apart(work, 60.0)
+    assert next(told) == {"a": 1}
+    with pytest.raises(Failed, match=r"ended with status 1"):
+        next(told)
+    assert "an illegal memory access" in capfd.readouterr().err
