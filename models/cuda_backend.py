@@ -218,7 +218,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_logits,
         max_model_len,
         config.max_num_seqs,
-        max(max_batched_tokens, config.max_num_seqs),
+        # A row of a block is what the runner warms up with.
+        max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
         deterministic=config.deterministic,
     )
     memory = StepMemory(shape, device)

@@ -64,10 +64,11 @@ def variants(shape: Shape) -> Iterator[Variant]:
             norm_eps=shape.norm_eps if shape.norms_heads else None,
         )
     )
-    sequences = MIN_SEQUENCES
-    while sequences < 2 * shape.max_sequences:  # a form for each power of 2
-        yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    sequences = MIN_SEQUENCES  # and a form for each power of 2 up to the first that is enough
+    yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    while sequences < shape.max_sequences:
         sequences *= 2
+        yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
     for attention in shape.attention():
         yield from attention_variants(attention)
     sampler = shape.sampler()

@@ -15,6 +15,7 @@ from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.attention_common import PAGE_SLOTS
 from penstock.models.backend import Backend, load_backend
 from penstock.models.cuda_backend import CudaBackend
+from penstock.models.host_pages import HostPages
 from penstock.models.kv_pages import KVPages
 from penstock.models.parallel import ALONE
 from penstock.models.reference_backend import ReferenceBackend
@@ -50,7 +51,8 @@ def measure(model: Model, sizes: Sizes) -> Iterator[AccuracyFigures]:
     assert isinstance(backend, CudaBackend)
     spec, facts = backend._spec, backend.facts
     pages = KVPages(spec, facts.num_blocks, PAGE_SLOTS, torch.float32, torch.device(sizes.device))
-    wide = ReferenceBackend(spec, _widened(backend._model._weights), pages, facts, 1, spec.vocab_size, ALONE)
+    weights, host_pages = _widened(backend._model._weights), HostPages(pages.by_block, 0)
+    wide = ReferenceBackend(spec, weights, pages, host_pages, facts, 1, spec.vocab_size, ALONE)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(model.shape.vocab_size, (length,), generator=generator).tolist() for length in lengths]
     made, expected = _answers(backend, prompts), _answers(wide, prompts)
