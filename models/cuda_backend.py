@@ -19,6 +19,7 @@ from penstock.models.backend import Finish
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cuda_graphs import StepGraphs, graph_sizes
+from penstock.models.cuda_linears import QuantizedLinears
 from penstock.models.cuda_model import CudaModel
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
@@ -29,7 +30,6 @@ from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.parallel import TensorParallel, join
-from penstock.models.quantization import AT_LOAD
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import add_to_vectors, prompt_parts
@@ -188,8 +188,6 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
         return f"its heads are of {spec.head_dim} dimensions, and this runs multiples of 8 from 16 to 256"
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary is of {spec.vocab_size} tokens, and this samples from up to {MAX_VOCAB}"
-    if info.choose_quantization(config.quantization) in AT_LOAD:
-        return f"--quantization {config.quantization}: is for the CPU backend: leave it out"
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
     return None
@@ -205,10 +203,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     if device.index is not None:
         torch.cuda.set_device(device)
     max_model_len = context_of(config, spec)
+    quantization = info.choose_quantization(config.quantization)
     parallel = join(config)
-    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name, parallel)
+    check_weights_fit(config, spec.architecture, weight_bytes(spec, quantization, dtype), dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
+    linears = QuantizedLinears(info, quantization, device, deterministic=config.deterministic)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     shape = shape_of(
@@ -223,6 +223,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         deterministic=config.deterministic,
     )
     memory = StepMemory(shape, device)
+    linears.take_room(dtype, shape.max_tokens)
     pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
     by_block = pages.movedim(1, 0)
     host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
@@ -240,13 +241,23 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
         weight_bytes=weights.num_bytes,
         kv_bytes=pages.nbytes,
-        quantization=info.choose_quantization(config.quantization),
+        quantization=quantization,
         hidden_size=spec.hidden_size,
         tensor_parallel_size=parallel.size,
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel), memory, host_pages, facts)
+    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel, linears), memory, host_pages, facts)
+
+
+def weight_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
+    """About what a model's weights take: embedding, head and experts are not quantised."""
+    whole = spec.num_parameters * dtype.itemsize
+    if quantization == "none" or spec.experts is not None:
+        return whole
+    plain = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    bits = 8.1 if quantization == "int8" else 4.7
+    return plain * dtype.itemsize + int((spec.num_parameters - plain) * bits / 8)
 
 
 def _take_pages(

@@ -23,6 +23,7 @@ from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.shapes import Shape
 from penstock.kernels.reference import soft_cap
 from penstock.kernels.wide import widened
+from penstock.models.cuda_linears import QuantizedLinears
 from penstock.models.loader import ACTIVATION_NAMES
 from penstock.models.parallel import TensorParallel
 from penstock.models.rotations import rotations
@@ -57,11 +58,18 @@ class CudaModel:
     """The layers of one model, on one device."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, pages: Tensor, shape: Shape, parallel: TensorParallel
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        pages: Tensor,
+        shape: Shape,
+        parallel: TensorParallel,
+        linears: QuantizedLinears,
     ) -> None:
         """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
         self._parallel = parallel
+        self._linears = linears
         self._num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
         self.device = pages.device
@@ -113,7 +121,8 @@ class CudaModel:
 
     def changes(self) -> list[int]:
         """Numbers of tokens of a step from which on other kernels run."""
-        return [] if self._mixture is None else self._mixture[0].changes()
+        of_experts = [] if self._mixture is None else self._mixture[0].changes()
+        return of_experts + self._linears.changes()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""

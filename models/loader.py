@@ -5,7 +5,7 @@ of KV pages and steps.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,6 +27,7 @@ from penstock.models.weights import (
     HeadNorm,
     Layer,
     LayerWeights,
+    Linear,
     Mlp,
     RmsNorm,
     SharedWholeNorm,
@@ -112,6 +113,7 @@ class _Filler:
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
+    make_linear: "MakeLinear"
 
     def tensor(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         out = self.empty(*shape)
@@ -130,27 +132,29 @@ class _Filler:
         bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
         return DenseLinear(self.tensor(f"{name}.weight", (rows, columns)), bias)
 
-    def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> DenseLinear:
+    def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
         """The rank's ``rows[i]`` of each linear, one above the other."""
-        linear = DenseLinear(self.empty(sum(rows), columns), self.empty(sum(rows)) if biased else None)
-        self.fill_by_outputs(linear, names, rows)
-        return linear
 
-    def fill_by_outputs(self, linear: DenseLinear, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
-        """Of ``by_outputs``, into tensors that are there."""
-        begin = 0
-        for name, size in zip(names, rows, strict=True):
-            part = (self.mine(size),)
-            self.source.fill(f"{name}.weight", linear.weight[begin : begin + size], part)
-            if linear.bias is not None:
-                self.source.fill(f"{name}.bias", linear.bias[begin : begin + size], part)
-            begin += size
+        def weight() -> Tensor:
+            return self.stacked(self.empty(sum(rows), columns), "weight", names, rows)
 
-    def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> DenseLinear:
+        bias = self.stacked(self.empty(sum(rows)), "bias", names, rows) if biased else None
+        return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1)
+
+    def stacked(self, out: Tensor, kind: str, names: tuple[str, ...], rows: tuple[int, ...]) -> Tensor:
+        """The rank's ``rows[i]`` of each weight or bias, in ``out``."""
+        for name, size, part in zip(names, rows, torch.split(out, list(rows)), strict=True):
+            self.source.fill(f"{name}.{kind}", part, (self.mine(size),))
+        return out
+
+    def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
         """The rank's ``columns``. Its outputs are summed over the ranks, so one of them alone adds the bias."""
-        weight = self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
+
+        def weight() -> Tensor:
+            return self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
+
         bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
-        return DenseLinear(weight, bias)
+        return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1)
 
     def inputs(self, columns: int) -> Part:
         """The rank's part of a weight that is divided by inputs."""
@@ -163,6 +167,21 @@ class _Filler:
         return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
 
 
+class MakeLinear(Protocol):
+    """Makes linears, but for heads, routers and experts, as a backend multiplies them."""
+
+    def __call__(
+        self, names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, is_whole: bool
+    ) -> Linear:
+        """Of the checkpoint's matrices of these names, one above the other, which ``weight`` makes as they are
+        multiplied out; ``is_whole``: they are not a rank's part."""
+        ...
+
+
+def _dense(names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, is_whole: bool) -> Linear:
+    return DenseLinear(weight(), bias)
+
+
 def load_weights(
     info: CheckpointInfo,
     dtype: torch.dtype,
@@ -170,11 +189,12 @@ def load_weights(
     load_format: str,
     num_logits: int,
     parallel: TensorParallel = ALONE,
+    make_linear: "MakeLinear | None" = None,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it, as ``info.spec.divided`` says. ``num_logits`` is how many
     rows of the head are used, from the first on; a rank has its ``share`` of them."""
     spec = info.spec.divided(parallel.size)
-    fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel)
+    fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
     embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm", spec.hidden_size)
@@ -249,8 +269,10 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
     for expert in range(num):
         name = f"{prefix}experts.{expert}."
-        linear = DenseLinear(gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        fill.fill_by_outputs(linear, (f"{name}gate_proj", f"{name}up_proj"), (inner, inner))
+        halves = (f"{name}gate_proj", f"{name}up_proj"), (inner, inner)
+        fill.stacked(gate_up[expert], "weight", *halves)
+        if gate_up_bias is not None:
+            fill.stacked(gate_up_bias[expert], "bias", *halves)
         fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
         if down_bias is not None and fill.parallel.rank == 0:
             fill.source.fill(f"{name}down_proj.bias", down_bias[expert])

@@ -66,10 +66,19 @@ def num_parts(layout: WeightLayout) -> int:
 
 def all_tiles(layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool) -> list[ProductTiles]:
     """Of products of up to ``max_tokens`` tokens of that dtype, the last ones those of just so many."""
-    # No wgmma of float32 is precise enough.
-    buckets = STEADY_BUCKETS if deterministic or dtype == torch.float32 else BUCKETS
+    buckets = _buckets(dtype, deterministic)
     least = [0, *(bucket.max_tokens for bucket in buckets)]
     return [_tiles(layout, dtype, bucket) for bucket, below in zip(buckets, least, strict=False) if max_tokens > below]
+
+
+def changes(dtype: torch.dtype, *, deterministic: bool) -> list[int]:
+    """Numbers of tokens from which on ``all_tiles`` ends with others."""
+    return [int(bucket.max_tokens) + 1 for bucket in _buckets(dtype, deterministic)[:-1]]
+
+
+def _buckets(dtype: torch.dtype, deterministic: bool) -> tuple[Bucket, ...]:
+    # No wgmma of float32 is precise enough.
+    return STEADY_BUCKETS if deterministic or dtype == torch.float32 else BUCKETS
 
 
 def _tiles(layout: WeightLayout, dtype: torch.dtype, bucket: Bucket) -> ProductTiles:

@@ -1,6 +1,8 @@
 """The backend for GPUs: transformers' tokens in fp32, the reference backend's samples, nothing compiled too late.
 Without a GPU its kernels run in Triton's interpreter, so models and prompts are as small as can be."""
 
+import copy
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +22,10 @@ if not find_spec("triton"):
 
 from penstock.kernels.cuda.ahead import describe, variants
 from penstock.kernels.cuda.norm import rms_norm
+from penstock.kernels.cuda.quantized_weight import QuantizedWeight
 from penstock.kernels.cuda.variant import launches
+from penstock.kernels.reference_cuda import dequantize
+from penstock.models.cuda_linears import AT_LOAD
 from penstock.models.cuda_shape import shape_of
 
 # Of the interpreter, which computes with numpy.
@@ -32,7 +37,6 @@ SMALL = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "device":
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 VARIANTS = [
     "llama-tied-biases-head24",
-    "llama-rope-llama3-head80",
     "qwen3-tied-bias-yarn-windows",
     "gemma2",
     "gemma3",
@@ -99,7 +103,7 @@ def test_tokens_are_those_of_transformers(variant, tiny_model, load):
     model, runner = tiny_model(variant), load(variant)
     prompts = [[7, 3, 150, 21, 9, 66, 8, 2, 41, 17, 90, 13], [5, 11, 120]]
     rows = [added(n, prompt, [4 * n, 4 * n + 1], GREEDY) for n, prompt in enumerate(prompts)]
-    for prompt, tokens in zip(prompts, generate(runner, rows, 3), strict=True):
+    for prompt, tokens in zip(prompts, generate(runner, rows, 2), strict=True):
         expected = model.logits(prompt + tokens)[len(prompt) - 1 : -1]
         assert tokens == expected.argmax(-1).tolist()
 
@@ -202,6 +206,7 @@ def test_logprobs_and_vectors_are_those_of_the_reference(load):
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
 
 
+@pytest.mark.soak
 async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     """The whole engine, which has two plans under way, over so few blocks that rows give way."""
     model = tiny_model("llama")
@@ -224,6 +229,28 @@ def test_what_is_warmed_is_what_is_compiled_ahead(variant, tiny_model, load):
         spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048, deterministic=False
     )
     assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
+
+
+def multiplied_out(quantized: QuantizedWeight) -> torch.Tensor:
+    """(N, K) fp32."""
+    layout, codes = quantized.layout, quantized.codes
+    if quantized.zeros is not None:
+        blocks = codes.view(layout.rows, layout.num_blocks, -1)
+        codes = torch.cat((blocks & 15, blocks >> 4), dim=2).view(layout.rows, -1)
+    return dequantize(codes[:, : layout.columns], quantized.scales, quantized.zeros, layout.group, None)
+
+
+@pytest.mark.parametrize("quantization", AT_LOAD)
+def test_weights_quantised_at_load(tiny_model, load, quantization):
+    """Tokens are those of transformers with the weights multiplied out again."""
+    model, runner = tiny_model("qwen2-tied"), load("qwen2-tied", quantization=quantization)
+    module = copy.deepcopy(model.module)
+    for name, linear in module.named_modules():
+        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+            linear.weight.data = multiplied_out(AT_LOAD[quantization](linear.weight.data))
+    [tokens] = generate(runner, [added(0, PROMPT * 2, [1, 2], GREEDY)], 3)
+    logits = replace(model, module=module).logits(PROMPT * 2 + tokens)[len(PROMPT) * 2 - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
 
 
 def test_kv_in_eight_bits(tiny_model, load):

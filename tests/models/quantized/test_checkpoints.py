@@ -63,6 +63,23 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
         assert answer.token_ids == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("kind", ["gptq act-order", "awq", "w4a16 zero points"])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
+async def test_the_cuda_backend_multiplies_codes(kind, checkpoints, in_process, start_engine):
+    """Where it could not, it would have multiplied the weights out, which are larger."""
+    pytest.importorskip("triton", reason="needs Triton, which has no wheels but for Linux")
+    checkpoint, prompt = checkpoints(kind), [3, 9, 1, 33, 9, 70]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = {"max_num_seqs": 2, "max_model_len": 32, "num_blocks": 4, "device": device}
+    engine = await start_engine(in_process(checkpoint.path, backend="cuda", **small))
+    reference = load_backend(in_process(checkpoint.path, backend="reference", **small)._config)
+    assert engine.engine.facts.weight_bytes < reference.facts.weight_bytes
+    [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 2)
+    with torch.inference_mode():
+        logits = checkpoint.module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+    assert answer.token_ids == logits.argmax(-1).tolist()
+
+
 @pytest.mark.usefixtures("cpu_library")
 async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine, worker_config, prompts):
     """It rounds activations to bytes; whatever else it did wrong would be off by the deviation of the logits, above
