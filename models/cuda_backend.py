@@ -25,7 +25,6 @@ from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
 from penstock.models.cuda_shape import shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
-from penstock.models.errors import ModelError
 from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
@@ -180,8 +179,9 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
                 f"its kernels are made for GPUs like Hopper's, where a program has {SHARED_BYTES} bytes of "
                 f"shared memory, and this one has {shared}"
             )
-    if config.dtype not in ("auto", *DTYPES):
-        return f"--dtype is {config.dtype}, and it has {', '.join(DTYPES)}: give one of them, or leave --dtype out"
+    dtype = _dtype_name(config, info)
+    if dtype not in DTYPES:
+        return f"--dtype is {config.dtype}, which is {dtype} here, and it has {', '.join(DTYPES)}: give one of them"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and its pages hold {PAGE_SLOTS} tokens: give that"
     if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
@@ -193,12 +193,14 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     return None
 
 
+def _dtype_name(config: WorkerConfig, info: CheckpointInfo) -> str:
+    return info.dtype if config.dtype == "auto" else config.dtype
+
+
 def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     """The factory of the backend registry. Raises ModelError."""
     spec = info.spec.divided(config.tensor_parallel_size)
-    dtype_name = info.dtype if config.dtype == "auto" else config.dtype
-    if dtype_name not in DTYPES:
-        raise ModelError(f"--dtype auto: the checkpoint's is {dtype_name}: choose one of {', '.join(DTYPES)}")
+    dtype_name = _dtype_name(config, info)
     dtype, device = DTYPES[dtype_name], torch_device(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -87,7 +87,7 @@ def test_threads_of_a_backend_stay_on_their_cores(cpu_library, tiny_model, worke
 
 
 def test_the_other_backend_does_not_pin(tiny_model, worker_config):
-    with pytest.raises(ModelError, match="--cpu-pinning on: is for the CPU backend"):
+    with pytest.raises(ModelError, match="--cpu-pinning on: is not for the reference backend"):
         load_backend(worker_config(tiny_model("llama").path, backend="reference", cpu_pinning="on"))
 
 

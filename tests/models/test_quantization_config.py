@@ -321,9 +321,9 @@ def test_flags_that_contradict_the_checkpoint(requested, config, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"quantization": "int8"}, "--quantization int8: is for the CPU backend"),
-        ({"quantization": "int4"}, "--quantization int4: is for the CPU backend"),
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: is for the CPU backend"),
+        ({"quantization": "int8"}, "--quantization int8: is not for the reference backend"),
+        ({"quantization": "int4"}, "--quantization int4: is not for the reference backend"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: is not for the reference backend"),
         ({"quantization": "awq"}, "--quantization awq: the checkpoint is not quantised"),
     ],
 )
