@@ -177,7 +177,8 @@ class TestEnds:
         executor = FakeExecutor(vocab_size=258, kills=lambda row: row.history[0] == 13)
         service = await start_service(executor)
         good = asyncio.ensure_future(service.embedding.Embed(request(*[[i] * 30 for i in range(14, 40)])))
-        while not (service.engine.stats().requests or good.done()):  # taken, before there is no worker to take it
+        # It is taken, before there is no worker to take it.
+        while not (service.engine.stats().requests or good.done()):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.001)
         error = await failure(service.embedding.Embed(request([13], [14])))
         assert details_of(error)["ErrorInfo"].reason == "KILLED_WORKER"
