@@ -210,7 +210,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
-    """Results are the same bits in every batch, where that costs speed."""
+    """On a GPU, all but plain products compute a row alike in every batch, where that costs speed."""
     log_level: str = "info"
     """What the worker logs: debug, info, warning or error."""
     log_format: str = "text"
