@@ -153,8 +153,9 @@ class ServeConfig:
         choices=["auto", "cpu", "cuda", "reference"],
     )
     deterministic: bool = flag(
-        False, "on a GPU: attention, experts and quantised products compute a row alike in every batch, at some cost; "
-        "plain products, which are cuBLAS's, may still not. On the backend cpu all results always are"
+        False,
+        "on a GPU: attention, experts and quantised products compute a row alike in every batch, at some cost; "
+        "plain products, which are cuBLAS's, may still not. On the backend cpu all results always are",
     )
     tensor_parallel_size: int = flag(
         1, "ranks that share the model: processes with a part of every matrix, on a GPU each; it is for CPUs too, in "
