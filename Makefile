@@ -104,8 +104,10 @@ bench-gpu: ## measure kernels, steps and service on a GPU, beside transformers; 
 # ------------------------------------------------------------------------------------------------------------------ test
 
 .PHONY: test test-gpu soak nocompiler sanitize emulate
-test: setup ## run the tests; ARGS='-k name' runs some
-	$(BIN)/pytest $(ARGS)
+# Some processes take tests from each other. Of more than four each would mostly load what the others have loaded too.
+BY_TURNS := -n logical --maxprocesses 4 --dist worksteal
+test: setup ## run the tests; ARGS='-k name' runs some, ARGS='-n 0' all in one process, as a debugger wants it
+	$(BIN)/pytest $(BY_TURNS) $(ARGS)
 
 # Where plugins are missing that the configuration names, the kernels' tests run without it, those at least that need no
 # more than torch.
@@ -119,7 +121,7 @@ soak: setup ## run the long tests at their full numbers, then sanitize and emula
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 
 nocompiler: setup ## run the tests as on a machine without a C++ compiler, so without the CPU library
-	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(ARGS)
+	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(BY_TURNS) $(ARGS)
 
 KERNEL_TESTS := tests/kernels/test_cpu_*.py
 
