@@ -1,15 +1,17 @@
 """A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no
 device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.lines import NO_DRAFTS, Line, Masks
 from penstock.models.pooled_row import PooledRow
 from penstock.models.rows import Row, RowTable
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
@@ -25,13 +27,20 @@ class Batch:
     starts: Ids
     """(R,): position of each row's first token."""
     ends: Ids
-    """(R,): position after each row's last token; KV before it is valid once the step has written its own."""
+    """(R,): position after each row's last token; KV before it is valid once the step has written its own, and the
+    row's drafts turned out to be right."""
     token_starts: Ids
     """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
     token_ids: Ids
     """(T,)."""
     table: RowTable
     """Of the rows."""
+    lines: list[Line]
+    """Those that are sampled, in the order of the rows."""
+    num_lines: list[int]
+    """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
+    masks: Masks | None = None
+    """None: no line has a grammar."""
 
     # What not every backend needs is found out when it is asked for, before the next plan: a step of a small model is
     # short.
@@ -48,10 +57,13 @@ class Batch:
         return self.table.block_size
 
     @cached_property
-    def samples(self) -> list[bool]:
-        """Of each row: whether its last token ends its history, so that the next token is to be chosen."""
-        ends = self.ends.tolist()
-        return [end == len(row.history) and row.pooled is None for row, end in zip(self.rows, ends, strict=True)]
+    def line_tokens(self) -> Ids:
+        """(lines,): the index in the batch of the token that each line follows."""
+        numbers = np.array(self.num_lines, dtype=np.int64)
+        if len(self.lines) == int(np.count_nonzero(numbers)):  # nothing is drafted
+            return self.token_starts[1:][numbers > 0] - 1
+        behind = np.cumsum(numbers)
+        return np.repeat(self.token_starts[1:] - behind, numbers) + np.arange(len(self.lines))
 
     @cached_property
     def positions(self) -> Ids:
@@ -93,7 +105,7 @@ class Batch:
 
 
 class Sampled(NamedTuple):
-    """A row's next token."""
+    """A line's token."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -103,31 +115,44 @@ class BatchResult(NamedTuple):
     """What a backend made of a batch."""
 
     sampled: list[Sampled]
-    """Of each row that ``samples``, in their order."""
+    """Of each line, in their order."""
     prompt_logprobs: list[PromptLogprobsPart]
 
 
-def build_batch(table: RowTable, plan: StepPlan) -> Batch:
-    """The batch of a plan that was applied to the rows. Each row may be named once."""
-    spans = [(table[chunk.row], chunk.start, chunk.end) for chunk in plan.chunks]
+def build_batch(table: RowTable, plan: StepPlan, drafts: Mapping[int, Sequence[int]] = MappingProxyType({})) -> Batch:
+    """The batch of a plan that was applied to the rows. Each row may be named once. ``drafts``: by the row's number,
+    what may follow the histories of rows that are continued."""
+    spans = [(table[chunk.row], chunk.start, chunk.end, NO_DRAFTS) for chunk in plan.chunks]
     for decode in plan.decodes:
-        row = table[decode.row]
-        spans.append((row, row.num_computed, len(row.history)))
+        row, drafted = table[decode.row], drafts.get(decode.row, NO_DRAFTS)
+        assert len(drafted) < decode.max_tokens, f"row {row.number} has more drafts than the plan has room for"
+        spans.append((row, row.num_computed, len(row.history) + len(drafted), drafted))
     # Decoding rows of like length are read together, so they must be neighbours.
     spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
-    for row, start, end in spans:
-        assert row.num_computed == start < end <= len(row.history), f"row {row.number} does not stand at {start}"
-        assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
-    rows = [row for row, _, _ in spans]
-    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
+    lines: list[Line] = []
+    num_lines: list[int] = []
     token_ids: list[int] = []
-    for row, start, end in spans:
-        token_ids += row.history[start:end] if end - start > 1 else (row.history[start],)
+    for row, start, end, drafted in spans:
+        known = end - len(drafted)
+        assert row.num_computed == start < known <= len(row.history), f"row {row.number} does not stand at {start}"
+        assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
+        token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
+        token_ids += drafted
+        if known < len(row.history) or row.pooled is not None:
+            num_lines.append(0)
+            continue
+        lines.append(Line(row))
+        lines += [Line(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
+        num_lines.append(1 + len(drafted))
+    rows = [row for row, *_ in spans]
+    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
     return Batch(
         rows=rows,
-        starts=np.array([start for _, start, _ in spans], dtype=np.int64),
-        ends=np.array([end for _, _, end in spans], dtype=np.int64),
-        token_starts=np.array([0, *accumulate(end - start for _, start, end in spans)], dtype=np.int64),
+        starts=np.array([start for _, start, _, _ in spans], dtype=np.int64),
+        ends=np.array([end for _, _, end, _ in spans], dtype=np.int64),
+        token_starts=np.array([0, *accumulate(end - start for _, start, end, _ in spans)], dtype=np.int64),
         token_ids=np.array(token_ids, dtype=np.int64),
         table=table,
+        lines=lines,
+        num_lines=num_lines,
     )

@@ -20,6 +20,7 @@ from penstock.models.cpu_cores import choose_cores
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
 from penstock.models.cpu_weights import open_tensors
 from penstock.models.errors import ModelError
+from penstock.models.lines import Line
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.pooled_row import PooledRow
 from penstock.models.rows import Row
@@ -94,9 +95,8 @@ class CpuBackend(AtOnce):
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens, in one call."""
-        due = batch.samples
-        sampling = self._sampling.gather([row for row, samples in zip(batch.rows, due, strict=True) if samples])
-        sampled = batch.token_starts[1:][due] - 1
+        sampling = self._sampling.gather(batch.lines)
+        sampled = batch.line_tokens
         tokens = (SampledToken * len(sampled))()
         room = sampling.num_top
         top_ids = np.empty((len(sampled), room), dtype=np.int32)
@@ -125,7 +125,7 @@ class CpuBackend(AtOnce):
             **pooled.fields,
         )
         self._program.run(step, 1 if len(batch.token_ids) <= self._small_step else self._num_threads)
-        return BatchResult(_sampled(batch, tokens, top_ids, tops), scores.parts())
+        return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts())
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""
@@ -133,16 +133,15 @@ class CpuBackend(AtOnce):
 
 
 def _sampled(
-    batch: Batch,
+    lines: list[Line],
     tokens: "ctypes.Array[SampledToken]",
     top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
     tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
 ) -> list[Sampled]:
     results = []
-    rows = [row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples]
-    for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+    for index, (line, token) in enumerate(zip(lines, tokens, strict=True)):
         logprobs = None
-        if row.sampling.logprobs is not None:
+        if line.sampling.logprobs is not None:
             top = token.num_top
             logprobs = TokenLogprobs(top, [token.logprob], top_ids[index, :top].tolist(), tops[index, :top].tolist())
         results.append(Sampled(token.token_id, logprobs))

@@ -123,13 +123,11 @@ class CudaBackend:
             parts = prompt_parts(batch, hidden, self._wide_logits, self._spec.vocab_size)
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
         told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
-        samples = batch.samples  # before rows move on
 
         def finish() -> BatchResult:
             if ready is not None:
                 ready.synchronize()
-            rows = [row for row, due in zip(batch.rows, samples, strict=True) if due]
-            return BatchResult(memory.outputs.read(rows, told.numpy(), memory.rows.num_top), parts)
+            return BatchResult(memory.outputs.read(batch.lines, told.numpy(), memory.rows.num_top), parts)
 
         return finish
 

@@ -14,7 +14,7 @@ from penstock.kernels.cuda.prepare import StepTensors
 from penstock.kernels.cuda.sampling_rows import Lines
 from penstock.models.batch import Batch, Sampled
 from penstock.models.cuda_rows import CudaRows
-from penstock.models.rows import Row
+from penstock.models.lines import Line
 from penstock.scheduler.plan import TokenLogprobs
 
 Integers = NDArray[np.int32]
@@ -38,7 +38,7 @@ class Size:
     def of(cls, batch: Batch) -> "Size":
         """Just that of a batch."""
         sequences, tokens = len(batch.rows), len(batch.token_ids)
-        return cls(sequences, tokens, sum(batch.samples), tokens > sequences)
+        return cls(sequences, tokens, len(batch.lines), tokens > sequences)
 
     def fits(self, other: "Size") -> bool:
         """Whether a step of this size fits into one of the other."""
@@ -133,23 +133,22 @@ class StepInputs:
 
 def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str, "Integers | list[int]"]]:
     """Parts of the inputs; what is behind stays 0."""
-    samples = batch.samples
-    sampling = [row for row, due in zip(batch.rows, samples, strict=True) if due]
+    lines, num_lines = batch.lines, batch.num_lines
     queries = batch.ends - batch.starts
     line_starts = np.zeros(sequences + 1, dtype=np.int32)
-    np.cumsum(samples, out=line_starts[1 : len(samples) + 1])
-    line_starts[len(samples) + 1 :] = len(sampling)
-    yield "num_lines", [len(sampling)]
+    np.cumsum(num_lines, out=line_starts[1 : len(num_lines) + 1])
+    line_starts[len(num_lines) + 1 :] = len(lines)
+    yield "num_lines", [len(lines)]
     yield "line_starts", line_starts
     yield "rows", [row.number for row in batch.rows]
     yield "num_queries", queries.astype(np.int32)
     # A line's token is kept because it was chosen, not because it was given: ``accept`` counts it.
-    yield "kept_before", (queries - np.array(samples)).astype(np.int32)
-    yield "line_tokens", (batch.token_starts[1:][samples] - 1).astype(np.int32)
-    yield "line_rows", [row.number for row in sampling]
-    yield "line_positions", [len(row.history) for row in sampling]
-    yield "masks", [rows.mask_line(row) for row in sampling]
-    yield "num_top", [-1 if (wanted := row.sampling.logprobs) is None else rows.num_top(wanted) for row in sampling]
+    yield "kept_before", (queries - np.array(num_lines)).astype(np.int32)
+    yield "line_tokens", batch.line_tokens.astype(np.int32)
+    yield "line_rows", [line.row.number for line in lines]
+    yield "line_positions", [line.position for line in lines]
+    yield "masks", [rows.mask_line(line.row) for line in lines]
+    yield "num_top", [-1 if (wanted := line.sampling.logprobs) is None else rows.num_top(wanted) for line in lines]
     yield "given", batch.token_ids.astype(np.int32)
 
 
@@ -185,21 +184,21 @@ class StepOutputs:
             return self._array.clone()
         return self._array[: self._layout.parts["chosen"].start + num_lines].clone()
 
-    def read(self, rows: list[Row], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
-        """The tokens of the rows that sampled, from a snapshot on the host. ``num_top``: what of so many that are
+    def read(self, lines: list[Line], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
+        """The tokens of the lines, from a snapshot on the host. ``num_top``: what of so many that are
         wanted there is."""
         parts = self._layout.parts
-        token_ids = snapshot[parts["token_ids"]][: len(rows)].tolist()
+        token_ids = snapshot[parts["token_ids"]][: len(lines)].tolist()
         chosen = snapshot[parts["chosen"]].view(np.float32)
         sampled = []
-        for line, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-            wanted = row.sampling.logprobs
+        for index, (line, token_id) in enumerate(zip(lines, token_ids, strict=True)):
+            wanted = line.sampling.logprobs
             logprobs = None
             if wanted is not None:
                 wanted = num_top(wanted)
-                begin = line * MAX_TOP
+                begin = index * MAX_TOP
                 top_ids = snapshot[parts["top_ids"]][begin : begin + wanted]
                 top = snapshot[parts["top"]][begin : begin + wanted].view(np.float32)
-                logprobs = TokenLogprobs(wanted, [float(chosen[line])], top_ids.tolist(), top.tolist())
+                logprobs = TokenLogprobs(wanted, [float(chosen[index])], top_ids.tolist(), top.tolist())
             sampled.append(Sampled(token_id, logprobs))
         return sampled

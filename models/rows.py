@@ -33,6 +33,9 @@ class Row:
     """Kept only where a penalty needs them."""
     pooled: PooledRow | None
     """Of a row that gets a vector and no tokens."""
+    max_drafts: int = 0
+    grammar: str = ""
+    tenant: str = ""
     is_dropped: bool = False
     """Whether a plan has dropped it; a step that began before that may still compute it."""
 
@@ -121,6 +124,9 @@ class RowTable:
             TokenLists(sampling),
             TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
             None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
+            added.max_drafts,
+            added.grammar,
+            added.tenant,
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

@@ -1,11 +1,13 @@
 """One step of the worker: a plan in, a result out. Owns the rows; knows no process, no socket, no tensors, and no clock
 but its own."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.models.backend import Backend
-from penstock.models.batch import Sampled, build_batch
+from penstock.models.batch import Batch, Sampled, build_batch
+from penstock.models.drafting import Drafting
 from penstock.models.rows import Row, RowTable
 from penstock.scheduler.plan import (
     AddedRow,
@@ -15,15 +17,20 @@ from penstock.scheduler.plan import (
     SamplingParams,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 
 
 class Runner:
     """Runs plans on a backend, strictly in order."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, drafting: Drafting | None = None) -> None:
         self._backend = backend
+        self._drafting = drafting
         self._done_at = 0
+        self._newest = threading.Event()
+        """Whether the tokens of the newest step are known."""
+        self._newest.set()
         self.runs_ahead = backend.runs_ahead
         """Whether the next plan may begin while one is computed."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
@@ -58,17 +65,22 @@ class Runner:
             self._backend.copy_in(plan.copies_in)
         if plan.is_empty:
             return lambda: StepResult(plan.step, [], [], 0, (time.monotonic_ns() - began) // 1000)
-        batch = build_batch(self._rows, plan)
+        drafts: Mapping[int, Sequence[int]] = {}
+        if plan.max_drafts and self._drafting is not None:
+            self._newest.wait()  # drafts follow from what was chosen last
+            drafts = self._drafting.draft(self._rows, plan)
+        batch = build_batch(self._rows, plan, drafts)
         finish = self._backend.begin(batch)
         ends = batch.ends.tolist()
-        places: list[int | None] = []
-        for row, end, samples in zip(batch.rows, ends, batch.samples, strict=True):
-            row.num_computed = end
-            places.append(row.expect() if samples else None)
+        places = [_expect(row, end, num) for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)]
+        learned = self._newest = threading.Event()
 
         def result() -> StepResult:
-            sampled, parts = finish()
-            rows = _results(batch.rows, ends, places, sampled)
+            try:
+                sampled, parts = finish()
+                rows = _results(batch, places, sampled)
+            finally:
+                learned.set()  # after a failure as well: whoever waits would never end
             done = time.monotonic_ns()
             # The device computes one step after the other.
             computed_us = (done - max(began, self._done_at)) // 1000
@@ -78,16 +90,53 @@ class Runner:
         return result
 
 
-def _results(rows: list[Row], ends: list[int], places: list[int | None], sampled: list[Sampled]) -> list[RowResult]:
+def _expect(row: Row, end: int, num_lines: int) -> int:
+    """The row moves on as far as is certain. Returns where its next token will stand, if it gets one."""
+    if num_lines > 1:  # how many it gets is not known until then, so the next step that drafts for it waits
+        row.num_computed = len(row.history)
+        return len(row.history)
+    row.num_computed = end
+    return row.expect() if num_lines else -1
+
+
+def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[RowResult]:
     """Tells the rows which tokens were chosen, and the scheduler what became of the rows."""
     results = []
-    tokens = iter(sampled)
-    for row, end, place in zip(rows, ends, places, strict=True):
-        if place is None:
+    first = 0
+    for row, end, place, num_lines in zip(batch.rows, batch.ends.tolist(), places, batch.num_lines, strict=True):
+        if not num_lines:
             vector = row.pooled.vector() if row.pooled is not None and end == len(row.history) else None
             results.append(RowResult(row.number, row.epoch, end, [], vector=vector))
-            continue
-        token = next(tokens)
-        row.learn(place, token.token_id)
-        results.append(RowResult(row.number, row.epoch, end, [token.token_id], token.logprobs))
+        elif num_lines == 1:
+            token = sampled[first]
+            row.learn(place, token.token_id)
+            results.append(RowResult(row.number, row.epoch, end, [token.token_id], token.logprobs))
+        else:
+            drafts = batch.lines[first + num_lines - 1].drafts
+            results.append(_verified(row, drafts, sampled[first : first + num_lines]))
+        first += num_lines
     return results
+
+
+def _verified(row: Row, drafts: Sequence[int], sampled: list[Sampled]) -> RowResult:
+    """Keeps the tokens up to the first that is another one than its draft: those behind it follow what did not come."""
+    num_right = next((index for index, draft in enumerate(drafts) if draft != sampled[index].token_id), len(drafts))
+    kept = sampled[: num_right + 1]
+    for token in kept:
+        row.append(token.token_id)
+    row.num_computed = len(row.history) - 1
+    logprobs = _joined([token.logprobs for token in kept if token.logprobs is not None])
+    token_ids = [token.token_id for token in kept]
+    return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs, num_drafted=len(drafts))
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """Those of a row's tokens, one after another."""
+    if not parts:
+        return None
+    return TokenLogprobs(
+        parts[0].num_top,
+        [value for part in parts for value in part.chosen],
+        [token_id for part in parts for token_id in part.top_token_ids],
+        [value for part in parts for value in part.top],
+    )

@@ -1,5 +1,5 @@
-"""Chooses the next token of each row from its logits, vectorised over rows. What is filtered, and the noise, come from
-``kernels.reference_sampling``; this knows rows and their parameters, and nothing of models."""
+"""Chooses the token of each line of logits, vectorised over lines. What is filtered, and the noise, come from
+``kernels.reference_sampling``; this knows lines and their parameters, and nothing of models."""
 
 import math
 from collections.abc import Iterator
@@ -12,26 +12,28 @@ from penstock.kernels.reference_sampling import keep_min_p, keep_top_k, keep_top
 from penstock.kernels.wide import widened
 from penstock.models.batch import Sampled
 from penstock.models.forbidden import forbidden_ids
-from penstock.models.rows import Ids, Row
+from penstock.models.lines import Line, Masks
+from penstock.models.rows import Ids
 from penstock.scheduler.plan import TokenLogprobs
 
 
-def sample_rows(logits: Tensor, rows: list[Row]) -> list[Sampled]:
-    """The next token of each row. ``logits`` is (R, V) in at least fp32, and is changed.
+def sample_lines(logits: Tensor, lines: list[Line], masks: Masks | None = None) -> list[Sampled]:
+    """The token of each line. ``logits`` is (L, V) in at least fp32, and is changed.
 
-    A row's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
-    ``min_tokens`` and ``bad_words`` are dropped. A row whose best logit is no finite number, as a broken
-    model computes, gets the lowest of its ``allowed_token_ids``, or 0.
+    A line's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
+    ``min_tokens`` and ``bad_words`` are dropped. A line whose best logit is no finite number, as a broken
+    model computes, gets the lowest token that ``allowed_token_ids`` or its grammar allows, or 0.
     """
-    wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    wanted = [i for i, line in enumerate(lines) if line.sampling.logprobs is not None]
     raw = log_softmax(logits[wanted]) if wanted else None
-    _penalise(logits, rows)
-    _bias(logits, rows)
-    _mask(logits, rows)
-    token_ids = _choose(logits, rows)
+    _penalise(logits, lines)
+    _bias(logits, lines)
+    lowest = _allow(logits, lines, masks)
+    _forbid(logits, lines)
+    token_ids = _choose(logits, lines, lowest)
     reported: dict[int, TokenLogprobs] = {}
     if raw is not None:
-        tops = [rows[i].sampling.logprobs or 0 for i in wanted]
+        tops = [lines[i].sampling.logprobs or 0 for i in wanted]
         reported = dict(zip(wanted, split_logprobs(raw, token_ids[wanted], tops), strict=True))
     return [Sampled(token_id, reported.get(i)) for i, token_id in enumerate(token_ids.tolist())]
 
@@ -52,10 +54,10 @@ def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iter
         yield TokenLogprobs(num_top, [chosen[row]], ids[row][:num_top], values[row][:num_top])
 
 
-def _penalise(logits: Tensor, rows: list[Row]) -> None:
+def _penalise(logits: Tensor, lines: list[Line]) -> None:
     """Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0),
     counted over the output."""
-    penalised = [(i, row.sampling, row.counts) for i, row in enumerate(rows) if row.counts is not None]
+    penalised = [(i, line.sampling, line.counts) for i, line in enumerate(lines) if line.counts is not None]
     if not penalised:
         return
     sizes = [len(counts.ids) for _, _, counts in penalised]
@@ -73,23 +75,32 @@ def _penalise(logits: Tensor, rows: list[Row]) -> None:
     logits[where] = torch.where(x > 0, x / factor, x * factor) - lowered
 
 
-def _bias(logits: Tensor, rows: list[Row]) -> None:
-    biased = [(i, row.lists) for i, row in enumerate(rows) if len(row.lists.bias)]
+def _bias(logits: Tensor, lines: list[Line]) -> None:
+    biased = [(i, line.lists) for i, line in enumerate(lines) if len(line.lists.bias)]
     if biased:
         where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
         biases = np.concatenate([lists.bias for _, lists in biased])
         logits[where] += torch.from_numpy(biases).to(logits)
 
 
-def _mask(logits: Tensor, rows: list[Row]) -> None:
-    """``allowed_token_ids``, then ``min_tokens`` and ``bad_words`` wherever they leave a token."""
-    for i, row in enumerate(rows):
-        if row.lists.allowed is not None:
-            allowed = torch.from_numpy(row.lists.allowed).to(logits.device)
-            kept = logits[i, allowed]
-            logits[i] = -math.inf
-            logits[i, allowed] = kept
-    forbidden = [(i, ids) for i, row in enumerate(rows) for ids in forbidden_ids(row)]
+def _allow(logits: Tensor, lines: list[Line], masks: Masks | None) -> dict[int, int]:
+    """Leaves what ``allowed_token_ids`` and grammars allow. Returns the lowest of these, of lines that have such."""
+    allowed = {i: line.lists.allowed for i, line in enumerate(lines) if line.lists.allowed is not None}
+    if masks is not None:
+        for i, words in zip(masks.lines, masks.words.result(), strict=True):
+            bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little")
+            allowed[i] = bits.nonzero()[0]
+    for i, ids in allowed.items():
+        columns = torch.from_numpy(ids).to(logits.device)
+        kept = logits[i, columns]
+        logits[i] = -math.inf
+        logits[i, columns] = kept
+    return {i: int(ids.min()) for i, ids in allowed.items()}
+
+
+def _forbid(logits: Tensor, lines: list[Line]) -> None:
+    """What ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
+    forbidden = [(i, ids) for i, line in enumerate(lines) for ids in forbidden_ids(line)]
     if not forbidden:
         return
     at, ids = _where(logits, forbidden)
@@ -106,24 +117,24 @@ def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, 
     return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
-def _choose(logits: Tensor, rows: list[Row]) -> Tensor:
-    """The argmax of greedy rows, a draw for the others; (R,) int64."""
+def _choose(logits: Tensor, lines: list[Line], lowest: dict[int, int]) -> Tensor:
+    """The argmax of greedy lines, a draw for the others; (L,) int64."""
     chosen = torch.argmax(logits, dim=1)
     # A NaN counts as the largest, so the largest tells of every row that is broken.
     whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0.0]
+    drawn = [i for i, line in enumerate(lines) if line.sampling.temperature > 0.0]
     if drawn:
-        chosen[drawn] = _draw(logits if len(drawn) == len(rows) else logits[drawn], [rows[i] for i in drawn])
-    for i, row in enumerate(rows):
-        if not whole[i]:
-            chosen[i] = 0 if row.lists.allowed is None else int(row.lists.allowed.min())
+        chosen[drawn] = _draw(logits if len(drawn) == len(lines) else logits[drawn], [lines[i] for i in drawn])
+    for i, is_whole in enumerate(whole):
+        if not is_whole:
+            chosen[i] = lowest.get(i, 0)
     return chosen
 
 
-def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
+def _draw(logits: Tensor, lines: list[Line]) -> Tensor:
     """Temperature, filters, and the argmax of logits and keyed noise."""
     device = logits.device
-    params = [row.sampling for row in rows]
+    params = [line.sampling for line in lines]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
     # Distances below the best are what is divided: at the lowest temperatures logits themselves would overflow.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
@@ -139,7 +150,7 @@ def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
             keep(part, torch.tensor([values[i] for i in filtered], device=device))
             logits[filtered] = part
     seeds = torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device)
-    positions = torch.tensor([len(row.history) for row in rows], dtype=torch.int64, device=device)
+    positions = torch.tensor([line.position for line in lines], dtype=torch.int64, device=device)
     return sample(logits, seeds, positions)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu import SamplingRow, address
 from penstock.models.forbidden import forbidden_ids
+from penstock.models.lines import Line
 from penstock.models.rows import Row
 from penstock.models.token_counts import TokenCounts
 from penstock.models.token_lists import TokenLists
@@ -18,7 +19,7 @@ Words = NDArray[np.uint64]
 
 
 class SamplingBatch(NamedTuple):
-    """The rows of a step, one after another. Arrays that they point into are alive while the batch is."""
+    """The lines of a step, one after another. Arrays that they point into are alive while the batch is."""
 
     address: int
     """Of the first ``SamplingRow``."""
@@ -75,40 +76,45 @@ class SamplingRows:
         self._restrained: set[int] = set()
         """Rows of which something may be forbidden."""
 
-    def gather(self, rows: list[Row]) -> SamplingBatch:
-        """The rows as they stand now. Valid until a token is appended to one of them."""
-        numbers = [row.number for row in rows]
+    def gather(self, lines: list[Line]) -> SamplingBatch:
+        """The lines' rows as they stand now. Valid until a token is appended to one of them."""
+        numbers = [line.row.number for line in lines]
         self._grow(max(numbers, default=0) + 1)
         known = self._lists
-        for row, number in zip(rows, numbers, strict=True):
-            if known[number] is not row.lists:
-                self._fill(row)
+        for line, number in zip(lines, numbers, strict=True):
+            if known[number] is not line.row.lists:
+                self._fill(line.row)
         # One copy: lines of a table would be overwritten while another thread still reads the last batch.
-        lines = self._table[numbers]
-        lines[:, POSITION] = [len(row.history) for row in rows]
-        kept: list[object] = [lines, [known[number] for number in numbers]]
-        self._point_to_counts(lines, numbers, kept)
-        self._point_to_forbidden(lines, rows, kept)
-        num_top = int(lines[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
-        return SamplingBatch(address(lines), len(rows), num_top, tuple(kept))
+        words = self._table[numbers]
+        words[:, POSITION] = [line.position for line in lines]
+        kept: list[object] = [words, [known[number] for number in numbers]]
+        self._point_to_counts(words, lines, kept)
+        self._point_to_forbidden(words, lines, kept)
+        num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
+        return SamplingBatch(address(words), len(lines), num_top, tuple(kept))
 
-    def _point_to_counts(self, lines: Words, numbers: list[int], kept: list[object]) -> None:
-        penalised = [(line, self._counts[n]) for line, n in enumerate(numbers) if n in self._counts]
+    def _point_to_counts(self, words: Words, lines: list[Line], kept: list[object]) -> None:
+        known = self._counts
+        penalised = [
+            (index, _Counts(counts) if line.drafts and (counts := line.counts) else known[line.row.number])
+            for index, line in enumerate(lines)
+            if line.row.number in known
+        ]
         if penalised:
             located = [counts.locate() for _, counts in penalised]
             kept += [arrays for _, arrays in located]
-            _write(lines, SEEN, [line for line, _ in penalised], [values for values, _ in located])
+            _write(words, SEEN, [index for index, _ in penalised], [values for values, _ in located])
 
-    def _point_to_forbidden(self, lines: Words, rows: list[Row], kept: list[object]) -> None:
+    def _point_to_forbidden(self, words: Words, lines: list[Line], kept: list[object]) -> None:
         restrained = [
-            (line, ids[0] if len(ids) == 1 else np.concatenate(ids))
-            for line, row in enumerate(rows)
-            if row.number in self._restrained and (ids := tuple(forbidden_ids(row)))
+            (index, ids[0] if len(ids) == 1 else np.concatenate(ids))
+            for index, line in enumerate(lines)
+            if line.row.number in self._restrained and (ids := tuple(forbidden_ids(line)))
         ]
         if restrained:
             arrays = [ids for _, ids in restrained]
             kept += arrays
-            _write(lines, FORBIDDEN, [line for line, _ in restrained], [(address(ids), len(ids)) for ids in arrays])
+            _write(words, FORBIDDEN, [index for index, _ in restrained], [(address(ids), len(ids)) for ids in arrays])
 
     def _fill(self, row: Row) -> None:
         sampling, lists, number = row.sampling, row.lists, row.number
@@ -146,6 +152,6 @@ class SamplingRows:
             self._lists += [None] * (len(grown) - have)
 
 
-def _write(lines: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
+def _write(words: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
     """Some columns of some lines."""
-    lines[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)
+    words[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)

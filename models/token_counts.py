@@ -1,5 +1,7 @@
 """How often tokens occur in a row's history, kept up to date at constant cost for a token. For penalties."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,14 @@ class TokenCounts:
             self._place_of(token_id)
         for token_id in history[num_prompt_tokens:]:
             self.add(token_id)
+
+    def with_more(self, token_ids: Sequence[int]) -> "TokenCounts":
+        """A copy in which these are counted too."""
+        copy = TokenCounts([], 0)
+        copy._place, copy._ids, copy._output = self._place.copy(), self._ids.copy(), self._output.copy()
+        for token_id in token_ids:
+            copy.add(token_id)
+        return copy
 
     @property
     def ids(self) -> NDArray[np.int64]:

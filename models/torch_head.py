@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.models.batch import Batch, BatchResult, Sampled
 from penstock.models.rows import Row
-from penstock.models.sampler import log_softmax, sample_rows, split_logprobs
+from penstock.models.sampler import log_softmax, sample_lines, split_logprobs
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
 
 MAX_LOGITS = 1 << 24
@@ -25,12 +25,9 @@ def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> Batc
 
 
 def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
-    samples = batch.samples
-    rows = [row for row, due in zip(batch.rows, samples, strict=True) if due]
-    if not rows:
+    if not batch.lines:
         return []
-    last = [int(end) - 1 for end, due in zip(batch.token_starts[1:], samples, strict=True) if due]
-    return sample_rows(head(hidden[last]), rows)
+    return sample_lines(head(hidden[batch.line_tokens.tolist()]), batch.lines, batch.masks)
 
 
 def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:

@@ -74,6 +74,12 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     sampling: SamplingParams
     pooling: Pooling | None = None
     """Nothing is sampled: once the history is computed, the row's vector is its only result."""
+    max_drafts: int = 0
+    """Tokens that may be drafted for it in a step; 0: none."""
+    grammar: str = ""
+    """What its output, so far and from here on, must match, as llguidance writes grammars; empty: anything."""
+    tenant: str = ""
+    """Whose outputs drafts for it may be learned from, and who may learn from its own."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):
@@ -93,7 +99,8 @@ class Chunk(msgspec.Struct, array_like=True, gc=False):
 
 
 class Decode(msgspec.Struct, array_like=True, gc=False):
-    """Continue a row from where it stands: one token, or up to ``max_tokens`` where drafts are accepted."""
+    """Continue a row from where it stands: one token, or up to ``max_tokens`` where drafts are accepted: it has blocks
+    for them."""
 
     row: int
     max_tokens: int
@@ -118,6 +125,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """Block and slot of the host tier: blocks that were evicted, and that a row of this plan has now."""
     copies_in: list[tuple[int, int]] = []
     """Slot of the host tier and block: blocks whose KV counts as computed in a row that this plan adds."""
+    max_drafts: int = 0
+    """Drafts of all its decodes together, which the step has room for."""
 
     @property
     def is_empty(self) -> bool:
@@ -147,6 +156,11 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     logprobs: TokenLogprobs | None = None
     vector: bytes | None = None
     """Of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte order."""
+    num_drafted: int = 0
+    """Drafts that were computed with it; ``len(token_ids) - 1`` of them were accepted."""
+    failure: str = ""
+    """Why its output cannot go on, fit for its caller's eyes: its grammar became too costly to follow. Its tokens so
+    far are as good as ever, and it is not continued."""
 
 
 class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
@@ -168,6 +182,41 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     """How long the worker had nothing to do before this plan reached it; 0 if the plan was there already."""
     computed_us: int
     """How long the step took."""
+
+
+class DraftMethod(Enum):
+    """Where drafts come from."""
+
+    NGRAM = "ngram"
+    """What followed the same tokens earlier in the row."""
+    SUFFIX = "suffix"
+    """What followed the longest such suffix, in the row or in late outputs of its tenant, as often as it did."""
+    DRAFT_MODEL = "draft_model"
+    """A small model with the same tokenizer."""
+    EAGLE3 = "eagle3"
+    """A head on the model's own hidden states."""
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker drafts: ``--speculative-config``, by the names that vLLM has for it."""
+
+    method: DraftMethod
+    num_speculative_tokens: int
+    """Drafts of a row in a step, at most."""
+    model: str | None = None
+    """Of ``draft_model`` and ``eagle3``: a directory in Hugging Face's layout."""
+    prompt_lookup_max: int = 4
+    """Of ``ngram``: the most tokens that are looked up."""
+    prompt_lookup_min: int = 2
+    """The fewest."""
+    suffix_decoding_max_tree_depth: int = 24
+    """Of ``suffix``: tokens of a suffix and what follows it, at most."""
+    suffix_decoding_max_cached_requests: int = 1000
+    """Outputs of a tenant that are remembered, at most."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Drafts for each token of the suffix that was found, at most."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """How often a draft must have followed, as a share."""
 
 
 MAX_BATCHED_TOKENS = 2048
@@ -215,6 +264,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the worker logs: debug, info, warning or error."""
     log_format: str = "text"
     """text or json, a line each."""
+    speculation: SpeculationConfig | None = None
+    """None: only what grammars force is drafted."""
+    tokenizer: str | None = None
+    """The directory of the model's tokenizer, which grammars are matched by; None: there are none."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are then those of
     all of them together, until each rank is told its own part."""

@@ -145,6 +145,18 @@ class Timings:
     """Of the worker, while it ran."""
 
 
+@dataclass(slots=True)
+class Speculation:
+    """What became of a request's drafts."""
+
+    steps: int = 0
+    """That had some."""
+    drafted_at: list[int] = field(default_factory=list)
+    """Entry i: steps whose first i + 1 drafts or more were computed; its sum is the number of drafts."""
+    accepted_at: list[int] = field(default_factory=list)
+    """The same, of those that were chosen."""
+
+
 @dataclass(slots=True, frozen=True)
 class Context:
     """What a request that ended leaves to those that continue it."""
@@ -166,6 +178,8 @@ class Finished:
     """What went wrong, fit for the caller's eyes; empty when nothing did."""
     context: Context | None = None
     """Of a request of one choice that began and then stopped, reached its length or was cancelled."""
+    speculation: Speculation | None = None
+    """None: it had no drafts."""
 
 
 Event = Accepted | PromptLogprobs | Delta | Embedded | Finished
@@ -226,6 +240,10 @@ class Request:
     pooling: Pooling | None = None
     """Its prompts are embedded: each is a choice's own and brings one ``Embedded``, and there is no output
     (``max_tokens`` is 0)."""
+    max_drafts: int = 0
+    """Tokens that may be drafted for a choice in a step."""
+    grammar: str = ""
+    """As ``AddedRow.grammar``."""
     more_prompts: Sequence[Prompt] = ()
     """Those after the first, where it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
+from penstock.models.lines import Line
 from penstock.models.rows import Row, RowTable
-from penstock.models.sampler import sample_rows
+from penstock.models.sampler import sample_lines
 from penstock.models.sampling_rows import SamplingRows
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -57,7 +58,7 @@ def measure(kernels: Kernels, own: NDArray[np.float32], sampling: SamplingParams
     """Ours, torch's."""
     vocab_size = len(own)
     row = make_row(sampling, vocab_size)
-    batch = SamplingRows().gather([row])
+    batch = SamplingRows().gather([Line(row)])
     logits, out = own.copy(), SampledToken()
     scratch = np.empty(kernels.sampling_scratch(vocab_size) + 64, dtype=np.uint8)
     address = scratch.ctypes.data + -scratch.ctypes.data % 64
@@ -68,7 +69,9 @@ def measure(kernels: Kernels, own: NDArray[np.float32], sampling: SamplingParams
     )  # fmt: skip
     ours = best_us(lambda: kernels.sample(*arguments), lambda: np.copyto(logits, own))
     tensor = torch.from_numpy(own.copy()).unsqueeze(0)
-    theirs = best_us(lambda: sample_rows(tensor, [row]), lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0)))
+    theirs = best_us(
+        lambda: sample_lines(tensor, [Line(row)]), lambda: tensor.copy_(torch.from_numpy(own).unsqueeze(0))
+    )
     return ours, theirs
 
 

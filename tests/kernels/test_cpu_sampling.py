@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import SampledToken, SamplingRow
+from penstock.models.lines import Line
 from penstock.models.rows import RowTable
-from penstock.models.sampler import sample_rows
+from penstock.models.sampler import sample_lines
 from penstock.models.sampling_rows import SamplingRows
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -68,7 +69,7 @@ class Sampler:
 
     def sample(self, logits, row):
         """The token, its log-probability, the ids of the likeliest and theirs."""
-        batch = self._rows.gather([row])
+        batch = self._rows.gather([Line(row)])
         ids, top, out = Guarded(4 * batch.num_top), Guarded(4 * batch.num_top), SampledToken()
         self._logits.write(logits)
         line = SamplingRow.from_address(batch.address)
@@ -81,7 +82,7 @@ class Sampler:
 
 
 def expected_token(logits, row):
-    [sampled] = sample_rows(torch.from_numpy(logits.copy()).unsqueeze(0), [row])
+    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [Line(row)])
     return sampled
 
 
@@ -147,7 +148,9 @@ def compare(table, vocab_size, num_rows, seed):
     logits = np.stack([random_logits(chance, vocab_size, generator) for _ in rows])
     sampler = Sampler(table, vocab_size)
     for step in range(DRAWS):
-        expected = [sampled.token_id for sampled in sample_rows(torch.from_numpy(logits.copy()), rows)]
+        expected = [
+            sampled.token_id for sampled in sample_lines(torch.from_numpy(logits.copy()), [Line(row) for row in rows])
+        ]
         for number, row in enumerate(rows):
             token_id = sampler.sample(logits[number], row)[0]
             assert token_id == expected[number], (seed, step, number, row.sampling, row.history)

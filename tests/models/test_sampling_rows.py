@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from penstock.kernels.cpu import SamplingRow
+from penstock.models.lines import Line
 from penstock.models.rows import RowTable
 from penstock.models.sampling_rows import SamplingRows
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
@@ -27,7 +28,7 @@ class Rows:
         return self.table[number]
 
     def gather(self, *numbers):
-        batch = self.sampling.gather([self.table[number] for number in numbers])
+        batch = self.sampling.gather([Line(self.table[number]) for number in numbers])
         return batch, (SamplingRow * batch.num_rows).from_address(batch.address)
 
 

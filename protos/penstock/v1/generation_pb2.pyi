@@ -359,6 +359,8 @@ class Start(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     RETAIN_MS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request: unique among the live ones of its stream; may be used again after `finished`.
     Any uint32, 0 included. A duplicate of a live ref ends the stream with INVALID_ARGUMENT.
@@ -393,6 +395,10 @@ class Start(_message.Message):
     that continue it, in milliseconds: 0 to 86,400,000, and at most what the service allows. What is evicted all the same
     is computed again. Default: the service's own where `continue_from` is set, else 0.
     """
+    max_draft_tokens: _builtins.int
+    """The most tokens that may be drafted for a choice in one step; 0 is off; at most 32. Drafts change when tokens come,
+    never which. Default, and upper bound: what the service drafts.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids; at most the model's context less one, each below the tokenizer's vocabulary size."""
@@ -408,6 +414,10 @@ class Start(_message.Message):
     @_builtins.property
     def output(self) -> Global___Output:
         """What is sent back. Default: text alone."""
+
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What each choice's output must match. Default: anything."""
 
     def __init__(
         self,
@@ -425,11 +435,15 @@ class Start(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         retain_ms: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
+        max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "client_request_id", b"client_request_id", "continue_from", b"continue_from", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__retain_ms: _TypeAlias = _typing.Literal["retain_ms"]  # noqa: Y015
@@ -438,6 +452,8 @@ class Start(_message.Message):
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
@@ -448,6 +464,99 @@ class Start(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What output must match: only tokens that lead to a match are chosen, and at its end only the model's end of sequence.
+    An output that is cut off (`max_tokens`, `stop`, a deadline) is the beginning of a match. Not with `ignore_eos` or
+    `allowed_token_ids`. What cannot be compiled within the service's bounds on size, time and memory is INVALID_ARGUMENT;
+    what turns out to be too costly to follow later ends the request with RESOURCE_EXHAUSTED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    ANY_JSON_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    GBNF_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that a schema describes: the schema's JSON text. At most 256 KiB."""
+    regex: _builtins.str
+    """A regular expression, which the whole output matches; without look-around and back-references. At most 64 KiB."""
+    lark: _builtins.str
+    """A context-free grammar in the form of Lark, whose rule `start` the output matches. At most 256 KiB."""
+    gbnf: _builtins.str
+    """The same in the form of llama.cpp, GBNF, with the rule `root`. At most 256 KiB."""
+    @_builtins.property
+    def any_json(self) -> Global___AnyJson:
+        """Any JSON object."""
+
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """One of some strings."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        any_json: Global___AnyJson | None = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+        gbnf: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "any_json", "regex", "lark", "gbnf", "choices"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class AnyJson(_message.Message):
+    """Any JSON object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnyJson: _TypeAlias = AnyJson  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Strings, one of which is the output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 1,024, none empty, together at most 256 KiB of UTF-8."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -1162,6 +1271,7 @@ class Finished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The request's ref."""
     may_continue: _builtins.bool
@@ -1184,6 +1294,10 @@ class Finished(_message.Message):
     def timings(self) -> Global___Timings:
         """Where its time went."""
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """What became of its drafts. Absent where none were computed."""
+
     def __init__(
         self,
         *,
@@ -1195,16 +1309,59 @@ class Finished(_message.Message):
         reason: Global___FinishReason.ValueType = ...,
         seed: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "may_continue", b"may_continue", "reason", b"reason", "ref", b"ref", "request_id", b"request_id", "seed", b"seed", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "may_continue", b"may_continue", "reason", b"reason", "ref", b"ref", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """Drafts of a request: tokens that were computed in the hope that they would be chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTED_AT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    drafted_tokens: _builtins.int
+    """Tokens drafted."""
+    accepted_tokens: _builtins.int
+    """How many of them were chosen."""
+    steps: _builtins.int
+    """Steps that had drafts. Each brought 1 token more than it had drafts accepted."""
+    @_builtins.property
+    def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entry i: steps whose first i + 1 drafts or more were computed."""
+
+    @_builtins.property
+    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entry i: steps whose first i + 1 drafts or more were chosen."""
+
+    def __init__(
+        self,
+        *,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        drafted_at: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "drafted_at", b"drafted_at", "drafted_tokens", b"drafted_tokens", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -17,8 +17,9 @@ from penstock.kernels.cuda.sampling_rows import (
     make_room,
     number_line,
 )
+from penstock.models.lines import Line
 from penstock.models.rows import RowTable
-from penstock.models.sampler import sample_rows
+from penstock.models.sampler import sample_lines
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,7 +138,7 @@ class Batch:
 
 
 def expected_tokens(logits, rows):
-    return [sampled.token_id for sampled in sample_rows(logits.float().clone(), rows)]
+    return [sampled.token_id for sampled in sample_lines(logits.float().clone(), [Line(row) for row in rows])]
 
 
 # --------------------------------------------------------------------------------------------------------- random rows
