@@ -81,7 +81,7 @@ $(NODE): package.json package-lock.json
 
 # ------------------------------------------------------------------------------------------------------------------- run
 
-.PHONY: serve bench bench-peers bench-cpu bench-gpu
+.PHONY: serve bench bench-peers bench-cpu bench-spec bench-gpu
 serve: setup ## serve the demo model on 127.0.0.1:50051; PORT=... and ARGS='MODEL' change that
 	$(BIN)/penstock serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
@@ -97,6 +97,9 @@ bench-peers: setup ## install the other engines, each in an environment of its o
 
 bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some hours
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
+
+bench-spec: setup ## measure what speculative decoding gains, on the CPU; about an hour
+	PYTHONPATH=tests/peers $(BIN)/python -P -m spec_bench --peers $(PEERS) $(ARGS)
 
 bench-gpu: ## measure kernels, steps and service on a GPU, beside transformers; 8 minutes. TINY=1: without one, tiny
 	$(on-gpu) -m gpu_bench $(if $(TINY),--tiny) --json build/bench-gpu.json $(ARGS)

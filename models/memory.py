@@ -45,6 +45,9 @@ def num_kv_blocks(
 ) -> int:
     """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded; the same on every
     rank. Raises ModelError if one request of full length does not fit."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes += config.block_bytes_beside
     free = _free_bytes_everywhere(config, parallel)
     if config.kv_cache_bytes is None:
         budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"

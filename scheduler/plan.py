@@ -240,6 +240,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """None: what the backend computes in a short time, or ``MAX_BATCHED_TOKENS``."""
     kv_cache_bytes: int | None = None
     """None: ``memory_utilization`` of what the device has free after the weights are loaded."""
+    num_blocks: int | None = None
+    """Of the KV cache; None: as many as the memory holds."""
+    block_bytes_beside: int = 0
+    """What others, as a draft model, need for each block."""
     memory_utilization: float = 0.5
     host_kv_cache_bytes: int = 0
     """Of host memory, for evicted blocks; 0: these are forgotten."""

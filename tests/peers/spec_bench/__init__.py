@@ -1,0 +1,1 @@
+"""Speculative decoding against none, through the service."""
