@@ -1,5 +1,5 @@
-"""The backend for NVIDIA GPUs: kernels in Triton, products by cuBLAS. A step goes to the device as a whole, as a CUDA
-graph where it is small, and the next one may be there before it ends.
+"""The backend for NVIDIA GPUs: kernels in Triton, products by cuBLAS where bits may depend on the batch. A step goes to
+the device as a whole, as a CUDA graph where it is small, and the next one may be there before it ends.
 
 With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
 """
@@ -19,7 +19,7 @@ from penstock.models.backend import Finish
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cuda_graphs import StepGraphs, graph_sizes
-from penstock.models.cuda_linears import QuantizedLinears
+from penstock.models.cuda_linears import CudaLinears
 from penstock.models.cuda_model import CudaModel
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
@@ -162,7 +162,8 @@ class CudaBackend:
         return hidden
 
     def _wide_logits(self, hidden: Tensor) -> Tensor:
-        return widened(self._model.logits(hidden))
+        # A copy, as a part of the hidden states may begin where no kernel reads.
+        return widened(self._model.logits(hidden.clone()))
 
 
 def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
@@ -207,7 +208,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     parallel = join(config)
     check_weights_fit(config, spec.architecture, weight_bytes(spec, quantization, dtype), dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    linears = QuantizedLinears(info, quantization, device, deterministic=config.deterministic)
+    linears = CudaLinears(info, quantization, device, deterministic=config.deterministic)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)

@@ -1,4 +1,5 @@
-"""Linears whose weights the CUDA backend holds in eight or four bits: made at load, or as the checkpoint has them."""
+"""Linears that the CUDA backend multiplies by its own kernels: of eight or four bits, made at load or as the checkpoint
+has them, and, where a token's bits must not depend on the batch, of floats. Otherwise those are torch's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor
 from penstock.kernels.cuda.quantize import quantize_int4, quantize_int8
 from penstock.kernels.cuda.quantized_product import ProductRoom, product
 from penstock.kernels.cuda.quantized_tiles import changes
-from penstock.kernels.cuda.quantized_weight import QuantizedWeight, pack_bytes, pack_int4
+from penstock.kernels.cuda.quantized_weight import QuantizedWeight, keep_floats, pack_bytes, pack_int4
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.quantized_matrix import QuantizedMatrix, read_matrix
 from penstock.models.weights import DenseLinear, Linear
@@ -18,7 +19,7 @@ from penstock.models.weights import DenseLinear, Linear
 AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
 
 
-class QuantizedLinears:
+class CudaLinears:
     """Makes a model's linears, and gives them the room that they share."""
 
     def __init__(self, info: CheckpointInfo, quantization: str, device: torch.device, *, deterministic: bool) -> None:
@@ -31,17 +32,24 @@ class QuantizedLinears:
         self._room: ProductRoom | None = None
 
     def make(
-        self, names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, is_whole: bool
+        self,
+        names: tuple[str, ...],
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        *,
+        is_whole: bool,
+        may_quantize: bool,
     ) -> Linear:
-        """Of the matrices of these names, one above the other. ``weight`` makes them as they are multiplied out;
-        ``is_whole``: they are not a rank's part."""
-        quantized = self._checkpoints_own(names) if is_whole else None
-        if quantized is None and self._quantize is not None:
-            quantized = self._quantize(weight())
-        if quantized is None:
+        """A ``loader.MakeLinear``."""
+        made = self._checkpoints_own(names) if is_whole and may_quantize else None
+        if made is None and may_quantize and self._quantize is not None:
+            made = self._quantize(weight())
+        if made is None and self._deterministic:
+            made = keep_floats(weight())
+        if made is None:
             return DenseLinear(weight(), bias)
-        self._made.append(quantized)
-        return QuantizedLinear(quantized, None if bias is None else bias.float(), self)
+        self._made.append(made)
+        return CudaLinear(made, None if bias is None else bias.float(), self)
 
     def _checkpoints_own(self, names: tuple[str, ...]) -> QuantizedWeight | None:
         """None if there is no such; and if they were quantised so differently that they cannot be one."""
@@ -70,7 +78,11 @@ class QuantizedLinears:
 
     def changes(self) -> list[int]:
         """Numbers of tokens from which on other kernels run."""
-        return changes(self._dtype, deterministic=self._deterministic) if self._made else []
+        return [
+            number
+            for layout in {weight.layout for weight in self._made}
+            for number in changes(layout, self._dtype, deterministic=self._deterministic)
+        ]
 
     @property
     def room(self) -> ProductRoom:
@@ -80,13 +92,13 @@ class QuantizedLinears:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedLinear:
+class CudaLinear:
     """y = x W^T + b."""
 
     weight: QuantizedWeight
     bias: Tensor | None
     """(N,) fp32."""
-    owner: QuantizedLinears
+    owner: CudaLinears
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""

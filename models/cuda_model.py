@@ -1,4 +1,5 @@
-"""A model's layers by the kernels for CUDA: the tokens of a step in, their hidden states out. Products are torch's.
+"""A model's layers by the kernels for CUDA: the tokens of a step in, their hidden states out. Products are those
+of the linears that it is given.
 
 Nothing here waits for the device or looks at what lies there, so that a CUDA graph can hold all of it.
 """
@@ -23,7 +24,7 @@ from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.shapes import Shape
 from penstock.kernels.reference import soft_cap
 from penstock.kernels.wide import widened
-from penstock.models.cuda_linears import QuantizedLinears
+from penstock.models.cuda_linears import CudaLinears
 from penstock.models.loader import ACTIVATION_NAMES
 from penstock.models.parallel import TensorParallel
 from penstock.models.rotations import rotations
@@ -64,7 +65,7 @@ class CudaModel:
         pages: Tensor,
         shape: Shape,
         parallel: TensorParallel,
-        linears: QuantizedLinears,
+        linears: CudaLinears,
     ) -> None:
         """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
@@ -237,7 +238,7 @@ def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> 
     return Attention(
         shape,
         WorkStarts.allocate(max_sequences, device),
-        DecodeWorkspace.allocate(shape, max_sequences, programs, device),
+        DecodeWorkspace.allocate(shape, programs, device),
     )
 
 

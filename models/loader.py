@@ -127,10 +127,14 @@ class _Filler:
         """The rank's ``size`` of all ranks' rows or columns."""
         return share(size * self.parallel.size, self.parallel)
 
-    def linear(self, name: str, rows: int, columns: int, biased: bool) -> DenseLinear:
+    def router(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
         """Whole on every rank."""
+
+        def weight() -> Tensor:
+            return self.tensor(f"{name}.weight", (rows, columns))
+
         bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
-        return DenseLinear(self.tensor(f"{name}.weight", (rows, columns)), bias)
+        return self.make_linear((name,), weight, bias, is_whole=True, may_quantize=False)
 
     def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
         """The rank's ``rows[i]`` of each linear, one above the other."""
@@ -139,7 +143,7 @@ class _Filler:
             return self.stacked(self.empty(sum(rows), columns), "weight", names, rows)
 
         bias = self.stacked(self.empty(sum(rows)), "bias", names, rows) if biased else None
-        return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1)
+        return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
 
     def stacked(self, out: Tensor, kind: str, names: tuple[str, ...], rows: tuple[int, ...]) -> Tensor:
         """The rank's ``rows[i]`` of each weight or bias, in ``out``."""
@@ -154,7 +158,7 @@ class _Filler:
             return self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
 
         bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
-        return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1)
+        return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
 
     def inputs(self, columns: int) -> Part:
         """The rank's part of a weight that is divided by inputs."""
@@ -168,17 +172,23 @@ class _Filler:
 
 
 class MakeLinear(Protocol):
-    """Makes linears, but for heads, routers and experts, as a backend multiplies them."""
+    """Makes linears, but for experts, as a backend multiplies them."""
 
     def __call__(
-        self, names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, is_whole: bool
+        self,
+        names: tuple[str, ...],
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        *,
+        is_whole: bool,
+        may_quantize: bool,
     ) -> Linear:
         """Of the checkpoint's matrices of these names, one above the other, which ``weight`` makes as they are
-        multiplied out; ``is_whole``: they are not a rank's part."""
+        multiplied out; ``is_whole``: they are not a rank's part; ``may_quantize``: they are no head and no router."""
         ...
 
 
-def _dense(names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, is_whole: bool) -> Linear:
+def _dense(names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, **_: bool) -> Linear:
     return DenseLinear(weight(), bias)
 
 
@@ -202,7 +212,8 @@ def load_weights(
     untied = None
     if not spec.tied_embeddings:
         untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
-    head = DenseLinear(embedding[rows] if untied is None else untied)
+    head_weight = embedding[rows] if untied is None else untied
+    head = fill.make_linear(("lm_head",), lambda: head_weight, None, is_whole=False, may_quantize=False)
     return Weights(embedding, layers, norm, head, num_bytes((embedding, layers, norm, untied)))
 
 
@@ -277,7 +288,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         if down_bias is not None and fill.parallel.rank == 0:
             fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
     return ExpertMlp(
-        router=fill.linear(f"{prefix}gate", num, hidden, experts.biased),
+        router=fill.router(f"{prefix}gate", num, hidden, experts.biased),
         gate_up=gate_up,
         down=down,
         gate_up_bias=gate_up_bias,

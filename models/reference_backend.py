@@ -1,6 +1,8 @@
 """The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
 with it; it is as fast as torch's own operations allow without compiling anything."""
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +27,8 @@ from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import result_of
 from penstock.models.weights import LayerWeights, Weights
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -155,6 +159,8 @@ class ReferenceBackend(AtOnce):
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     """The factory of the backend registry. Raises ModelError."""
+    if config.deterministic:
+        logger.warning("--deterministic does nothing in plain torch: a row's last bits may depend on its batch")
     spec = info.spec.divided(config.tensor_parallel_size)
     # The checkpoint's own is multiplied out at load.
     quantization = info.choose_quantization(config.quantization)

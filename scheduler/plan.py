@@ -263,7 +263,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
-    """On a GPU, all but plain products compute a row alike in every batch, where that costs speed."""
+    """On a GPU, a row's results are the same bits in every batch, which costs speed; on the backend cpu they always
+    are."""
     log_level: str = "info"
     """What the worker logs: debug, info, warning or error."""
     log_format: str = "text"

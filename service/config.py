@@ -154,8 +154,8 @@ class ServeConfig:
     )
     deterministic: bool = flag(
         False,
-        "on a GPU: attention, experts and quantised products compute a row alike in every batch, at some cost; "
-        "plain products, which are cuBLAS's, may still not. On the backend cpu all results always are",
+        "on one GPU: a request's results are the same bits in every batch, by slower kernels of our own for all "
+        "products, and by attention that does not divide a row's context. On the backend cpu they always are the same",
     )
     tensor_parallel_size: int = flag(
         1, "ranks that share the model: processes with a part of every matrix, on a GPU each; it is for CPUs too, in "

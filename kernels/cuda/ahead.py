@@ -48,6 +48,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 def variants(shape: Shape) -> Iterator[Variant]:
     """All that a model of that shape launches, but for products of quantised weights."""
     yield from _norm_variants(shape)
+    if shape.deterministic:
+        yield from float_variants(shape)
     if shape.intermediate_size is not None:
         yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
     if shape.experts is not None:
@@ -93,13 +95,23 @@ def _norm_variants(shape: Shape) -> Iterator[Variant]:
             yield rms_norm_variant(dtype, heads * shape.head_dim, row, row, eps)
 
 
+def float_variants(shape: Shape) -> Iterator[Variant]:
+    """Products of weights that are not quantised."""
+    products = [*shape.products, (shape.num_logits or shape.vocab_size, shape.hidden_size, False)]
+    if shape.experts is not None:
+        products.append((shape.experts.num_experts, shape.hidden_size, shape.experts.biased))
+    for rows, columns, is_biased in products:
+        layout = WeightLayout(Codes(shape.dtype), rows, columns)
+        yield from product_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
+
+
 def quantized_variants(shape: Shape, quantization: str) -> Iterator[Variant]:
     """Products of the weights of a layer, if they are so ``QUANTIZED``."""
-    for rows, columns in shape.products:
+    for rows, columns, is_biased in shape.products:
         layout = WeightLayout(rows=rows, columns=columns, **QUANTIZED[quantization])
         for deterministic in (False, True):
             yield from product_variants(
-                layout, shape.dtype, shape.max_tokens, deterministic=deterministic, is_biased=False
+                layout, shape.dtype, shape.max_tokens, deterministic=deterministic, is_biased=is_biased
             )
 
 

@@ -30,7 +30,7 @@ def paged_attention(
     ``contexts[b] - 1``, those before it in front of that; each sees positions up to its own, and with a window w those
     above its own minus w. The reference is ``kernels.reference.paged_attention``. Tokens of no sequence are left as
     they are in ``out``. ``starts`` are those of ``plan_attention`` for this step. ``any_longer``: sequences of more
-    than ``shape.max_queries`` queries are computed too.
+    than ``shape.max_queries`` queries are computed too, as they always are where that is 0.
     """
     heads = (shape.attention.num_heads, shape.attention.head_dim)
     assert query.shape == out.shape == (query.shape[0], *heads)
@@ -38,11 +38,13 @@ def paged_attention(
     assert out.is_contiguous()
     kv.check(shape.attention)
     starts.check(batch.num_sequences)
-    decode_attention(shape, query, kv, batch, starts.units, workspace, out)
-    if any_longer and query.shape[0] > shape.max_queries:
+    if shape.max_queries:
+        decode_attention(shape, query, kv, batch, starts.units, workspace, out)
+    if (any_longer or not shape.max_queries) and query.shape[0] > shape.max_queries:
         prefill_attention(shape.attention, query, kv, batch, starts.tiles, shape.max_queries, out)
 
 
 def attention_variants(shape: DecodeShape) -> list[Variant]:
     """All that ``plan_attention`` and ``paged_attention`` launch for that shape."""
-    return [plan_variant(shape), decode_variant(shape), join_variant(shape), prefill_variant(shape.attention)]
+    decoding = [decode_variant(shape), join_variant(shape)] if shape.max_queries else []
+    return [plan_variant(shape), *decoding, prefill_variant(shape.attention)]

@@ -241,14 +241,15 @@ def attend(
             value = tl.load(pointers + page_size)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="tf32x3")
         if CAP is not None:
-            # cap tanh(s / cap), from tanh(x) = 1 - 2 / (exp(2x) + 1), which an infinite exp(2x) leaves at 1
-            scores = CAP * LOG2E * (1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0))
+            # tanh(s / cap), from tanh(x) = 1 - 2 / (exp(2x) + 1), which an infinite exp(2x) leaves at 1
+            scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)
         if MASKED:
             seen = positions[None, :] <= query_positions[:, None]
             if WINDOW is not None:
                 seen &= positions[None, :] > query_positions[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        rest = factor if CAP is None else 1.0  # of the factor, which the maximum need not wait for
+        # What is left to multiply by comes behind the mask: masked or not, each weight is exp2 of one multiply-add.
+        rest = factor if CAP is None else CAP * LOG2E
         raised = tl.maximum(maximum, tl.max(scores, axis=1) * rest)
         base = tl.where(raised == float("-inf"), 0.0, raised)
         weights = tl.exp2(scores * rest - base[:, None])

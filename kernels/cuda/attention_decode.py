@@ -42,20 +42,17 @@ class DecodeWorkspace:
     """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
 
     @classmethod
-    def allocate(
-        cls, shape: DecodeShape, num_sequences: int, num_programs: int, device: torch.device
-    ) -> "DecodeWorkspace":
-        """For up to ``num_sequences``."""
-        rows = (shape.max_partials(num_sequences, num_programs), shape.tiles.block_m)
+    def allocate(cls, shape: DecodeShape, num_programs: int, device: torch.device) -> "DecodeWorkspace":
+        """For any step: a program may begin and end within a part."""
+        rows = (2 * num_programs, shape.tiles.block_m)
         mixed = torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device)
         return cls(num_programs, mixed, torch.empty(rows, dtype=torch.float32, device=device))
 
-    def check(self, shape: DecodeShape, num_sequences: int) -> None:
+    def check(self, shape: DecodeShape) -> None:
         """Our own bugs."""
-        partials = self.mixed.shape[0]
-        assert partials >= shape.max_partials(num_sequences, self.num_programs)
-        assert self.mixed.shape[1:] == (shape.tiles.block_m, shape.attention.head_dim)
-        assert self.weights.shape == (partials, shape.tiles.block_m)
+        rows = (2 * self.num_programs, shape.tiles.block_m)
+        assert self.mixed.shape == (*rows, shape.attention.head_dim)
+        assert self.weights.shape == rows
         assert self.mixed.is_contiguous()
         assert self.weights.is_contiguous()
 
@@ -87,7 +84,6 @@ def decode_kernel(
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
 ):
     """A program's share of the units: of each part that it has all of, the result; of others, what it has."""
     dims = tl.arange(0, BLOCK_D)
@@ -101,11 +97,11 @@ def decode_kernel(
         num_queries = tl.load(query_starts + sequence + 1) - begin
         context = tl.load(contexts + sequence)
         table = tables + tl.load(rows + sequence).to(tl.int64) * max_pages
-        first, unit_blocks, part_units = extent(context, num_queries, WINDOW, BLOCK_N, DETERMINISTIC)
+        first, part_units = extent(context, num_queries, WINDOW, BLOCK_N)
         within = unit - tl.load(unit_starts + sequence) * NUM_KV_HEADS
         part = within // part_units
         offset = within % part_units
-        taken = unit * 0 + 1 if DETERMINISTIC else tl.minimum(part_units - offset, units - unit)
+        taken = tl.minimum(part_units - offset, units - unit)
         head = part % NUM_KV_HEADS
         index, query_rows, live = query_offsets(
             begin, part // NUM_KV_HEADS, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M
@@ -122,8 +118,8 @@ def decode_kernel(
             table,
             head,
             score_factor(tl.load(key_scales + head), SCALE, CAP),
-            (first + offset * unit_blocks) * BLOCK_N,
-            tl.minimum((first + (offset + taken) * unit_blocks) * BLOCK_N, context),
+            (first + offset) * BLOCK_N,
+            tl.minimum((first + offset + taken) * BLOCK_N, context),
             lowest_seen(context - num_queries, WINDOW),
             True,
             NUM_KV_HEADS,
@@ -138,7 +134,7 @@ def decode_kernel(
             result = mixed * (final_weight(maximum, total, sink) * value_scale)[:, None]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=there)
         else:
-            partial = unit if DETERMINISTIC else 2 * tl.program_id(0) + (offset == 0).to(tl.int32)
+            partial = 2 * tl.program_id(0) + (offset == 0).to(tl.int32)
             lines = partial.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
             # of a query that saw nothing here, 0 and -inf
             total = tl.where(total > 0.0, total, 1.0)
@@ -177,7 +173,7 @@ def decode_attention(
 
     The rest is as for ``attention.paged_attention``, which checks it.
     """
-    workspace.check(shape, batch.num_sequences)
+    workspace.check(shape)
     decode_variant(shape).launch(
         (workspace.num_programs,),
         *shared_values(query, out, kv, batch),
@@ -185,9 +181,8 @@ def decode_attention(
         workspace.mixed,
         workspace.weights,
     )
-    parts = batch.num_sequences * shape.attention.num_kv_heads * shape.max_tiles
     join_variant(shape).launch(
-        (parts if shape.deterministic else workspace.num_programs, min(shape.tiles.block_m, shape.max_rows)),
+        (workspace.num_programs, min(shape.tiles.block_m, shape.max_rows)),
         batch.query_starts,
         batch.contexts,
         unit_starts,

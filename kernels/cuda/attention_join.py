@@ -31,38 +31,28 @@ def join_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
 ):
     """Joins the pieces of a part, which decode_kernel left. A program's second index is a row of the part's tile.
 
     Its first is one of decode_kernel's programs: joined is the part that begins in that one's share and goes on
-    beyond, if one does. If DETERMINISTIC it is a part, counted over all sequences.
+    beyond, if one does.
     """
     program = tl.program_id(0)
-    if DETERMINISTIC:
-        sequence_parts = tl.num_programs(0) // num_sequences
-        sequence = program // sequence_parts
-        if tl.load(unit_starts + sequence + 1) == tl.load(unit_starts + sequence):
-            return
-    else:
-        units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
-        share = tl.cdiv(units, tl.num_programs(0))
-        if program * share >= units:
-            return
-        last = tl.minimum((program + 1) * share, units) - 1
-        sequence = find_sequence(unit_starts, num_sequences, last // NUM_KV_HEADS)
+    units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
+    share = tl.cdiv(units, tl.num_programs(0))
+    if program * share >= units:
+        return
+    last = tl.minimum((program + 1) * share, units) - 1
+    sequence = find_sequence(unit_starts, num_sequences, last // NUM_KV_HEADS)
     begin = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - begin
-    _, _, part_units = extent(tl.load(contexts + sequence), num_queries, WINDOW, BLOCK_N, DETERMINISTIC)
+    _, part_units = extent(tl.load(contexts + sequence), num_queries, WINDOW, BLOCK_N)
     first_unit = tl.load(unit_starts + sequence) * NUM_KV_HEADS
-    part = program % sequence_parts if DETERMINISTIC else (last - first_unit) // part_units
+    part = (last - first_unit) // part_units
     first_unit += part * part_units
-    if DETERMINISTIC:
-        num_pieces = part_units
-    else:
-        num_pieces = (first_unit + part_units - 1) // share - program + 1
-        if first_unit < program * share:
-            return
+    num_pieces = (first_unit + part_units - 1) // share - program + 1
+    if first_unit < program * share:
+        return
     row = part // NUM_KV_HEADS * BLOCK_M + tl.program_id(1)
     if (num_pieces <= 1) | (row >= num_queries * GROUP):
         return
@@ -74,11 +64,8 @@ def join_kernel(
     mixed = tl.zeros((BLOCK_D,), tl.float32)
     for done in range(0, num_pieces, BLOCK_JOINED):
         index = done + tl.arange(0, BLOCK_JOINED)
-        if DETERMINISTIC:
-            partial = first_unit + index
-        else:
-            # the part begins at the end of a program's share, and goes on at the beginning of others'
-            partial = 2 * (program + index) + (index == 0).to(tl.int32)
+        # the part begins at the end of a program's share, and goes on at the beginning of others'
+        partial = 2 * (program + index) + (index == 0).to(tl.int32)
         line = partial.to(tl.int64) * BLOCK_M + tl.program_id(1)
         there = index < num_pieces
         weight = tl.load(partial_weights + line, mask=there, other=float("-inf"))

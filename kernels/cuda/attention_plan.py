@@ -3,10 +3,10 @@
 A sequence of few queries is *decoded*: bound by reading its keys and values, so that the reading is divided evenly,
 whatever the batch looks like. Its *parts* are its KV heads times its tiles of BLOCK_M rows (queries times heads of a
 group), each of them a walk over the same positions. A *unit* is what is not divided further: a block of BLOCK_N
-positions of a part. Where results must not depend on the batch, a unit is several blocks, as many as the sequence
-alone decides.
+positions of a part.
 
-A sequence of more queries is *prefilled*: bound by products; its tiles are divided.
+A sequence of more queries is *prefilled*: bound by products; its tiles are divided. Where a query's result must be the
+same bits in every batch and chunk, all sequences are.
 """
 
 import functools
@@ -25,9 +25,6 @@ BLOCK_PLANNED = tl.constexpr(128)
 """Sequences that are planned together."""
 MAX_DECODED = 64
 """Queries of a sequence that is decoded; with more, reading is not what it waits for."""
-MIN_SPLIT_POSITIONS = tl.constexpr(512)
-MAX_SPLITS = tl.constexpr(32)
-"""Of a part, where results must not depend on the batch."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,11 @@ class DecodeShape:
 
     attention: AttentionShape
     max_queries: int
-    """Of a sequence that is decoded. Tiles depend on it, and so do the bits of results."""
-    deterministic: bool
-    """Whether results are the same bits in every batch, for the same ``max_queries``."""
+    """Of a sequence that is decoded; 0: all are prefilled, and a query's result is the same bits in every step."""
 
     def __post_init__(self) -> None:
         """Our own bugs."""
-        assert 1 <= self.max_queries <= MAX_DECODED
+        assert 0 <= self.max_queries <= MAX_DECODED
 
     @property
     def max_rows(self) -> int:
@@ -80,17 +75,6 @@ class DecodeShape:
         """The sizes for this."""
         return decode_tiles(self.attention, self.max_rows)
 
-    @property
-    def max_tiles(self) -> int:
-        """Tiles of a sequence."""
-        return int(triton.cdiv(self.max_rows, self.tiles.block_m))
-
-    def max_partials(self, num_sequences: int, num_programs: int) -> int:
-        """The most partial results that there can be."""
-        if self.deterministic:
-            return num_sequences * self.attention.num_kv_heads * self.max_tiles * int(MAX_SPLITS.value)
-        return 2 * num_programs
-
     def constants(self) -> dict[str, object]:
         """What both kernels are told."""
         return {
@@ -101,7 +85,6 @@ class DecodeShape:
             "WINDOW": self.attention.window,
             "BLOCK_M": self.tiles.block_m,
             "BLOCK_N": self.tiles.block_n,
-            "DETERMINISTIC": self.deterministic,
         }
 
 
@@ -126,15 +109,10 @@ class WorkStarts:
 
 
 @triton.jit
-def extent(context, num_queries, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, DETERMINISTIC: tl.constexpr):
-    """What each part of a sequence walks over: its first block, the blocks of a unit, its number of units."""
+def extent(context, num_queries, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What each part of a sequence walks over: its first block, its number of blocks."""
     first = lowest_seen(context - num_queries, WINDOW) // BLOCK_N
-    blocks = tl.cdiv(context, BLOCK_N) - first
-    if DETERMINISTIC:
-        unit_blocks = tl.maximum(tl.cdiv(blocks, MAX_SPLITS), MIN_SPLIT_POSITIONS // BLOCK_N)
-    else:
-        unit_blocks = blocks * 0 + 1
-    return first, unit_blocks, tl.cdiv(blocks, unit_blocks)
+    return first, tl.cdiv(context, BLOCK_N) - first
 
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
@@ -149,7 +127,6 @@ def plan_kernel(
     MAX_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
     PREFILL_BLOCK_M: tl.constexpr,
 ):
     """One program. A sequence of at most MAX_QUERIES queries has units, one of more has tiles."""
@@ -163,7 +140,7 @@ def plan_kernel(
         start = tl.load(query_starts + at, mask=there, other=0)
         num_queries = tl.load(query_starts + at + 1, mask=there, other=0) - start
         context = tl.load(contexts + at, mask=there, other=0)
-        _, _, units = extent(context, num_queries, WINDOW, BLOCK_N, DETERMINISTIC)
+        _, units = extent(context, num_queries, WINDOW, BLOCK_N)
         units *= tl.cdiv(num_queries * GROUP, BLOCK_M)  # 0 without queries
         units = tl.where(num_queries <= MAX_QUERIES, units, 0)
         tiles = tl.where(num_queries > MAX_QUERIES, tl.cdiv(num_queries * GROUP, PREFILL_BLOCK_M), 0)
@@ -186,7 +163,6 @@ def plan_variant(shape: DecodeShape) -> Variant:
             "MAX_QUERIES": shape.max_queries,
             "BLOCK_M": shape.tiles.block_m,
             "BLOCK_N": shape.tiles.block_n,
-            "DETERMINISTIC": shape.deterministic,
             "PREFILL_BLOCK_M": prefill_tiles(shape.attention).block_m,
         },
         num_warps=4,

@@ -4,7 +4,7 @@ where there are several parts, a second kernel adds them up, always in the same 
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.quantized_unpack import unpacked_bytes, unpacked_int4
+from penstock.kernels.cuda.quantized_unpack import unpacked, unpacked_int4
 
 TURNS = tl.constexpr(8)
 """Blocks of tokens that are multiplied with a block of rows while a cache still has it."""
@@ -30,31 +30,34 @@ def _load_inputs(pointers, live, columns, COLUMNS: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
-def _sum_bytes(
+def _sum_codes(
     x,
     codes,
     live,
     begin,
     end,
     COLUMNS: tl.constexpr,
+    FILLED: tl.constexpr,
     PRODUCT: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of the blocks from ``begin`` up to ``end``: sum of x * code, (BLOCK_T, BLOCK_N) fp32. PRODUCT None: both are
-    bytes and multiplied as they are."""
+    """Of the blocks from ``begin`` up to ``end``: sum of x * code, (BLOCK_T, BLOCK_N) fp32. FILLED: the last block has
+    all its codes. PRODUCT None: both are bytes and multiplied as they are."""
     total = tl.zeros((x.shape[0], codes.shape[1]), SUM)
     k = tl.arange(0, BLOCK_K)
     for block in range(begin, end):
         columns = block * BLOCK_K + k
         inputs = _load_inputs(x, live, columns, COLUMNS, COLUMNS % BLOCK_K == 0)
-        weights = tl.load(codes + columns[:, None])
+        if FILLED:
+            weights = tl.load(codes + columns[:, None])
+        else:
+            weights = tl.load(codes + columns[:, None], mask=(columns < COLUMNS)[:, None], other=0.0)
         if PRODUCT is None:
             # Of fp8, tensor cores sum with few bits; here no more than a block's.
             total = tl.dot(inputs, weights, total, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
         else:
-            weights = unpacked_bytes(weights, PRODUCT)
-            total = tl.dot(inputs.to(PRODUCT), weights, total, input_precision="tf32x3")
+            total = tl.dot(inputs.to(PRODUCT), unpacked(weights, PRODUCT), total, input_precision="tf32x3")
     return total.to(tl.float32)
 
 
@@ -114,7 +117,7 @@ def product_kernel(
     num_tokens,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     PRODUCT: tl.constexpr,
@@ -130,13 +133,13 @@ def product_kernel(
     tokens = tokens.to(tl.int64)
     read = rows % ROWS  # beyond the last, some other row, whose outputs are not stored
     x += tokens[:, None] * COLUMNS
-    codes += read.to(tl.int64)[None, :] * ROW_BYTES
+    codes += read.to(tl.int64)[None, :] * ROW_SIZE
     num_blocks: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     part = tl.program_id(1)
     begin = part * num_blocks // PARTS
     end = (part + 1) * num_blocks // PARTS
     if zeros is None:
-        total = _sum_bytes(x, codes, live, begin, end, COLUMNS, PRODUCT, SUM, BLOCK_K)
+        total = _sum_codes(x, codes, live, begin, end, COLUMNS, ROW_SIZE % BLOCK_K == 0, PRODUCT, SUM, BLOCK_K)
     else:
         num_groups: tl.constexpr = 1 if GROUP == 0 else (COLUMNS + GROUP - 1) // GROUP
         scales += read * num_groups

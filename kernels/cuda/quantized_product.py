@@ -1,4 +1,5 @@
-"""Products with quantised weights, y = x W^T + bias, of few tokens and of many.
+"""Products with weights that are quantised, y = x W^T + bias, of few tokens and of many; and with weights that are not,
+where a token's bits must not depend on the batch.
 
 Nothing here waits for the device, so that a CUDA graph captures it; what is needed besides is allocated once.
 """
@@ -95,18 +96,19 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTile
     arguments: dict[str, torch.dtype | str] = {
         "x": layout.codes.value if layout.narrows_inputs else dtype,
         "codes": layout.codes.value,
-        "scales": torch.float32,
+        **({} if layout.codes.are_floats else {"scales": torch.float32}),
         **({"zeros": torch.uint8} if is_int4 else {}),
         **finish,
         "out": torch.float32 if tiles.parts > 1 else dtype,
         "num_tokens": "i32",
     }
     constants: dict[str, object] = {
+        **({"scales": None} if layout.codes.are_floats else {}),
         **({} if is_int4 else {"zeros": None}),
         **absent,
         "ROWS": layout.rows,
         "COLUMNS": layout.columns,
-        "ROW_BYTES": layout.row_bytes,
+        "ROW_SIZE": layout.row_size,
         "GROUP": layout.group,
         "PARTS": tiles.parts,
         "PRODUCT": None if layout.narrows_inputs else product_dtype(dtype),
@@ -121,7 +123,7 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTile
 @cache
 def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> Variant:
     """The variant that adds up the parts."""
-    has_scales = layout.codes is not Codes.INT4
+    has_scales = layout.codes is not Codes.INT4 and not layout.codes.are_floats
     finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
     return Variant(
@@ -161,7 +163,9 @@ def product_variants(
 def product(x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, bias: Tensor | None = None) -> None:
     """out = x W^T + bias, summed in fp32; where the weight narrows inputs, x is what ``narrow_inputs`` leaves of it.
 
-    ``x`` is (T, K) and ``out`` (T, N), of one dtype; ``bias`` is (N,) fp32.
+    ``x`` is (T, K) and ``out`` (T, N), of one dtype, that of a weight of floats; ``bias`` is (N,) fp32. Where the room
+    is ``deterministic``, a token's results depend on no other token, in every bit: the columns are summed in the same
+    order, by the same instructions, however many tokens there are.
     """
     layout, tokens = weight.layout, x.shape[0]
     check(x, (tokens, layout.columns), x.dtype)
@@ -200,6 +204,6 @@ def _multiply(
     assert room.partials.numel() >= tiles.parts * tokens * layout.rows
     variant.launch(grid, *operands, room.partials, tokens)
     joined = join_variant(layout, out.dtype, is_biased)
-    scales = [weight.scales] if weight.zeros is None else []
+    scales = [weight.scales] if weight.scales is not None and weight.zeros is None else []
     blocks = triton.cdiv(layout.rows, joined.constants["BLOCK"])
     joined.launch((tokens, blocks), room.partials, *scales, *finish, out, tokens)

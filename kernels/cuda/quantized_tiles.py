@@ -1,4 +1,4 @@
-"""Sizes of a quantised product's programs, by tables. Nothing is tuned at run time."""
+"""Sizes of a product's programs, by tables. Nothing is tuned at run time."""
 
 import math
 from dataclasses import dataclass
@@ -33,6 +33,9 @@ class Bucket:
 STEADY_BUCKETS = (Bucket(16, 16, True), Bucket(math.inf, 32, True))
 """Tensor cores multiply by instructions of one warp (``mma``), and sum by parts that the weight alone decides: in the
 same order, however many tokens there are."""
+FLOATS_BUCKETS = (Bucket(math.inf, 64, True),)
+"""Of floats, which come here only where bits must not change: the smallest tile that ``wgmma`` takes, since many tokens
+want its speed, and few ones are bound by reading weights all the same."""
 BUCKETS = (
     Bucket(16, 16, True),
     Bucket(32, 32, True),
@@ -66,19 +69,22 @@ def num_parts(layout: WeightLayout) -> int:
 
 def all_tiles(layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool) -> list[ProductTiles]:
     """Of products of up to ``max_tokens`` tokens of that dtype, the last ones those of just so many."""
-    buckets = _buckets(dtype, deterministic)
+    buckets = _buckets(layout, dtype, deterministic)
     least = [0, *(bucket.max_tokens for bucket in buckets)]
     return [_tiles(layout, dtype, bucket) for bucket, below in zip(buckets, least, strict=False) if max_tokens > below]
 
 
-def changes(dtype: torch.dtype, *, deterministic: bool) -> list[int]:
+def changes(layout: WeightLayout, dtype: torch.dtype, *, deterministic: bool) -> list[int]:
     """Numbers of tokens from which on ``all_tiles`` ends with others."""
-    return [int(bucket.max_tokens) + 1 for bucket in _buckets(dtype, deterministic)[:-1]]
+    return [int(bucket.max_tokens) + 1 for bucket in _buckets(layout, dtype, deterministic)[:-1]]
 
 
-def _buckets(dtype: torch.dtype, deterministic: bool) -> tuple[Bucket, ...]:
-    # No wgmma of float32 is precise enough.
-    return STEADY_BUCKETS if deterministic or dtype == torch.float32 else BUCKETS
+def _buckets(layout: WeightLayout, dtype: torch.dtype, deterministic: bool) -> tuple[Bucket, ...]:
+    if dtype == torch.float32:  # no wgmma of which is precise enough
+        return STEADY_BUCKETS[-1:] if layout.codes.are_floats else STEADY_BUCKETS
+    if layout.codes.are_floats:
+        return FLOATS_BUCKETS
+    return STEADY_BUCKETS if deterministic else BUCKETS
 
 
 def _tiles(layout: WeightLayout, dtype: torch.dtype, bucket: Bucket) -> ProductTiles:
@@ -89,7 +95,7 @@ def _tiles(layout: WeightLayout, dtype: torch.dtype, bucket: Bucket) -> ProductT
         return ProductTiles(128, rows, parts, num_warps=8, num_stages=4 if layout.narrows_inputs else 3)
     if bucket.block_t == 64:
         # Two programs fit the shared memory of a multiprocessor.
-        return ProductTiles(64, 128, parts, num_warps=4, num_stages=3)
+        return ProductTiles(64, 128, parts, num_warps=4, num_stages=4 if layout.codes.are_floats else 3)
     # What is under way matters, in bytes; half of them are weights of four bits, or of a short block.
     short = layout.codes is Codes.INT4 or layout.block < BLOCK_COLUMNS
     if dtype == torch.float32:  # each of its products takes three, and the registers of three

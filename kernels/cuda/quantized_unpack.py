@@ -50,8 +50,8 @@ def unpacked_int4(codes, zeros, dtype: tl.constexpr):
 
 
 @triton.jit
-def unpacked_bytes(codes, dtype: tl.constexpr):
-    """Signed bytes or float8_e4m3fn in ``dtype``, exactly."""
+def unpacked(codes, dtype: tl.constexpr):
+    """Signed bytes, float8_e4m3fn, or floats that are of ``dtype`` already, in ``dtype``, exactly."""
     if codes.dtype == tl.float8e4nv:
         # By way of float32: from float16 straight to bfloat16 goes at a quarter of the speed.
         codes = codes.to(tl.float16).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Quantised matrices as the products' kernels read them: W = (code - zero) * scale, of N rows and K columns.
+"""Matrices as the products' kernels read them: W = (code - zero) * scale, of N rows and K columns.
 
 Codes lie row by row, in blocks of columns; the last block is filled up with zeros. Of four bits, a byte holds column j
 of the lower half of its block in its low bits and column j of the upper half in its high bits, so that what a program
-unpacks are two runs of neighbouring columns, each multiplied by itself.
+unpacks are two runs of neighbouring columns, each multiplied by itself. Floats are W itself, with nothing filled up.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from penstock.kernels.cuda.common import check
 
 BLOCK_COLUMNS = 128
 """Columns that are multiplied at a time, at most."""
+BLOCK_FLOATS = 64
+"""The same, of floats, which take more room."""
 GROUP_STEP = 32
 """A group's columns are a multiple of this."""
 
@@ -29,6 +31,15 @@ class Codes(Enum):
     """A scale of each row."""
     INT4 = torch.uint8
     """0 to 15, two a byte; a scale and a zero point of each row and group of columns."""
+    BF16 = torch.bfloat16
+    """Floats, of the inputs' dtype, are no codes: there are no scales."""
+    FP16 = torch.float16
+    FP32 = torch.float32
+
+    @property
+    def are_floats(self) -> bool:
+        """Whether nothing is quantised."""
+        return self in (Codes.BF16, Codes.FP16, Codes.FP32)
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,14 @@ class WeightLayout:
         else:
             assert not self.group
             assert not self.is_ordered
+        if self.codes.are_floats:
+            assert not self.narrows_inputs
 
     @property
     def block(self) -> int:
         """Columns of a block: as many as have one scale, and a power of 2."""
+        if self.codes.are_floats:
+            return BLOCK_FLOATS
         return min(self.group & -self.group or BLOCK_COLUMNS, BLOCK_COLUMNS)
 
     @property
@@ -75,21 +90,23 @@ class WeightLayout:
         return -(-self.columns // self.group) if self.group else 1
 
     @property
-    def row_bytes(self) -> int:
-        """Of a row of codes."""
+    def row_size(self) -> int:
+        """Elements of a row of codes."""
+        if self.codes.are_floats:
+            return self.columns
         columns = self.num_blocks * self.block
         return columns // 2 if self.codes is Codes.INT4 else columns
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A quantised matrix on the device."""
+    """A matrix on the device."""
 
     layout: WeightLayout
     codes: Tensor
-    """(N, ``row_bytes``) of the codes' dtype."""
-    scales: Tensor
-    """(N, groups) fp32; of bytes, groups is 1."""
+    """(N, ``row_size``) of the codes' dtype."""
+    scales: Tensor | None
+    """(N, groups) fp32; of bytes, groups is 1; None of floats."""
     zeros: Tensor | None
     """(N, groups) uint8, of INT4 alone."""
     order: Tensor | None
@@ -98,14 +115,21 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         """Our own bugs."""
         layout = self.layout
-        check(self.codes, (layout.rows, layout.row_bytes), layout.codes.value)
-        check(self.scales, (layout.rows, layout.num_groups), torch.float32)
+        check(self.codes, (layout.rows, layout.row_size), layout.codes.value)
+        assert (self.scales is None) == layout.codes.are_floats
         assert (self.zeros is None) == (layout.codes is not Codes.INT4)
         assert (self.order is None) == (not layout.is_ordered)
+        if self.scales is not None:
+            check(self.scales, (layout.rows, layout.num_groups), torch.float32)
         if self.zeros is not None:
             check(self.zeros, (layout.rows, layout.num_groups), torch.uint8)
         if self.order is not None:
             check(self.order, (layout.columns,), torch.int32)
+
+
+def keep_floats(weight: Tensor) -> QuantizedWeight:
+    """W itself, (N, K), whose memory it shares: for products that give a token the same bits in every batch."""
+    return QuantizedWeight(WeightLayout(Codes(weight.dtype), *weight.shape), weight, None, None, None)
 
 
 def pack_bytes(codes: Tensor, scales: Tensor, *, narrows_inputs: bool = False) -> QuantizedWeight:
@@ -113,7 +137,7 @@ def pack_bytes(codes: Tensor, scales: Tensor, *, narrows_inputs: bool = False) -
     of any shape and float dtype."""
     rows, columns = codes.shape
     layout = WeightLayout(Codes(codes.dtype), rows, columns, narrows_inputs=narrows_inputs)
-    padded = functional.pad(codes.view(torch.uint8), (0, layout.row_bytes - columns)).view(codes.dtype)
+    padded = functional.pad(codes.view(torch.uint8), (0, layout.row_size - columns)).view(codes.dtype)
     wide = scales.float().reshape(-1, 1).expand(rows, 1).contiguous()
     return QuantizedWeight(layout, padded.contiguous(), wide, None, None)
 

@@ -35,6 +35,10 @@ class Shape:
     rotary_dim: int
     vocab_size: int
     norm_eps: float
+    qkv_bias: bool = False
+    """Products have biases."""
+    output_bias: bool = False
+    mlp_bias: bool = False
     norms_before: bool = True
     """Attention and the MLP have a norm before them."""
     norms_after: bool = False
@@ -75,7 +79,7 @@ class Shape:
     max_queries: tuple[int, ...] = (1, 16)
     """Of a row that decodes: one token, or one and the most drafts."""
     deterministic: bool = False
-    """Attention gives the same bits in every batch."""
+    """A token's results are the same bits in every batch."""
 
     @property
     def max_pages(self) -> int:
@@ -95,8 +99,8 @@ class Shape:
                 window=window,
                 cap=self.cap,
             )
-            for max_queries in self.max_queries:
-                yield DecodeShape(layer, max_queries, self.deterministic)
+            for max_queries in (0,) if self.deterministic else self.max_queries:
+                yield DecodeShape(layer, max_queries)
 
     def sampler(self) -> SamplerShape:
         """Lines of logits lie one behind the other."""
@@ -104,15 +108,16 @@ class Shape:
         return SamplerShape(num_logits, self.logits_dtype or self.dtype, num_logits, self.max_positions)
 
     @property
-    def products(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of a layer's: queries, keys and values; their heads' output; gate and up; down."""
-        width = self.num_heads * self.head_dim
+    def products(self) -> list[tuple[int, int, bool]]:
+        """Outputs and inputs of a layer's, and whether there is a bias: queries, keys and values; their heads' output;
+        gate and up; down."""
+        width, hidden, inner = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
         attention = [
-            (width + 2 * self.num_kv_heads * self.head_dim, self.hidden_size),
-            (self.hidden_size, width),
+            (width + 2 * self.num_kv_heads * self.head_dim, hidden, self.qkv_bias),
+            (hidden, width, self.output_bias),
         ]
-        inner = self.intermediate_size
-        return attention if inner is None else [*attention, (2 * inner, self.hidden_size), (self.hidden_size, inner)]
+        mlp = [] if inner is None else [(2 * inner, hidden, self.mlp_bias), (hidden, inner, self.mlp_bias)]
+        return attention + mlp
 
 
 SHAPES = {
@@ -204,6 +209,8 @@ SHAPES = {
         rotary_dim=64,
         vocab_size=201088,
         norm_eps=1e-5,
+        qkv_bias=True,
+        output_bias=True,
         clamped_gate=(1.702, 7.0),
         windows=(128, None),
         experts=Mixture(num_experts=32, per_token=4, normalise=True, biased=True),

@@ -15,7 +15,7 @@ from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan, StepResult
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
@@ -219,21 +219,62 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
         assert answer.token_ids == model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "gemma2", "olmo2"])
-def test_what_is_warmed_is_what_is_compiled_ahead(variant, tiny_model, load):
+@pytest.mark.parametrize(
+    ("variant", "deterministic"),
+    [("qwen3", False), ("gemma2", False), ("olmo2", False), ("llama-tied-biases-head24", True)],
+)
+def test_what_is_warmed_is_what_is_compiled_ahead(variant, deterministic, tiny_model, load):
     """The list that a test compiles for Hopper is the one that a service launches, no more and no less."""
-    load(variant)
+    load(variant, deterministic=deterministic)
     warmed = launches.warmed
     spec = check_checkpoint(tiny_model(variant).path).spec
     shape = shape_of(
-        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048, deterministic=False
-    )
+        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
+        deterministic=deterministic,
+    )  # fmt: skip
     assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
+
+
+def said_of(number: int, results: list[StepResult]) -> tuple[list[Any], list[Any]]:
+    """Of a row: its tokens with their log-probabilities, and those of its prompt."""
+    rows = [row for result in results for row in result.rows if row.row == number and row.token_ids]
+    parts = [part.logprobs for result in results for part in result.prompt_logprobs if part.row == number]
+    of_prompt = [logprob for part in parts for logprob in part.chosen + part.top]
+    return [(row.token_ids, row.logprobs) for row in rows], sorted(of_prompt)
+
+
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS if name != "qwen3-tied-bias-yarn-windows"]
+
+
+@pytest.mark.parametrize("variant", ["qwen3-tied-bias-yarn-windows", *SOAKED])
+def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load):
+    """A row alone; one that has neighbours, and its prompt in parts down to a single token; and one that begins again
+    with what it decoded."""
+    runner = load(variant, deterministic=True)
+    prompt = [7, 3, 150, 21, 9, 66, 8, 2]
+    sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=2)
+    row = added(0, prompt, [0], sampling)
+    plans = [StepPlan(0, [], [row], [], [whole(row)], []), StepPlan(1, [], [], [], [], [Decode(0, 1)])]
+    tokens, of_prompt = said_of(0, [runner.run(plan) for plan in plans])
+
+    row, neighbour = added(1, prompt, [1], sampling), added(2, [5, 11, 120], [2], GREEDY)
+    plans = [
+        StepPlan(2, [0], [row, neighbour], [], [Chunk(1, 0, 3), whole(neighbour)], []),
+        StepPlan(3, [], [], [], [Chunk(1, 3, 7)], [Decode(2, 1)]),
+        StepPlan(4, [], [], [], [Chunk(1, 7, 8)], []),
+        StepPlan(5, [], [], [], [], [Decode(1, 1), Decode(2, 1)]),
+    ]
+    assert said_of(1, [runner.run(plan) for plan in plans]) == (tokens, of_prompt)
+
+    again = AddedRow(0, 2, prompt + tokens[0][0], len(prompt), 0, [3], GREEDY)
+    result = runner.run(StepPlan(6, [1], [again], [], [whole(again)], [Decode(2, 1)]))
+    assert said_of(0, [result])[0] == tokens[1:]
 
 
 def multiplied_out(quantized: QuantizedWeight) -> torch.Tensor:
     """(N, K) fp32."""
     layout, codes = quantized.layout, quantized.codes
+    assert quantized.scales is not None
     if quantized.zeros is not None:
         blocks = codes.view(layout.rows, layout.num_blocks, -1)
         codes = torch.cat((blocks & 15, blocks >> 4), dim=2).view(layout.rows, -1)
@@ -279,6 +320,10 @@ class TestRefusals:
     def test_no_gpu(self, load, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET")
         assert "--device is cpu" in self.refusal(load)
+
+    def test_what_plain_torch_does_not_do(self, load, caplog):
+        load("llama", backend="reference", device="cpu", deterministic=True)
+        assert "--deterministic does nothing in plain torch" in caplog.text
 
     def test_a_context_beyond_the_models(self, load):
         assert "--max-model-len 4096" in self.refusal(load, max_model_len=4096)

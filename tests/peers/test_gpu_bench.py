@@ -41,7 +41,8 @@ def test_everything_runs_with_tiny_shapes_and_tells_every_key(tmp_path: Path) ->
     assert all(line["same_tokens"] for line in told["deterministic"])
     fit = LeftOut("decode", "tiny batch 2 context 96", "its KV does not fit")
     assert told["left_out"] == [asdict(fit)]
-    assert "| tiny | transformers static |" in done.stdout
+    for engine in ("transformers static", "penstock --deterministic"):
+        assert f"| tiny | {engine} |" in done.stdout
     assert "tiny batch 2 context 96: its KV does not fit" in done.stdout
 
 

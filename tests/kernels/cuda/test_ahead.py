@@ -31,8 +31,9 @@ for variant in (variant for shape in SHAPES.values() for variant in variants(sha
         assert parameter.name in {*variant.arguments, *variant.constants}, parameter.name
 """
 
-# What loops of attention wait for: a block's keys and values, with how many reads still under way.
-WAITS = """
+# What loops of attention wait for: a block's keys and values, with how many reads still under way. And how often
+# something is subtracted from a score that a mask chose: without a mask it would be one multiply-add, and other bits.
+ATTENTION = """
 import json, re, sys
 from penstock.kernels.cuda.ahead import wanted
 from penstock.kernels.cuda.shapes import SHAPES
@@ -40,7 +41,9 @@ for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
     compiled = variant.compile(90)  # all of them, in the order in which they were: so Triton finds them again
     if name.startswith(("decode_kernel", "prefill_kernel")):
         waits = re.findall(r"async_wait %.*{num = (\\d+)", compiled.asm["ttgir"])
-        print(json.dumps([name, [int(wait) for wait in waits]]))
+        selected = set(re.findall(r"selp\\.f32\\s+(%\\w+),", compiled.asm["ptx"]))
+        minuends = re.findall(r"sub\\S*\\.f32\\s+%\\w+, (%\\w+),", compiled.asm["ptx"])
+        print(json.dumps([name, [int(wait) for wait in waits], len(selected.intersection(minuends))]))
 """
 
 
@@ -81,10 +84,11 @@ def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path
         assert spilled <= MAX_SPILLED_BYTES, name
 
 
-def test_attention_reads_blocks_while_others_are_computed(folder: Path) -> None:
-    lines = run(folder, "-c", WAITS, *SOME).splitlines()
+def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike(folder: Path) -> None:
+    lines = run(folder, "-c", ATTENTION, *SOME).splitlines()
     assert len(lines) > len(SOME)
-    for name, waits in map(json.loads, lines):
+    for name, waits, num_apart in map(json.loads, lines):
+        assert num_apart == 0, name
         # Those behind a loop wait for no value, but for everything.
         assert waits, name
         assert min(waits) >= 2, name  # keys and values of at least one more block are under way

@@ -43,6 +43,13 @@ class Sequences:
         query = self.query[starts[chosen] : starts[chosen + 1]].clone()
         return replace(self, lengths=[length], query=query, batch=batch)
 
+    def chunk(self, begin: int, end: int, context: int) -> "Sequences":
+        """Some queries of the only sequence, of which there are ``context`` tokens at their end."""
+        starts, contexts = torch.tensor([[0, end - begin], [context, 0]], dtype=torch.int32, device=DEVICE)
+        batch = replace(self.batch, query_starts=starts.clone(), contexts=contexts[:1].clone())
+        query = self.query[begin:end].clone()
+        return replace(self, lengths=[(end - begin, context)], query=query, batch=batch)
+
     def poisoned(self) -> "Sequences":
         """With NaN wherever no query has to look: other pages, slots past the context, positions before the window."""
         pages = self.kv.pages.float().clone()
@@ -93,12 +100,12 @@ def sequences(shape: AttentionShape, lengths: list[tuple[int, int]], seed: int =
     return Sequences(shape, lengths, query.to(DEVICE).to(shape.dtype), kv, batch)
 
 
-def computed(step: Sequences, max_queries: int = 1, programs: int = 3, deterministic: bool = False) -> Tensor:
+def computed(step: Sequences, max_queries: int = 1, programs: int = 3) -> Tensor:
     """By the kernels."""
-    shape = DecodeShape(step.shape, max_queries, deterministic)
+    shape = DecodeShape(step.shape, max_queries)
     num_sequences = step.batch.num_sequences
     starts = WorkStarts.allocate(num_sequences, DEVICE)
-    workspace = DecodeWorkspace.allocate(shape, num_sequences, programs, DEVICE)
+    workspace = DecodeWorkspace.allocate(shape, programs, DEVICE)
     workspace.mixed.fill_(math.nan)
     workspace.weights.fill_(math.nan)
     plan_attention(shape, step.batch, starts)
@@ -196,50 +203,53 @@ def test_random_batches(seed):
     shape = replace(SMALL, window=chosen.choice([None, 9, 50]), cap=chosen.choice([None, 3.0]))
     check(
         sequences(shape, lengths, seed, sinks=chosen.random() < 0.5),
-        max_queries=chosen.choice([1, 5]),
+        max_queries=chosen.choice([0, 1, 5]),
         programs=chosen.choice([2, 5]),
-        deterministic=chosen.random() < 0.5,
     )
 
 
-def test_deterministic_bits_do_not_depend_on_the_batch():
-    step = sequences(SMALL, [(1, 1030), (5, 520), (1, 40), (30, 45)])
-    whole = computed(step, max_queries=5, programs=4, deterministic=True)
+@pytest.mark.parametrize("window", [None, 40])
+def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window):
+    step = sequences(replace(SMALL, window=window), [(1, 230), (60, 100), (5, 120), (1, 40)])
+    whole = computed(step, max_queries=0)
     torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)
     starts = step.batch.query_starts.tolist()
-    for b in range(4):
-        alone = computed(step.only(b), max_queries=5, programs=7, deterministic=True)
-        assert torch.equal(alone, whole[starts[b] : starts[b + 1]])
-
-
-def test_prefill_bits_do_not_depend_on_the_chunk():
-    step = sequences(SMALL, [(60, 100)])
-    whole = computed(step)
-    chunk = replace(
-        step,
-        lengths=[(25, 65)],
-        query=step.query[:25].clone(),
-        batch=replace(
-            step.batch,
-            query_starts=torch.tensor([0, 25], dtype=torch.int32, device=DEVICE),
-            contexts=torch.tensor([65], dtype=torch.int32, device=DEVICE),
-        ),
-    )
-    assert torch.equal(computed(chunk), whole[:25])
+    for b, (num_queries, context) in enumerate(step.lengths):
+        alone = step.only(b)
+        kept = whole[starts[b] : starts[b + 1]]
+        assert torch.equal(computed(alone, max_queries=0), kept)
+        # As if only some of its queries, and at last one, were computed in a step.
+        for begin, end in ((0, num_queries // 2), (num_queries // 2, num_queries), (num_queries - 1, num_queries)):
+            if begin < end:
+                chunk = alone.chunk(begin, end, context - num_queries + end)
+                assert torch.equal(computed(chunk, max_queries=0), kept[begin:end])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("max_queries", [0, 16])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
-def test_real_sizes(head_dim, window, fp8, deterministic):
+def test_real_sizes(head_dim, window, fp8, max_queries):
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, kv_dtype, head_dim**-0.5, window)
     lengths = [*((1, 1 + 257 * b) for b in range(32)), (5, 4000), (16, 16), (700, 2100), (1500, 1500)]
     step = sequences(shape, lengths)
     torch.testing.assert_close(
-        computed(step.poisoned(), max_queries=16, programs=264, deterministic=deterministic).float(),
+        computed(step.poisoned(), max_queries=max_queries, programs=264).float(),
         expected(step),
         atol=2e-2,
         rtol=2e-2,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 1024), (256, 1024)])
+def test_bits_at_real_sizes(head_dim, window):
+    shape = AttentionShape(32, 8, head_dim, torch.bfloat16, torch.bfloat16, head_dim**-0.5, window)
+    step = sequences(shape, [*((1, 1 + 257 * b) for b in range(16)), (700, 2100)])
+    whole = computed(step, max_queries=0)
+    alone, kept = step.only(16), whole[16:]
+    for begin, end in ((0, 300), (300, 700), (299, 300)):
+        assert torch.equal(computed(alone.chunk(begin, end, 1400 + end), max_queries=0), kept[begin:end])
+    for b in range(16):
+        assert torch.equal(computed(step.only(b), max_queries=0), whole[b : b + 1])

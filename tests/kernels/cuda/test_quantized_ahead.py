@@ -1,5 +1,4 @@
-"""What Triton makes of the products with quantised weights for Hopper, which takes no GPU, but a process without the
-interpreter."""
+"""What Triton makes of our products for Hopper, which takes no GPU, but a process without the interpreter."""
 
 import json
 import os
@@ -16,7 +15,8 @@ MAX_SHARED = 227 * 1024
 COMPILE = """
 import json, re
 from concurrent.futures import ThreadPoolExecutor
-from penstock.kernels.cuda.ahead import QUANTIZED, measure, quantized_variants
+from dataclasses import replace
+from penstock.kernels.cuda.ahead import QUANTIZED, float_variants, measure, quantized_variants
 from penstock.kernels.cuda.shapes import SHAPES
 
 def tell(form, variant):
@@ -30,7 +30,9 @@ def tell(form, variant):
     return [form, usage.name, block_t, usage.shared_bytes, usage.spilled_bytes, waits, products]
 
 shape = SHAPES["Qwen3-0.6B"]
-wanted = {variant: form for form in QUANTIZED for variant in quantized_variants(shape, form)
+forms = {form: quantized_variants(shape, form) for form in QUANTIZED}
+forms["floats"] = float_variants(replace(shape, deterministic=True))
+wanted = {variant: form for form, variants in forms.items() for variant in variants
           if (variant.constants.get("ROWS", 1024), variant.constants.get("COLUMNS", 2048)) == (1024, 2048)
           and (form != "int4-ordered" or "BLOCK_T" not in variant.constants)}  # whose products are those of int4
 with ThreadPoolExecutor() as threads:
@@ -48,8 +50,9 @@ def test_products_read_ahead_and_use_tensor_cores():
     command = [sys.executable, "-P", "-c", COMPILE]
     printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     told = [json.loads(line) for line in printed.splitlines()]
-    assert {form for form, *_ in told} == {"int8", "int8-inputs", "fp8", "fp8-inputs", "int4", "int4-ordered"}
-    assert sum(block_t is not None for _, _, block_t, *_ in told) == 5 * 5
+    assert {form for form, *_ in told} == {*ahead.QUANTIZED, "floats"}
+    # Of floats there is one size of tile; those of int4-ordered are int4's.
+    assert sum(block_t is not None for _, _, block_t, *_ in told) == 5 * 5 + 1
     for form, name, block_t, shared, spilled, waits, products in told:
         assert shared <= MAX_SHARED, name
         assert spilled == 0, name

@@ -1,4 +1,4 @@
-"""Products with quantised weights against torch, with weights multiplied out."""
+"""Products with weights that are quantised against torch, with weights multiplied out; and with those that are not."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from penstock.kernels.cuda.quantized_inputs import narrow_inputs
 from penstock.kernels.cuda.quantized_product import ProductRoom, product
-from penstock.kernels.cuda.quantized_weight import Codes, QuantizedWeight, pack_bytes, pack_int4
+from penstock.kernels.cuda.quantized_weight import Codes, QuantizedWeight, keep_floats, pack_bytes, pack_int4
 from penstock.kernels.reference_cuda import dequantize
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -30,6 +30,12 @@ def random_bytes(rows, columns, dtype, device, *, narrows_inputs=False, num_scal
     scales = torch.rand(num_scales or rows, device=device) + 0.5
     weight = pack_bytes(codes, scales, narrows_inputs=narrows_inputs)
     return weight, dequantize(codes, scales.double().expand(rows).unsqueeze(1), None, 0, None)
+
+
+def random_floats(rows, columns, dtype, device):
+    """The same, of floats."""
+    weight = torch.randn(rows, columns, device=device).to(dtype)
+    return keep_floats(weight), weight.double()
 
 
 def multiply(x: torch.Tensor, weight: QuantizedWeight, bias=None, *, deterministic=False) -> torch.Tensor:
@@ -85,28 +91,39 @@ def test_bytes(tokens, codes, narrows_inputs, device):
         check_product(random_inputs(tokens, 136, dtype, device), weight, wide)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 3, 65])
+def test_floats(tokens, dtype, device):
+    weight, wide = random_floats(70, 136, dtype, device)
+    check_product(random_inputs(tokens, 136, dtype, device), weight, wide)
+
+
 def test_one_scale_of_all_rows(device):
     weight, wide = random_bytes(24, 128, torch.float8_e4m3fn, device, num_scales=1)
     check_product(random_inputs(2, 128, torch.float32, device), weight, wide)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs"])
+@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs", "floats"])
 def test_sums_that_have_parts(make, deterministic, device):
     columns = 1608  # three parts, which have different numbers of blocks
     if make == "int4":
         weight, wide = random_int4(72, columns, 128, device, ordered=True)
+    elif make == "floats":
+        weight, wide = random_floats(72, columns, torch.float16, device)
     else:
         weight, wide = random_bytes(72, columns, torch.int8, device, narrows_inputs=make == "int8 inputs")
     for tokens in (2, 70):
         check_product(random_inputs(tokens, columns, torch.float16, device), weight, wide, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs", "fp8 inputs"])
+@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs", "fp8 inputs", "floats"])
 def test_results_do_not_depend_on_the_batch(make, device):
     columns = 1152
     if make == "int4":
         weight, _ = random_int4(40, columns, 128, device)
+    elif make == "floats":
+        weight, _ = random_floats(40, columns, torch.bfloat16, device)
     else:
         codes = torch.float8_e4m3fn if make.startswith("fp8") else torch.int8
         weight, _ = random_bytes(40, columns, codes, device, narrows_inputs=make.endswith("inputs"))
@@ -140,10 +157,12 @@ def test_what_does_not_fit_is_refused(device):
 
 
 SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)]
-FORMS = ["int4", "int4 ordered", "int8", "int8 inputs", "fp8", "fp8 inputs"]
+FORMS = ["int4", "int4 ordered", "int8", "int8 inputs", "fp8", "fp8 inputs", "floats"]
 
 
-def at_size(form, rows, columns, device):
+def at_size(form, rows, columns, device, dtype=torch.bfloat16):
+    if form == "floats":
+        return random_floats(rows, columns, dtype, device)
     if form.startswith("int4"):
         return random_int4(rows, columns, 128, device, ordered=form.endswith("ordered"))
     codes = torch.float8_e4m3fn if form.startswith("fp8") else torch.int8
@@ -154,9 +173,9 @@ def at_size(form, rows, columns, device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_at_size(rows, columns, form, device):
-    weight, wide = at_size(form, rows, columns, device)
-    for tokens in (1, 16, 17, 64, 200, 1000):
-        for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, wide = at_size(form, rows, columns, device, dtype)
+        for tokens in (1, 16, 17, 64, 200, 1000):
             check_product(random_inputs(tokens, columns, dtype, device), weight, wide)
 
 

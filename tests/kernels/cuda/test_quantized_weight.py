@@ -21,6 +21,7 @@ def unpacked(weight: QuantizedWeight) -> torch.Tensor:
 
 def wide(weight: QuantizedWeight) -> torch.Tensor:
     zeros, scales = weight.zeros, weight.scales
+    assert scales is not None
     return dequantize(unpacked(weight), scales, zeros, weight.layout.group, weight.order)
 
 
@@ -36,6 +37,7 @@ def test_int4_codes_come_back(group, columns, block):
     assert weight.layout.block == block
     assert weight.layout.num_groups == groups
     assert torch.equal(unpacked(weight), codes)
+    assert weight.scales is not None
     assert torch.equal(weight.scales, scales.float())
     assert weight.zeros is not None
     assert torch.equal(weight.zeros, zeros.byte())

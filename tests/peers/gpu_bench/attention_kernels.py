@@ -66,7 +66,7 @@ class Step:
                 _integers((context for _, context in lengths), device),
             ),
             WorkStarts.allocate(len(lengths), device),
-            DecodeWorkspace.allocate(shape, len(lengths), programs, device),
+            DecodeWorkspace.allocate(shape, programs, device),
             torch.empty_like(query),
         )
 
@@ -115,13 +115,13 @@ def _integers(numbers: Iterable[int], device: torch.device) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int32, device=device)
 
 
-def _shape(model: Model, queries: int, *, deterministic: bool, fp8: bool) -> DecodeShape:
+def _shape(model: Model, queries: int, *, fp8: bool) -> DecodeShape:
     shape = model.shape
     kv_dtype = torch.float8_e4m3fn if fp8 else shape.kv_dtype
     attention = AttentionShape(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, kv_dtype, shape.head_dim**-0.5
     )
-    return DecodeShape(attention, queries, deterministic)
+    return DecodeShape(attention, queries)
 
 
 def decoding(
@@ -136,7 +136,7 @@ def decoding(
     """Rows of one context each; checked on rows of all lengths."""
     batch, context, checked = sizes.kernels.batch, sizes.kernels.context, sizes.kernels.checked
     queries = sizes.kernels.verified if verifies else 1
-    shape = _shape(model, queries, deterministic=deterministic, fp8=fp8)
+    shape = _shape(model, 0 if deterministic else queries, fp8=fp8)
     step = Step.make(shape, [(queries, context)] * batch, device)
     ragged = [(queries, max(queries, checked * (row + 1) // batch)) for row in range(batch)]
     text = f"{batch} rows of {context}" + f", {queries} queries" * (queries > 1)
@@ -147,7 +147,7 @@ def decoding(
 
 def prefill(model: Model, sizes: Sizes, device: torch.device, fp8: bool = False) -> Case:
     """One prompt; checked on a shorter one, half of which is there already."""
-    shape = _shape(model, 1, deterministic=False, fp8=fp8)
+    shape = _shape(model, 1, fp8=fp8)
     prompt, checked = sizes.kernels.prompt, sizes.kernels.checked
     step = Step.make(shape, [(prompt, prompt)], device)
     small = Step.make(shape, [(checked // 2, checked), (1, checked // 2)], device)

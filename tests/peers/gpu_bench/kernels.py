@@ -14,6 +14,8 @@ from penstock.kernels import reference, reference_cuda
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.prepare import DeviceRows, StepTensors, commit, prepare
+from penstock.kernels.cuda.quantized_product import ProductRoom, product
+from penstock.kernels.cuda.quantized_weight import keep_floats
 from penstock.kernels.cuda.rope_kv import rope_kv
 
 ULP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -202,4 +204,29 @@ def preparation(model: Model, sizes: Sizes, device: torch.device) -> Case:
     return Case("prepare, commit", f"{batch} rows", error, 0.0, run, 40 * batch)
 
 
-CASES: list[Make] = [norm, added_norm, gate, rotation, preparation]
+def floats_product(model: Model, sizes: Sizes, device: torch.device, *, is_prompt: bool) -> Case:
+    """product, of the MLP's last matrix, as --deterministic has it."""
+    shape, tokens = model.shape, sizes.kernels.tokens if is_prompt else sizes.kernels.batch
+    x = torch.randn(tokens, model.intermediate_size, device=device).to(shape.dtype)
+    matrix = torch.randn(shape.hidden_size, model.intermediate_size, device=device).to(shape.dtype)
+    weight, out = keep_floats(matrix), x.new_empty(tokens, shape.hidden_size)
+    room = ProductRoom.allocate([weight.layout], x.dtype, tokens, device, deterministic=True)
+    run = partial(product, x, weight, out, room)
+
+    def error() -> float:
+        run()
+        return distance(out, x.float() @ matrix.float().T)
+
+    read, operations = x.nbytes + matrix.nbytes + out.nbytes, 2.0 * tokens * matrix.numel()
+    return Case("product", f"{tokens} tokens, deterministic", error, ULP[shape.dtype], run, read, operations)
+
+
+CASES: list[Make] = [
+    norm,
+    added_norm,
+    gate,
+    rotation,
+    preparation,
+    partial(floats_product, is_prompt=False),
+    partial(floats_product, is_prompt=True),
+]

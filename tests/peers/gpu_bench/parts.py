@@ -62,7 +62,8 @@ def parts(sizes: Sizes) -> list[Part]:
         *(Part(f"accuracy {model.name}", 30, partial(_accuracy, model, sizes)) for model in sizes.models),
         *(Part(f"steps {model.name}", 70, partial(_steps, model, sizes)) for model in reversed(sizes.models)),
         *_service(first, sizes),
-        Part("deterministic", 45, partial(_deterministic, first, sizes)),
+        Part("deterministic steps", 45, partial(_deterministic_steps, first, sizes)),
+        Part("deterministic service", 60, partial(_deterministic_service, first, sizes)),
         *(part for model in others for part in _service(model, sizes)),
     ]
 
@@ -150,10 +151,17 @@ def _steps(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | L
     return steps.measure(model, sizes, results.ceiling)
 
 
-def _deterministic(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
+def _deterministic_steps(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
     from gpu_bench import steps
 
     return steps.compare(model, sizes)
+
+
+def _deterministic_service(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures]:
+    import_module("penstock.service.serve")
+    from gpu_bench import serving
+
+    return serving.measure_deterministic(model, sizes, results.ours_per_s(model))
 
 
 def _serving(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:

@@ -62,7 +62,7 @@ TITLES = {
     "accuracy": "Whole models beside the reference in fp32: log-probabilities of the likeliest tokens",
     "decode": "Steps of decoding",
     "prefill": "Prompts, computed alone",
-    "deterministic": "The cost of --deterministic",
+    "deterministic": "The cost of --deterministic, in steps of decoding",
     "start": "From start to SERVING",
     "serving": "Requests at once: tokens a second of output, and times at p50 / p99",
 }

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,16 +22,34 @@ PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.clients.cli i
 
 def measure(model: Model, sizes: Sizes) -> Iterator[Figures]:
     """Starts the service as often as is wanted, and sends the workload to the last one."""
+    with _written(model) as folder:
+        for start in range(sizes.starts):
+            with service(str(folder), str(folder), _flags(sizes), PENSTOCK) as (_, address, _, seconds):
+                yield StartFigures(model.name, "warm" if start else "first", seconds)
+                if start == sizes.starts - 1:
+                    yield _load(model, sizes, address, folder / "bench.json")
+
+
+def measure_deterministic(model: Model, sizes: Sizes, ours_per_s: float | None) -> Iterator[ServingFigures]:
+    """Sends the same to a service with --deterministic; ``ours_per_s`` is one's without."""
+    with (
+        _written(model) as folder,
+        service(str(folder), str(folder), [*_flags(sizes), "--deterministic"], PENSTOCK) as (_, address, _, _),
+    ):
+        line = _load(model, sizes, address, folder / "bench.json")
+        ratio = None if ours_per_s is None else ours_per_s / line.tokens_per_s
+        yield replace(line, engine=f"{OURS} --deterministic", ratio=ratio)
+
+
+@contextmanager
+def _written(model: Model) -> Iterator[Path]:
+    """What a service reads."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.write_config(folder)
         # Of the whole vocabulary: a service samples no ids that its tokenizer does not have.
         make_tokenizer(model.shape.vocab_size).save_pretrained(folder)
-        for start in range(sizes.starts):
-            with service(name, name, _flags(sizes), PENSTOCK) as (_, address, _, seconds):
-                yield StartFigures(model.name, "warm" if start else "first", seconds)
-                if start == sizes.starts - 1:
-                    yield _load(model, sizes, address, folder / "bench.json")
+        yield folder
 
 
 def _flags(sizes: Sizes) -> list[str]:
