@@ -4,6 +4,7 @@ the device as a whole, as a CUDA graph where it is small, and the next one may b
 With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -206,8 +207,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     max_model_len = context_of(config, spec)
     quantization = info.choose_quantization(config.quantization)
     parallel = join(config)
-    check_weights_fit(config, spec.architecture, weight_bytes(spec, quantization, dtype), dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    num_bytes = weight_bytes(spec, spec.num_loaded(num_logits, parallel.size), quantization, dtype)
+    check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
     linears = CudaLinears(info, quantization, device, deterministic=config.deterministic)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
@@ -251,14 +253,13 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel, linears), memory, host_pages, facts)
 
 
-def weight_bytes(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> int:
-    """About what a model's weights take: embedding, head and experts are not quantised."""
-    whole = spec.num_parameters * dtype.itemsize
+def weight_bytes(spec: ModelSpec, num_parameters: int, quantization: str, dtype: torch.dtype) -> int:
+    """About what so many parameters of a model take: embedding, head and experts are not quantised."""
     if quantization == "none" or spec.experts is not None:
-        return whole
-    plain = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+        return num_parameters * dtype.itemsize
+    of_layers = sum(math.prod(shape) for name, shape in spec.tensors() if name.startswith("model.layers."))
     bits = 8.1 if quantization == "int8" else 4.7
-    return plain * dtype.itemsize + int((spec.num_parameters - plain) * bits / 8)
+    return (num_parameters - of_layers) * dtype.itemsize + int(of_layers * bits / 8)
 
 
 def _take_pages(

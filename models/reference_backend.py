@@ -173,8 +173,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         avoid_broken_tiles()
     max_model_len = context_of(config, spec)
     parallel = join(config)
-    check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name, parallel)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    num_bytes = spec.num_loaded(num_logits, parallel.size) * dtype.itemsize
+    check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     # One page besides stands for positions that no row has.

@@ -187,6 +187,12 @@ class ModelSpec:
         """Of the whole model, tied embeddings counted once."""
         return sum(math.prod(shape) for _, shape in self.tensors())
 
+    def num_loaded(self, num_logits: int, num_ranks: int) -> int:
+        """Parameters that a rank loads at most, whose part of the heads and inner columns this is: all of them, but
+        that an untied head has only the first ``num_logits`` rows, which the ranks share."""
+        unloaded = 0 if self.tied_embeddings else self.vocab_size - -(-num_logits // num_ranks)
+        return self.num_parameters - unloaded * self.hidden_size
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Of keys and values of one position in every layer."""
         return 2 * self.num_layers * self.kv_size * element_bytes

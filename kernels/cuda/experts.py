@@ -66,7 +66,7 @@ class ExpertsRoom:
         """Our own bugs."""
         max_pairs = self.parts.shape[0]
         assert shape.num_pairs(num_tokens) <= max_pairs
-        assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tile_experts.shape[0]
+        assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tiles.shape[0]
         check(self.activations, (max_pairs, shape.intermediate_size), shape.dtype)
         check(self.parts, (max_pairs, shape.hidden_size), shape.dtype)
 
@@ -109,12 +109,11 @@ def mix_experts(
     routes = room.routes
     route(shape.mixture, tiles.block_m, logits, query_starts, routes)
 
-    tile_tensors = (routes.pairs, routes.tile_experts, routes.tile_begins, routes.tile_ends, routes.num_tiles)
     max_tiles = shape.max_tiles(num_tokens, tiles.block_m)
     inner_blocks = triton.cdiv(shape.intermediate_size, tiles.gate_up.block_n)
     biases = [(bias,) if bias is not None else () for bias in (weights.gate_up_bias, weights.down_bias)]
     gate_up_variant(shape, tiles).launch(
-        (max_tiles * inner_blocks,), x, weights.gate_up, *biases[0], *tile_tensors, room.activations
+        (max_tiles * inner_blocks,), x, weights.gate_up, *biases[0], *routes.grouped, room.activations
     )
     hidden_blocks = triton.cdiv(shape.hidden_size, tiles.down.block_n)
     down_variant(shape, tiles).launch(
@@ -123,7 +122,7 @@ def mix_experts(
         weights.down,
         *biases[1],
         routes.weights,
-        *tile_tensors,
+        *routes.grouped,
         room.parts,
     )
     variant = sum_variant(shape.dtype, shape.hidden_size, shape.mixture.per_token)

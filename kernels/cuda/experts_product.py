@@ -12,6 +12,7 @@ import triton.language as tl
 
 from penstock.kernels.cuda.activation import activated, clamped_gate
 from penstock.kernels.cuda.common import load_wide, num_warps, product_dtype
+from penstock.kernels.cuda.experts_route import GROUPED
 from penstock.kernels.cuda.experts_shape import ExpertsShape, ExpertsTiles, ProductTiles
 from penstock.kernels.cuda.variant import Variant
 
@@ -67,9 +68,7 @@ def gate_up_kernel(
     weight,
     bias,
     pairs,
-    tile_experts,
-    tile_begins,
-    tile_ends,
+    tiles,
     num_tiles,
     out,
     HIDDEN: tl.constexpr,
@@ -88,9 +87,9 @@ def gate_up_kernel(
     tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= INNER):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    at = tl.load(tile_begins + tile) + tl.arange(0, BLOCK_M)
-    live = at < tl.load(tile_ends + tile)
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    live = at < tl.load(tiles + 3 * tile + 2)
     token = tl.load(pairs + at, mask=live, other=0) // PER_TOKEN
 
     # Gate and up by turns: a column's two are then in one thread. Behind the last column, it is read again.
@@ -118,9 +117,7 @@ def down_kernel(
     bias,
     pair_weights,
     pairs,
-    tile_experts,
-    tile_begins,
-    tile_ends,
+    tiles,
     num_tiles,
     out,
     HIDDEN: tl.constexpr,
@@ -135,9 +132,9 @@ def down_kernel(
     tile, block = _place(made, tl.cdiv(HIDDEN, BLOCK_N))
     if (tile >= made) | (block * BLOCK_N >= HIDDEN):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    at = tl.load(tile_begins + tile) + tl.arange(0, BLOCK_M)
-    live = at < tl.load(tile_ends + tile)
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    live = at < tl.load(tiles + 3 * tile + 2)
     pair = tl.load(pairs + at, mask=live, other=0)
 
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -184,7 +181,7 @@ def _product_variant(
     else:
         constants["bias"] = None
     arguments |= dict.fromkeys(names, torch.float32)
-    arguments |= dict.fromkeys(("pairs", "tile_experts", "tile_begins", "tile_ends", "num_tiles"), torch.int32)
+    arguments |= dict.fromkeys(GROUPED, torch.int32)
     arguments["out"] = shape.dtype
     constants |= {
         "PRODUCT": product_dtype(shape.dtype),

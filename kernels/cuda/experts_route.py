@@ -19,6 +19,8 @@ from penstock.kernels.cuda.experts_shape import ExpertsShape
 from penstock.kernels.cuda.shapes import Mixture
 from penstock.kernels.cuda.variant import Variant
 
+GROUPED = ("pairs", "tiles", "num_tiles")
+"""Kernels' arguments: what ``Routes`` has of the pairs of each expert."""
 BLOCK_TOKENS = 32
 BLOCK_COUNTS = 4096
 """Counts, or comparisons of a tile with an expert, that a program takes at once."""
@@ -39,12 +41,9 @@ class Routes:
     """(T / BLOCK_TOKENS, experts to the next power of 2) int32: how many of a block's tokens chose an expert."""
     pairs: Tensor
     """(P,) int32: pairs in the order of experts, those of an expert in the order of tokens."""
-    tile_experts: Tensor
-    """(tiles,) int32: a tile's expert."""
-    tile_begins: Tensor
-    """(tiles,) int32: the first of its ``pairs``."""
-    tile_ends: Tensor
-    """(tiles,) int32: the end of its expert's, which may be those of further tiles."""
+    tiles: Tensor
+    """(tiles, 3) int32: a tile's expert; the first of its ``pairs``; and the end of its expert's, which may be those of
+    further tiles."""
     num_tiles: Tensor
     """(1,) int32."""
 
@@ -62,11 +61,14 @@ class Routes:
             weights=torch.empty(places, dtype=torch.float32, device=device),
             counts=ints(triton.cdiv(max_tokens, BLOCK_TOKENS), shape.block_experts),
             pairs=ints(shape.num_pairs(max_tokens)),
-            tile_experts=ints(max_tiles),
-            tile_begins=ints(max_tiles),
-            tile_ends=ints(max_tiles),
+            tiles=ints(max_tiles, 3),
             num_tiles=ints(1),
         )
+
+    @property
+    def grouped(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``GROUPED`` names them."""
+        return self.pairs, self.tiles, self.num_tiles
 
 
 @triton.jit
@@ -77,9 +79,7 @@ def _group(
     block,
     num_blocks,
     pairs,
-    tile_experts,
-    tile_begins,
-    tile_ends,
+    tiles,
     num_tiles,
     block_m,
     BLOCK_ROWS: tl.constexpr,
@@ -103,9 +103,9 @@ def _group(
         within = tile - tl.max(tl.where(passed, last_tiles[None, :], 0), axis=1)
         begin = tl.max(tl.where(passed, ends[None, :], 0), axis=1) + within * block_m
         end = tl.min(tl.where(passed, 0x7FFFFFFF, ends[None, :]), axis=1)
-        tl.store(tile_experts + tile, tl.sum(passed.to(tl.int32), axis=1), mask=tile < made)
-        tl.store(tile_begins + tile, begin, mask=tile < made)
-        tl.store(tile_ends + tile, end, mask=tile < made)
+        tl.store(tiles + 3 * tile, tl.sum(passed.to(tl.int32), axis=1), mask=tile < made)
+        tl.store(tiles + 3 * tile + 1, begin, mask=tile < made)
+        tl.store(tiles + 3 * tile + 2, end, mask=tile < made)
 
 
 NUMBERS = ("num_tokens", "num_sequences", "block_m")
@@ -119,9 +119,7 @@ def route_kernel(
     weights,
     counts,
     pairs,
-    tile_experts,
-    tile_begins,
-    tile_ends,
+    tiles,
     num_tiles,
     num_tokens,
     num_sequences,
@@ -157,7 +155,7 @@ def route_kernel(
     count = tl.sum((pair >= 0).to(tl.int32), axis=0)
     if tl.num_programs(0) == 1:
         none = tl.zeros_like(count)
-        _group(pair, count, none, 0, 1, pairs, tile_experts, tile_begins, tile_ends, num_tiles, block_m, BLOCK_ROWS)
+        _group(pair, count, none, 0, 1, pairs, tiles, num_tiles, block_m, BLOCK_ROWS)
     else:
         tl.store(counts + tl.program_id(0) * BLOCK_EXPERTS + experts, count)
     held = live[:, None] & (places < PER_TOKEN)[None, :]
@@ -185,9 +183,7 @@ def group_kernel(
     ids,
     counts,
     pairs,
-    tile_experts,
-    tile_begins,
-    tile_ends,
+    tiles,
     num_tiles,
     num_tokens,
     block_m,
@@ -213,23 +209,7 @@ def group_kernel(
         own = tokens * PER_TOKEN + place
         here = tl.load(ids + own, mask=tokens < num_tokens, other=-1)[:, None] == experts[None, :]
         pair = tl.where(here, own[:, None], pair)
-    _group(
-        pair,
-        totals,
-        before,
-        block,
-        num_blocks,
-        pairs,
-        tile_experts,
-        tile_begins,
-        tile_ends,
-        num_tiles,
-        block_m,
-        BLOCK_ROWS,
-    )
-
-
-GROUPED = ("pairs", "tile_experts", "tile_begins", "tile_ends", "num_tiles")
+    _group(pair, totals, before, block, num_blocks, pairs, tiles, num_tiles, block_m, BLOCK_ROWS)
 
 
 @cache
@@ -290,7 +270,6 @@ def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, 
     assert routes.ids.shape[0] >= num_tokens
     assert routes.ids.shape[1] == mixture.per_token
     num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
-    grouped = (routes.pairs, routes.tile_experts, routes.tile_begins, routes.tile_ends, routes.num_tiles)
     route_variant(mixture, logits.dtype).launch(
         (num_blocks,),
         logits,
@@ -298,11 +277,11 @@ def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, 
         routes.ids,
         routes.weights,
         routes.counts,
-        *grouped,
+        *routes.grouped,
         num_tokens,
         num_sequences,
         block_m,
     )
     if num_blocks > 1:
         variant = group_variant(mixture.num_experts, mixture.per_token)
-        variant.launch((num_blocks,), routes.ids, routes.counts, *grouped, num_tokens, block_m)
+        variant.launch((num_blocks,), routes.ids, routes.counts, *routes.grouped, num_tokens, block_m)

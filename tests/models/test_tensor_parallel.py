@@ -168,6 +168,16 @@ def test_the_ranks_parts_are_the_whole(tiny_model, load_format):
     assert torch.equal(layers[1].before_mlp.weight, whole.layers[1].before_mlp.weight)
 
 
+@pytest.mark.parametrize("variant", ["llama", "llama-tied-biases-head24"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_counted_as_they_are_loaded(tiny_model, variant, size):
+    info = check_checkpoint(tiny_model(variant).path)
+    settings = (info, torch.float32, torch.device("cpu"), "auto", VOCAB_SIZE)
+    counted = info.spec.divided(size).num_loaded(VOCAB_SIZE, size)
+    loaded = [load_weights(*settings, Rank(rank, size)).num_bytes // 4 for rank in range(size)]
+    assert max(loaded) == counted
+
+
 def test_of_a_quantised_weight_a_rank_takes_its_part(monkeypatch):
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     monkeypatch.setattr(loader, "read_matrix", lambda linear: SimpleNamespace(dequantized=lambda: values))

@@ -39,11 +39,11 @@ def test_everything_runs_with_tiny_shapes_and_tells_every_key(tmp_path: Path) ->
         assert {key for line in told[name] for key, value in line.items() if value is not None} == names, name
     assert all(line["is_right"] for line in told["kernels"] + told["accuracy"])
     assert all(line["same_tokens"] for line in told["deterministic"])
-    fit = LeftOut("decode", "tiny batch 2 context 96", "its KV does not fit")
+    fit = LeftOut("decode", "tiny float32 batch 2 context 96", "its KV does not fit")
     assert told["left_out"] == [asdict(fit)]
     for engine in ("transformers static", "penstock --deterministic"):
         assert f"| tiny | {engine} |" in done.stdout
-    assert "tiny batch 2 context 96: its KV does not fit" in done.stdout
+    assert "tiny float32 batch 2 context 96: its KV does not fit" in done.stdout
 
 
 def test_a_part_that_takes_too_long_is_ended_and_what_it_told_counts() -> None:

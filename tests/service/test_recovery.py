@@ -9,14 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.v1 import generation_pb2 as pb
@@ -222,18 +220,6 @@ async def test_reliability_figures_4_and_10_killed_stopped_and_killed_amid_its_e
         life.process.terminate()
         assert await streams.outputs() == undisturbed
         assert await asyncio.wait_for(life.process.wait(), 60) == 0
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton, which has no wheels but for Linux")
-async def test_the_backend_for_gpus_goes_on_where_it_was(new_reading):
-    """Without a GPU in Triton's interpreter. What is right is what plain torch computes."""
-    flags = ("--dtype=float32", "--max-num-seqs=4")
-    async with serving(*flags, "--backend=cuda", f"--device={'cuda' if torch.cuda.is_available() else 'cpu'}") as life:
-        undisturbed, outputs = await killed_under_streams(life, new_reading, 2, 3, 1, temperature=0.0, patience=30)
-    async with serving(*flags, "--backend=reference", "--device=cpu") as life:
-        expected = await Streams(life, frames(prompts_of(2), 0.0, 3), new_reading()).outputs()
-    assert outputs == undisturbed == expected
 
 
 async def one_killer_among(count, life, new_reading, num_tokens):

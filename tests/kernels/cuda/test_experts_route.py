@@ -49,9 +49,8 @@ def check_route(mixture, logits, block_m, num_live=None):
         expected += [(expert, first, end) for first in range(begin, end, block_m)]
         begin = end
     (num_tiles,) = routes.num_tiles.tolist()
-    tiles = torch.stack((routes.tile_experts, routes.tile_begins, routes.tile_ends), dim=1)
-    assert [tuple(tile) for tile in tiles[:num_tiles].tolist()] == expected
-    assert (tiles[num_tiles:] == -7).all()
+    assert [tuple(tile) for tile in routes.tiles[:num_tiles].tolist()] == expected
+    assert (routes.tiles[num_tiles:] == -7).all()
 
 
 @pytest.mark.parametrize(("dtype", "normalise"), [(torch.float32, False), (torch.bfloat16, True)])

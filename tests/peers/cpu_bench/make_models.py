@@ -11,13 +11,17 @@ import argparse
 import itertools
 import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast
 
 from cpu_bench.floors import SHAPES
+
+# Models take seconds to import, and a tokenizer alone has no use for them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SEED = 0
 
@@ -41,6 +45,8 @@ def main() -> None:
 
 def make_model(name: str, folder: Path) -> int:
     """Writes a model in Hugging Face's layout, the weights last; returns how many parameters it has."""
+    from transformers import AutoModelForCausalLM
+
     config = _config(name)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -71,7 +77,9 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def _config(name: str) -> PreTrainedConfig:
+def _config(name: str) -> "PreTrainedConfig":
+    from transformers import LlamaConfig, Qwen3Config
+
     shape = SHAPES[name]
     common: dict[str, Any] = {
         "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,

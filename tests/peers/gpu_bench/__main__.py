@@ -46,7 +46,7 @@ def main() -> int:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report.as_json(results), indent=1) + "\n")
     print("\n" + report.as_text(results))
-    checked = results.tables["kernels"] + results.tables["accuracy"]
+    checked = results.tables["kernels"] + results.tables["accuracy"] + results.tables["host_memory"]
     return 0 if any(results.tables.values()) and all(line["is_right"] for line in checked) else 1
 
 

@@ -54,6 +54,8 @@ class DecodeFigures:
     """Steps of decoding: every row gains a token."""
 
     model: str
+    kv: str
+    """The type of the KV cache's numbers."""
     batch: int
     context: int
     step_s: float
@@ -74,6 +76,24 @@ class PrefillFigures:
     products_per_s: float
     share: float
     """Of the ceiling of products."""
+
+
+@dataclass(frozen=True)
+class HostMemoryFigures:
+    """The first token of a prompt whose KV was evicted."""
+
+    model: str
+    tokens: int
+    """Of the prompt, in whole blocks."""
+    computed_s: float
+    """Where it is computed again."""
+    restored_s: float
+    """Where it comes back from host memory."""
+    restored_tokens: int
+    """That came back: all, but where computing them was thought to be sooner."""
+    copied_bytes: int
+    is_right: bool
+    """What came back is what was evicted, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +148,7 @@ TABLES: dict[str, type[Any]] = {
     "accuracy": AccuracyFigures,
     "decode": DecodeFigures,
     "prefill": PrefillFigures,
+    "host_memory": HostMemoryFigures,
     "deterministic": DeterministicFigures,
     "start": StartFigures,
     "serving": ServingFigures,
@@ -140,6 +161,7 @@ Figures = (
     | AccuracyFigures
     | DecodeFigures
     | PrefillFigures
+    | HostMemoryFigures
     | DeterministicFigures
     | StartFigures
     | ServingFigures

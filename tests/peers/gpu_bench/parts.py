@@ -65,6 +65,7 @@ def parts(sizes: Sizes) -> list[Part]:
         Part("deterministic steps", 45, partial(_deterministic_steps, first, sizes)),
         Part("deterministic service", 60, partial(_deterministic_service, first, sizes)),
         *(part for model in others for part in _service(model, sizes)),
+        Part(f"steps fp8 {sizes.models[-1].name}", 60, partial(_fp8_steps, sizes.models[-1], sizes)),
     ]
 
 
@@ -176,3 +177,9 @@ def _transformers(model: Model, sizes: Sizes, results: Results) -> Iterable[Figu
     from gpu_bench import transformers_peer
 
     return transformers_peer.measure(model, sizes, results.ours_per_s(model))
+
+
+def _fp8_steps(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import steps
+
+    return steps.measure_fp8(model, sizes, results.ceiling)

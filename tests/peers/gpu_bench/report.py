@@ -59,6 +59,7 @@ _ERROR: list[Column] = [
 TITLES = {
     "ceilings": "What the device does at best",
     "kernels": "Kernels: the error beside what is allowed, and the share of the limit",
+    "host_memory": "The first token of a prompt whose KV was evicted",
     "accuracy": "Whole models beside the reference in fp32: log-probabilities of the likeliest tokens",
     "decode": "Steps of decoding",
     "prefill": "Prompts, computed alone",
@@ -88,6 +89,7 @@ COLUMNS: dict[str, list[Column]] = {
     ],
     "decode": [
         ("model", _plain("model")),
+        ("KV", _plain("kv")),
         ("batch", _plain("batch")),
         ("context", _plain("context")),
         ("step, ms", _number("step_s", 1e3, 2)),
@@ -101,6 +103,14 @@ COLUMNS: dict[str, list[Column]] = {
         ("ms", _number("seconds", 1e3)),
         ("TFLOP/s", _number("products_per_s", 1e-12)),
         ("share", _share("share")),
+    ],
+    "host_memory": [
+        ("model", _plain("model")),
+        ("tokens", _plain("tokens")),
+        ("computed again, ms", _number("computed_s", 1e3)),
+        ("from host memory, ms", _number("restored_s", 1e3)),
+        ("came back", lambda line: f"{line['restored_tokens']} tokens, {line['copied_bytes'] / 1e6:,.1f} MB"),
+        ("", lambda line: "byte-equal" if line["is_right"] else "OTHER BYTES"),
     ],
     "deterministic": [
         ("model", _plain("model")),

@@ -50,6 +50,10 @@ class Model:
         """Of one token."""
         return self.work.kv_bytes // floors.KV_BYTES * self.shape.kv_dtype.itemsize
 
+    def with_fp8_kv(self) -> "Model":
+        """The same with a KV cache of fewer bytes."""
+        return replace(self, shape=replace(self.shape, kv_dtype=torch.float8_e4m3fn))
+
     def config(self) -> dict[str, object]:
         """In Hugging Face's terms."""
         shape = self.shape
@@ -119,6 +123,8 @@ class Sizes:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
+    evicted: int
+    """Tokens of a prompt whose KV goes to host memory, in whole blocks."""
     steps: int
     """Of decoding, for each batch and context."""
     chunk: int
@@ -150,6 +156,7 @@ FULL = Sizes(
     batches=(1, 8, 32, 128, 256),
     contexts=(1024, 8192, 32768),
     prompts=(2048, 8192, 32768),
+    evicted=8192,
     steps=32,
     chunk=8192,
     compared=(32, 1024),
@@ -200,8 +207,9 @@ TINY = Sizes(
     batches=(2,),
     contexts=(16, 96),
     prompts=(24,),
+    evicted=16,
     steps=2,
-    chunk=16,
+    chunk=20,
     compared=(2, 16),
     workload=Workload(requests=2, concurrency=2, prompt_tokens=8, output_tokens=3),
     # So that some rows do not fit.

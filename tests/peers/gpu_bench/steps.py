@@ -14,7 +14,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from gpu_bench.figures import Ceiling, DecodeFigures, DeterministicFigures, Figures, LeftOut, PrefillFigures
+from gpu_bench.figures import (
+    Ceiling,
+    DecodeFigures,
+    DeterministicFigures,
+    Figures,
+    HostMemoryFigures,
+    LeftOut,
+    PrefillFigures,
+)
+from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.attention_common import PAGE_SLOTS
 from penstock.models.backend import load_backend
@@ -33,6 +42,8 @@ from penstock.scheduler.plan import (
 AHEAD = 2
 """Steps that are begun before the first of them is waited for, as a service does."""
 WARM_STEPS = 2
+ROUNDS = 2
+"""Of both ways to a first token; half as many where nothing is warmed."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -50,7 +61,8 @@ class Decoded:
 class Bench:
     """A loaded model."""
 
-    def __init__(self, model: Model, sizes: Sizes, *, deterministic: bool = False) -> None:
+    def __init__(self, model: Model, sizes: Sizes, *, deterministic: bool = False, has_host: bool = False) -> None:
+        """``has_host``: host memory takes in the KV of two prompts of ``sizes.evicted``."""
         self.sizes = sizes
         self._warm_steps = WARM_STEPS if sizes.is_warmed else 0
         with TemporaryDirectory() as folder:
@@ -65,6 +77,8 @@ class Bench:
                     max_num_seqs=max(sizes.batches),
                     max_num_batched_tokens=sizes.chunk,
                     kv_cache_bytes=sizes.kv_cache_bytes,
+                    kv_cache_dtype="fp8" if model.shape.kv_dtype is torch.float8_e4m3fn else "auto",
+                    host_kv_cache_bytes=_evicted_bytes(model, sizes) if has_host else 0,
                     memory_utilization=0.9,
                     deterministic=deterministic,
                 )
@@ -73,9 +87,11 @@ class Bench:
         self._backend = backend
         self._device = torch.device(sizes.device)
         self._runner = Runner(backend)
-        self._runner.warm()
+        if sizes.is_warmed:
+            self._runner.warm()
         for kv in backend._model._kv:
-            kv.pages.normal_()
+            for pages in torch.split(kv.pages, 1024):
+                pages.copy_(torch.randn_like(pages, dtype=torch.float32))
 
     def fits(self, batch: int, context: int) -> bool:
         """Whether there are pages for so many rows of that context."""
@@ -136,6 +152,24 @@ class Bench:
             self._runner.run(StepPlan(0, [0], [], [], [], []))
         return seconds
 
+    def bring_back(self, model: Model) -> HostMemoryFigures:
+        """A prompt's KV from host memory."""
+        turns = Turns(self._backend, self.sizes.evicted)
+        found = compare_ways(turns, ROUNDS if self.sizes.is_warmed else 1)
+        return HostMemoryFigures(
+            model=model.name,
+            tokens=self.sizes.evicted,
+            computed_s=statistics.median(found.computed_s),
+            restored_s=statistics.median(found.restored_s),
+            restored_tokens=found.restored_tokens,
+            copied_bytes=found.restored_tokens * model.kv_bytes,
+            is_right=found.is_equal,
+        )
+
+
+def _evicted_bytes(model: Model, sizes: Sizes) -> int:
+    return 2 * num_blocks(sizes.evicted, PAGE_SLOTS) * PAGE_SLOTS * model.kv_bytes
+
 
 class Gaps:
     """Takes the device's time from one step's end to the next one's start. Without CUDA, the clock's."""
@@ -185,18 +219,31 @@ def _between(end: Mark, start: Mark) -> float:
 
 
 def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Figures | LeftOut]:
-    """Prompts, then every batch with every context."""
-    bench, work = Bench(model, sizes), model.work
+    """Prompts, then one that was evicted, then every batch with every context."""
+    bench, work = Bench(model, sizes, has_host=True), model.work
     rates = ceiling or Ceiling(float("inf"), float("inf"))
     for tokens in sizes.prompts:
         seconds = bench.prefill(tokens)
         products = 2.0 * (work.layer_weights * tokens + work.head_weights) + work.attention_operations(tokens**2 / 2)
         rate = products / seconds
         yield PrefillFigures(model.name, tokens, seconds, rate, rate / rates.products_per_s)
+    yield bench.bring_back(model)
+    yield from _decode(bench, model, rates)
+
+
+def measure_fp8(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Figures | LeftOut]:
+    """Every batch with every context, on a KV cache in fp8."""
+    model = model.with_fp8_kv()
+    yield from _decode(Bench(model, sizes), model, ceiling or Ceiling(float("inf"), float("inf")))
+
+
+def _decode(bench: Bench, model: Model, rates: Ceiling) -> Iterator[Figures | LeftOut]:
+    sizes, work = bench.sizes, model.work
+    kv = str(model.shape.kv_dtype).removeprefix("torch.")
     for batch in sizes.batches:
         for context in sizes.contexts:
             if not bench.fits(batch, context):
-                yield LeftOut("decode", f"{model.name} batch {batch} context {context}", "its KV does not fit")
+                yield LeftOut("decode", f"{model.name} {kv} batch {batch} context {context}", "its KV does not fit")
                 continue
             decoded = bench.decode(batch, context)
             middle = context + sizes.steps / 2
@@ -206,7 +253,7 @@ def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Fig
             )
             floor = max(read, products / rates.products_per_s)
             step = decoded.step_s
-            yield DecodeFigures(model.name, batch, context, step, floor, floor / step, decoded.between_s)
+            yield DecodeFigures(model.name, kv, batch, context, step, floor, floor / step, decoded.between_s)
 
 
 def compare(model: Model, sizes: Sizes) -> Iterator[Figures]:
