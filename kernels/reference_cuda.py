@@ -92,10 +92,12 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, 
     return wide if order is None else wide[:, torch.argsort(order)]
 
 
-def narrow_inputs(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bytes of that dtype, int8 or float8_e4m3fn, and (T,) scales, whose products are x (T, K), nearly."""
+def narrow_inputs(x: Tensor, dtype: torch.dtype, group: int = 0) -> tuple[Tensor, Tensor]:
+    """Bytes of that dtype, int8 or float8_e4m3fn, and scales (T, groups), whose products are x (T, K), nearly."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    largest = widened(x).abs().amax(1)
+    parts = widened(x).split(group or x.shape[1], dim=1)
+    largest = torch.stack([part.abs().amax(1) for part in parts], dim=1)
     scales = torch.where(largest == 0, 1.0, largest / limit)
-    narrow = (widened(x) / scales.unsqueeze(1)).clamp(-limit, limit)
+    scaled = [part / scales[:, index : index + 1] for index, part in enumerate(parts)]
+    narrow = torch.cat(scaled, dim=1).clamp(-limit, limit)
     return (narrow.round() if dtype == torch.int8 else narrow).to(dtype), scales

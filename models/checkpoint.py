@@ -12,7 +12,13 @@ from typing import Any
 
 from penstock.models.errors import ModelError
 from penstock.models.families import spec_from_config
-from penstock.models.quantization import METHODS, Quantization, choose_quantization, quantization_from_config
+from penstock.models.quantization import (
+    AT_LOAD,
+    METHODS,
+    Quantization,
+    choose_quantization,
+    quantization_from_config,
+)
 from penstock.models.quantized_tensors import QuantizedLinear, find_quantized
 from penstock.models.safetensors_header import TensorEntry, read_header
 from penstock.models.spec import ModelSpec
@@ -65,14 +71,18 @@ class CheckpointInfo:
         return named if named in FLOAT_DTYPES.values() else "float32"
 
     def choose_quantization(self, requested: str) -> str:
-        """What the model runs with where --quantization says ``requested``: none, int8, int4 or the checkpoint's own
-        method. Raises ModelError where the flag contradicts the checkpoint."""
-        if requested in METHODS and not self.tensors:
+        """What the model runs with where --quantization says ``requested``: none, one of AT_LOAD, or the
+        checkpoint's own method. Raises ModelError where the flag contradicts the checkpoint."""
+        if requested in METHODS and requested not in AT_LOAD and not self.tensors:
             raise ModelError(
                 f"--quantization {requested}: with --load-format dummy no checkpoint is read, and what is made up are "
                 "floats: leave one of the two flags out, or give --quantization int8 or int4"
             )
         return choose_quantization(requested, self.quantization)
+
+    def at_load(self, requested: str) -> str | None:
+        """Which of AT_LOAD is made of float weights where --quantization says ``requested``; None: none is."""
+        return requested if self.quantization is None and requested in AT_LOAD else None
 
 
 def resolve_model(name: str) -> Path:

@@ -219,6 +219,8 @@ def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
             f"--tensor-parallel-size is {config.tensor_parallel_size}, and it computes with all cores in one process: "
             "leave that out"
         )
+    if info.at_load(config.quantization) == "fp8":
+        return "--quantization fp8 is for the backend cuda: give int8, which takes the same bytes"
     if config.block_size % LANES:
         return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
     if _experts_differ(info):
@@ -234,7 +236,7 @@ def _experts_differ(info: CheckpointInfo) -> bool:
     """Whether experts differ in what their inputs must be prepared for: they are prepared for all of them at once."""
     experts = [name.removesuffix(".weight") for name, shape in info.spec.tensors() if ".experts." in name and shape[1:]]
     linears = [info.quantized.get(name) for name in experts]
-    schemes = {None if linear is None else linear.scheme for linear in linears}
+    schemes = {None if linear is None or linear.scheme.is_float else linear.scheme for linear in linears}
     return len(schemes) > 1 or any(scheme is not None and scheme.is_ordered for scheme in schemes)
 
 

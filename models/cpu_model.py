@@ -24,7 +24,6 @@ from penstock.models import spec as decoder
 from penstock.models.cpu_weights import (
     ALIGNMENT,
     Packer,
-    QuantizationError,
     Tensors,
     group_made,
     narrowed,
@@ -32,6 +31,7 @@ from penstock.models.cpu_weights import (
     widened,
 )
 from penstock.models.errors import ModelError
+from penstock.models.quantization_error import QuantizationError
 from penstock.models.quantized_tensors import QuantizedLinear
 from penstock.models.rope import attention_factor, inverse_frequencies
 from penstock.models.spec import ModelSpec
@@ -116,7 +116,7 @@ def max_weight_bytes(
             kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
             kind, group = (Format.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
             linear = quantized.get(name.removesuffix(".weight"))
-            if linear is not None:
+            if linear is not None and not linear.scheme.is_float:
                 kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
             total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
         total += ALIGNMENT

@@ -13,6 +13,7 @@ from penstock.kernels.cpu import LANES, Format, Kernels, Matrix
 from penstock.kernels.cpu_program import Library, Linear, Source
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.errors import ModelError
+from penstock.models.quantization_error import QuantizationError
 from penstock.models.quantized_matrix import QuantizedMatrix, read_matrix
 from penstock.models.tensor_files import TensorFiles
 
@@ -48,7 +49,7 @@ class Tensors(Protocol):
     """Where a model's tensors come from."""
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
-        """The linear's weight where the checkpoint holds it quantised."""
+        """The linear's weight where the checkpoint holds it quantised to whole numbers."""
         ...
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
@@ -71,10 +72,13 @@ class FileTensors:
     def quantized(self, name: str) -> QuantizedMatrix | None:
         """Reads the whole matrix."""
         linear = self._info.quantized.get(name)
-        return None if linear is None else read_matrix(linear)
+        return None if linear is None or linear.scheme.is_float else read_matrix(linear)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
-        """Nothing is read before somebody looks at it."""
+        """Nothing is read before somebody looks at it, but for weights in fp8, which are multiplied out."""
+        linear = self._info.quantized.get(name.removesuffix(".weight"))
+        if linear is not None:
+            return Rows(read_matrix(linear).dequantized(), Source.F32)
         entry = self._info.tensors[name]
         array = self._files.array(entry)
         return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
@@ -112,19 +116,6 @@ def open_tensors(info: CheckpointInfo, load_format: str) -> Tensors:
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {load_format}: must be auto or dummy")
     return DummyTensors() if load_format == "dummy" else FileTensors(info)
-
-
-@dataclass
-class QuantizationError:
-    """What quantising at load cost, over all matrices."""
-
-    squared_error: float = 0.0
-    squared_weights: float = 0.0
-
-    @property
-    def relative(self) -> float:
-        """The root of the mean squared error, of the root of the mean squared weight."""
-        return (self.squared_error / self.squared_weights) ** 0.5 if self.squared_weights else 0.0
 
 
 @dataclass

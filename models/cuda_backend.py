@@ -4,6 +4,7 @@ the device as a whole, as a CUDA graph where it is small, and the next one may b
 With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -20,7 +21,7 @@ from penstock.models.backend import Finish
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cuda_graphs import StepGraphs, graph_sizes
-from penstock.models.cuda_linears import CudaLinears
+from penstock.models.cuda_linears import CudaLinears, stored_bytes
 from penstock.models.cuda_model import CudaModel
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
@@ -34,6 +35,8 @@ from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import add_to_vectors, prompt_parts
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
+
+logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 227 << 10
 """Of a program: what tiles are made for."""
@@ -207,11 +210,14 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     max_model_len = context_of(config, spec)
     quantization = info.choose_quantization(config.quantization)
     parallel = join(config)
+    wanted = dtype_name if quantization == "none" else quantization
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    num_bytes = weight_bytes(spec, spec.num_loaded(num_logits, parallel.size), quantization, dtype)
-    check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
-    linears = CudaLinears(info, quantization, device, deterministic=config.deterministic)
+    check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
+    at_load = info.at_load(config.quantization)
+    linears = CudaLinears(info, at_load, device, deterministic=config.deterministic)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
+    if at_load is not None:
+        logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
     max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     shape = shape_of(
@@ -253,13 +259,18 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel, linears), memory, host_pages, facts)
 
 
-def weight_bytes(spec: ModelSpec, num_parameters: int, quantization: str, dtype: torch.dtype) -> int:
-    """About what so many parameters of a model take: embedding, head and experts are not quantised."""
-    if quantization == "none" or spec.experts is not None:
-        return num_parameters * dtype.itemsize
-    of_layers = sum(math.prod(shape) for name, shape in spec.tensors() if name.startswith("model.layers."))
-    bits = 8.1 if quantization == "int8" else 4.7
-    return (num_parameters - of_layers) * dtype.itemsize + int(of_layers * bits / 8)
+def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:
+    """About what the weights of a rank take: embedding, head, routers and experts are not quantised."""
+    spec, at_load = info.spec.divided(config.tensor_parallel_size), info.at_load(config.quantization)
+    total = spec.num_loaded(num_logits, config.tensor_parallel_size) * dtype.itemsize
+    for name, shape in spec.tensors():
+        if len(shape) == 2 and "_proj." in name and ".experts." not in name:
+            # Of a checkpoint's own, a rank's parts are multiplied out.
+            linear = info.quantized.get(name.removesuffix(".weight")) if config.tensor_parallel_size == 1 else None
+            stored = stored_bytes(*shape, at_load, None if linear is None else linear.scheme)
+            if stored is not None:
+                total += stored - math.prod(shape) * dtype.itemsize
+    return total
 
 
 def _take_pages(

@@ -8,23 +8,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.quantize import quantize_int4, quantize_int8
+from penstock.kernels.cuda.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
 from penstock.kernels.cuda.quantized_product import ProductRoom, product
 from penstock.kernels.cuda.quantized_tiles import changes
-from penstock.kernels.cuda.quantized_weight import QuantizedWeight, keep_floats, pack_bytes, pack_int4
+from penstock.kernels.cuda.quantized_weight import (
+    Codes,
+    QuantizedWeight,
+    WeightLayout,
+    keep_floats,
+    multiplied_out,
+    pack_bytes,
+    pack_int4,
+)
 from penstock.models.checkpoint import CheckpointInfo
+from penstock.models.quantization import Scheme
+from penstock.models.quantization_error import QuantizationError
 from penstock.models.quantized_matrix import QuantizedMatrix, read_matrix
 from penstock.models.weights import DenseLinear, Linear
 
-AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
+AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "int4": quantize_int4,
+    "fp8": quantize_fp8,
+}
 
 
 class CudaLinears:
     """Makes a model's linears, and gives them the room that they share."""
 
-    def __init__(self, info: CheckpointInfo, quantization: str, device: torch.device, *, deterministic: bool) -> None:
+    def __init__(self, info: CheckpointInfo, at_load: str | None, device: torch.device, *, deterministic: bool) -> None:
+        """``at_load``: what is made of float weights, one of AT_LOAD; None: they stay so."""
+        self.error = QuantizationError()
         self._info = info
-        self._quantize = AT_LOAD.get(quantization)
+        self._quantize = None if at_load is None else AT_LOAD[at_load]
         self._device = device
         self._deterministic = deterministic
         self._made: list[QuantizedWeight] = []
@@ -43,7 +59,9 @@ class CudaLinears:
         """A ``loader.MakeLinear``."""
         made = self._checkpoints_own(names) if is_whole and may_quantize else None
         if made is None and may_quantize and self._quantize is not None:
-            made = self._quantize(weight())
+            whole = weight()
+            made = self._quantize(whole)
+            self._add_error(whole, made)
         if made is None and self._deterministic:
             made = keep_floats(weight())
         if made is None:
@@ -55,7 +73,10 @@ class CudaLinears:
         """None if there is no such; and if they were quantised so differently that they cannot be one."""
         linears = [self._info.quantized.get(name) for name in names]
         known = [linear for linear in linears if linear is not None]
-        if len(known) < len(names):
+        if len(known) < len(names) or len({linear.scheme.narrows_inputs for linear in known}) > 1:
+            return None
+        scheme = known[0].scheme
+        if not has_products(scheme):
             return None
         matrices = [read_matrix(linear) for linear in known]
         first = matrices[0]
@@ -66,9 +87,17 @@ class CudaLinears:
             for parts in zip(*((matrix.codes, matrix.scales, matrix.zeros) for matrix in matrices), strict=True)
         )
         if first.bits == 8:
-            return pack_bytes(codes.view(torch.int8), scales, narrows_inputs=True)
+            kind = torch.float8_e4m3fn if first.is_float else torch.int8
+            return pack_bytes(codes.view(kind), scales, group=first.group, narrows_inputs=scheme.narrows_inputs)
         order = None if first.order is None else torch.from_numpy(first.order).to(self._device)
         return pack_int4(codes, scales, zeros, group=first.group, order=order)
+
+    def _add_error(self, whole: Tensor, quantized: QuantizedWeight) -> None:
+        for begin in range(0, len(whole), CHUNK):
+            part = whole[begin : begin + CHUNK].float()
+            off = multiplied_out(quantized, begin, begin + len(part)) - part
+            self.error.squared_error += off.square_().sum(dtype=torch.float64).item()
+            self.error.squared_weights += part.square().sum(dtype=torch.float64).item()
 
     def take_room(self, dtype: torch.dtype, max_tokens: int) -> None:
         """For steps of at most so many tokens; when all are made."""
@@ -107,7 +136,26 @@ class CudaLinear:
         return out
 
 
+def has_products(scheme: Scheme) -> bool:
+    """Whether there is a kernel for weights quantised so; else they are multiplied out."""
+    return scheme.narrows_inputs or not (scheme.is_float and scheme.group)
+
+
+def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: Scheme | None) -> int | None:
+    """What a matrix takes that is quantised at load, or so in the checkpoint; None: it is held as floats."""
+    bits, group = 8, 0
+    if at_load is None:
+        if scheme is None or not has_products(scheme):
+            return None
+        bits, group = scheme.bits, scheme.group
+    elif at_load == "int4":
+        bits, group = 4, GROUP
+    codes = Codes.INT4 if bits == 4 else Codes.FP8  # int8 takes the same
+    return WeightLayout(codes, rows, columns, group, narrows_inputs=bits == 8).num_bytes
+
+
 def _is_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    if (one.bits, one.group) != (other.bits, other.group) or (one.order is None) != (other.order is None):
+    forms = [(matrix.bits, matrix.is_float, matrix.group, matrix.order is None) for matrix in (one, other)]
+    if forms[0] != forms[1]:
         return False
     return one.order is None or other.order is None or np.array_equal(one.order, other.order)

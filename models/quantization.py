@@ -1,5 +1,5 @@
-"""What a checkpoint's ``quantization_config`` says: from config.json to a typed description of GPTQ, AWQ and
-compressed-tensors. Knows no files and no tensors."""
+"""What a checkpoint's ``quantization_config`` says: from config.json to a typed description of GPTQ, AWQ,
+compressed-tensors and fp8. Knows no files and no tensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,9 @@ GROUP_STEP = 32
 """A group's columns are a multiple of this."""
 MAX_GROUP = 1 << 20
 
-AT_LOAD = ("int8", "int4")
-"""Kinds of quantisation that are made from a float checkpoint."""
+AT_LOAD = ("int8", "int4", "fp8")
+"""Kinds of quantisation that are made from a float checkpoint; fp8 on the CUDA backend alone, and checkpoints may be so
+too."""
 
 ANOTHER = "use another quantised checkpoint, or the unquantised one with --quantization int8 or int4"
 
@@ -35,6 +36,8 @@ class Layout(Enum):
     """compressed-tensors' four bits, packed along the columns."""
     INT8 = auto()
     """compressed-tensors' signed bytes; activations are quantised as they come."""
+    FP8 = auto()
+    """float8_e4m3fn, of compressed-tensors and of the method fp8."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,24 @@ class Scheme:
     """Whether zero points are stored; where not, they are the middle of the codes."""
     is_ordered: bool
     """Whether each column says which group it is of."""
+    rows: int = 1
+    """That share scales, of FP8; 0: all."""
+    narrows_inputs: bool = False
+    """Whether inputs are quantised too, as they come: by token, and by group of columns where weights are."""
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 8 if self.layout is Layout.INT8 else 4
+        return 8 if self.layout in (Layout.INT8, Layout.FP8) else 4
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats themselves."""
+        return self.layout is Layout.FP8
+
+    def num_row_groups(self, rows: int) -> int:
+        """Of a column; the last one may be short."""
+        return -(-rows // self.rows) if self.rows else 1
 
     def num_groups(self, columns: int) -> int:
         """Groups of a row; the last one may be short."""
@@ -88,7 +104,7 @@ class Quantization:
     """What a quantised checkpoint says of itself."""
 
     method: str
-    """gptq, awq or compressed-tensors."""
+    """gptq, awq, compressed-tensors or fp8."""
     schemes: tuple[tuple[Names, Scheme], ...]
     """Of those whose names have a linear, the one that names it most precisely is that linear's."""
     ignored: Names
@@ -118,20 +134,20 @@ def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def choose_quantization(requested: str, stored: Quantization | None) -> str:
-    """What a model runs with: ``none``, int8 or int4 made at load, or the checkpoint's own method.
+    """What a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method.
 
     ``requested`` is what --quantization says. Raises ModelError where the two contradict.
     """
-    known = ("none", *AT_LOAD, *METHODS)
+    known = tuple(dict.fromkeys(("none", *AT_LOAD, *METHODS)))
     if requested not in known:
         raise ModelError(f"--quantization {requested}: must be one of {', '.join(known)}")
     if stored is None:
-        if requested in METHODS:
+        if requested in METHODS and requested not in AT_LOAD:
             raise ModelError(
                 f"--quantization {requested}: the checkpoint is not quantised: leave the flag out, or give int8 or int4"
             )
         return requested
-    if requested in AT_LOAD:
+    if requested in AT_LOAD and requested != stored.method:
         raise ModelError(
             f"--quantization {requested}: the checkpoint is quantised already, by {stored.method}: leave the flag out, "
             "or use the unquantised checkpoint"
@@ -175,6 +191,22 @@ def _awq(fields: Fields) -> Quantization:
     return Quantization("awq", ((Names(("Linear",)), scheme),), _not_converted(fields))
 
 
+def _fp8(fields: Fields) -> Quantization:
+    """DeepSeek's, by blocks, and AutoFP8's, by tensors. Static scales of activations are not used."""
+    for name, right in (("fmt", "e4m3"), ("scale_fmt", "float")):
+        if fields.text(name, right) != right:
+            raise fields.wrong(name, f"must be {right}: {ANOTHER}")
+    if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise fields.wrong("activation_scheme", f"must be dynamic or static: {ANOTHER}")
+    if "kv_cache_scheme" in fields:
+        raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
+    rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
+    scheme = Scheme(Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
+    # Before transformers had the method, this was what it was called.
+    skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
+    return Quantization("fp8", ((Names(("Linear",)), scheme),), _not_converted(fields, skipped))
+
+
 def _compressed_tensors(fields: Fields) -> Quantization:
     """llm-compressor's. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` does not count: in
     published checkpoints it may be of any stage."""
@@ -197,19 +229,18 @@ def _compressed_tensors(fields: Fields) -> Quantization:
 
 def _group_scheme(group: Fields, storage: Fields) -> Scheme:
     """The scheme of one of ``config_groups``; ``storage`` has its ``format``."""
-    storage_format = storage.text("format")
     weights = group.part("weights")
-    if weights.text("type", "int") != "int":
-        raise weights.wrong("type", f"must be int: {ANOTHER}")
+    kind = weights.text("type", "int")
+    if kind not in FORMATS:
+        raise weights.wrong("type", f"must be {' or '.join(FORMATS)}: {ANOTHER}")
     if weights.flag("dynamic", False):
         raise weights.wrong("dynamic", f"must be false: {ANOTHER}")
     if "output_activations" in group:
         raise group.wrong("output_activations", f"must be null: {ANOTHER}")
-    if storage_format == "pack-quantized":
-        return _packed_scheme(group, weights)
-    if storage_format in ("int-quantized", "naive-quantized"):
-        return _int8_scheme(group, weights)
-    raise storage.wrong("format", f"must be pack-quantized, int-quantized or naive-quantized: {ANOTHER}")
+    formats = FORMATS[kind]
+    if storage.text("format") not in formats:
+        raise storage.wrong("format", f"must be {' or '.join(formats)} where weights are of type {kind}: {ANOTHER}")
+    return formats[storage.text("format")](group, weights)
 
 
 def _packed_scheme(group: Fields, weights: Fields) -> Scheme:
@@ -258,7 +289,41 @@ def _int8_scheme(group: Fields, weights: Fields) -> Scheme:
         raise activations.wrong("strategy", f"must be token: {ANOTHER}")
     if not activations.flag("symmetric", True):
         raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
-    return Scheme(Layout.INT8, 0, has_zeros=False, is_ordered=False)
+    return Scheme(Layout.INT8, 0, has_zeros=False, is_ordered=False, narrows_inputs=True)
+
+
+def _fp8_scheme(group: Fields, weights: Fields) -> Scheme:
+    _check_bits(weights, "num_bits", 8)
+    if not weights.flag("symmetric", True):
+        raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
+    match weights.text("strategy", _default_strategy(weights)):
+        case "tensor":
+            rows, columns = 0, 0
+        case "channel":
+            rows, columns = 1, 0
+        case "block":
+            rows, columns = _block(weights, "block_structure")
+        case _:
+            raise weights.wrong("strategy", f"must be tensor, channel or block for floats of 8 bits: {ANOTHER}")
+    if "input_activations" in group:
+        # Whether they have one scale, or one of each token, and whether it is in the file, does not matter: here they
+        # get those that fit them best.
+        activations = group.part("input_activations")
+        _check_bits(activations, "num_bits", 8)
+        if activations.text("type", "int") != "float":
+            raise activations.wrong("type", f"must be float as that of the weights is: {ANOTHER}")
+        if not activations.flag("symmetric", True):
+            raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
+    return Scheme(
+        Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs="input_activations" in group
+    )
+
+
+FORMATS: dict[str, dict[str, Callable[[Fields, Fields], Scheme]]] = {
+    "int": {"pack-quantized": _packed_scheme, "int-quantized": _int8_scheme, "naive-quantized": _int8_scheme},
+    "float": {"float-quantized": _fp8_scheme, "naive-quantized": _fp8_scheme},
+}
+"""compressed-tensors' types of weights, in which formats each is stored, and who reads what the group says."""
 
 
 def _check_bits(fields: Fields, name: str, bits: int) -> None:
@@ -274,9 +339,16 @@ def _group(fields: Fields, default: int | None = None) -> int:
     return max(size, 0)
 
 
-def _not_converted(fields: Fields) -> Names:
-    """``modules_to_not_convert``, each of which is a part of dotted names."""
-    name = "modules_to_not_convert"
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    sizes = fields.integers(name, 1, MAX_GROUP)
+    if len(sizes) != 2 or sizes[1] % GROUP_STEP:
+        raise fields.wrong(name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}: {ANOTHER}")
+    return sizes[0], sizes[1]
+
+
+def _not_converted(fields: Fields, name: str = "modules_to_not_convert") -> Names:
+    """Names of modules, each of which is a part of dotted names."""
     parts = fields.texts(name) if name in fields else []
     return Names(f"re:(.*\\.)?{re.escape(part.strip('.'))}(\\.|$)" for part in parts)
 
@@ -292,6 +364,7 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
 }
 """Values of ``quant_method``, and who reads what stands beside it."""
 

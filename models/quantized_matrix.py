@@ -15,7 +15,7 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
-NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1"}
+NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1"}
 """What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -24,6 +24,19 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 ONE_EACH = np.uint32(0x11111111)
 """One in every four bits."""
+
+
+def _e4m3_values() -> Floats:
+    codes = np.arange(256)
+    exponents, significands = codes >> 3 & 15, codes & 7
+    values = np.where(exponents == 0, np.ldexp(significands, -9), np.ldexp(8 + significands, exponents - 10))
+    values[codes & 127 == 127] = np.nan
+    signed: Floats = np.where(codes < 128, values, -values).astype(np.float32)
+    return signed
+
+
+E4M3_VALUES = _e4m3_values()
+"""Of each float8_e4m3fn: a sign, four bits of exponent and three of significand; no infinities."""
 
 MIDDLE = 8
 """The zero point of codes of four bits that are quantised symmetrically."""
@@ -34,10 +47,12 @@ class QuantizedMatrix:
     """A weight of (rows, columns): ``W = (code - zero) * scale``, group by group."""
 
     bits: int
+    is_float: bool
+    """Whether codes are float8_e4m3fn."""
     group: int
     """Columns that share a scale; the last group may be short; 0: all of a row."""
     codes: Bytes
-    """(rows, columns), contiguous; four bits as 0 to 15, eight bits as signed bytes."""
+    """(rows, columns), contiguous; four bits as 0 to 15, eight bits as signed bytes or floats."""
     scales: Floats
     """(rows, groups)."""
     zeros: Floats
@@ -48,7 +63,10 @@ class QuantizedMatrix:
     def dequantized(self) -> Floats:
         """W in float32, its columns as they stand."""
         columns = self.codes.shape[1]
-        out = (self.codes.view(np.int8) if self.bits == 8 else self.codes).astype(np.float32)
+        if self.is_float:
+            out = E4M3_VALUES[self.codes]
+        else:
+            out = (self.codes.view(np.int8) if self.bits == 8 else self.codes).astype(np.float32)
         group = self.group or columns
         for index, begin in enumerate(range(0, columns, group)):
             part = out[:, begin : begin + group]
@@ -78,10 +96,15 @@ def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
             codes = _read(parts["weight"])
             scales = _read_floats(parts["weight_scale"])
             zeros = np.zeros(scales.shape, np.float32)
+        case Layout.FP8:
+            codes = _read(parts["weight"])
+            scales = _read_fp8_scales(linear)
+            zeros = np.zeros(scales.shape, np.float32)
     rows, columns = linear.rows, linear.columns
     codes, order = codes[:rows, :columns], _order(linear)
     return QuantizedMatrix(
         bits=scheme.bits,
+        is_float=scheme.is_float,
         group=scheme.group,
         codes=np.ascontiguousarray(codes) if order is None else np.take(codes, order, axis=1),
         scales=np.ascontiguousarray(scales),
@@ -103,6 +126,14 @@ def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
         zero_words = zero_words + ONE_EACH
     codes = _unpack(_read_words(linear.parts["qweight"]).T)
     return codes, _read_floats(linear.parts["scales"]).T, _floats(_unpack(zero_words).T)
+
+
+def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
+    """(rows, groups): those of a block of rows, for each of them."""
+    scheme, parts = linear.scheme, linear.parts
+    stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
+    shared = stored.reshape(-1, scheme.num_groups(linear.columns))
+    return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
 
 
 def _unpack(words: Words) -> Bytes:

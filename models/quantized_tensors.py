@@ -1,5 +1,6 @@
 """Which tensors make up a quantised linear, and whether a checkpoint has them as they must be. Reads no tensor."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ CODES_PER_WORD = 8
 FLOATS = ("F32", "F16", "BF16")
 INT32 = ("I32",)
 INT8 = ("I8",)
+FP8 = ("F8_E4M3",)
 
 EMBEDDING = "model.embed_tokens"
 
@@ -54,10 +56,12 @@ def find_quantized(
             continue
         scheme = quantization.scheme_of(name)
         whole = entries.get(weight)
-        if scheme is None or (whole is not None and whole.dtype not in INT8):
+        if scheme is None or (whole is not None and whole.dtype not in INT8 + FP8):
             continue
         rows, columns = shape
         wanted = _wanted_parts(scheme, rows, columns)
+        if scheme.layout is Layout.FP8 and f"{name}.weight_scale" not in entries:
+            wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # as transformers calls it
         if f"{name}.bias" in shapes:
             wanted.pop("bias", None)
         parts = {part: _match(f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
@@ -99,6 +103,14 @@ def _wanted_parts(scheme: Scheme, rows: int, columns: int) -> dict[str, _Part]:
             return parts
         case Layout.INT8:
             return {"weight": _Part((rows, columns), INT8), "weight_scale": _Part((rows, 1), FLOATS)}
+        case Layout.FP8:
+            return {
+                "weight": _Part((rows, columns), FP8),
+                "weight_scale": _Part((scheme.num_row_groups(rows), groups), FLOATS),
+                # Of activations, which here have scales of their own.
+                "input_scale": _Part((1, 1), FLOATS, False),
+                "activation_scale": _Part((1, 1), FLOATS, False),
+            }
 
 
 def _match(name: str, want: _Part, entries: Mapping[str, TensorEntry], path: Path) -> TensorEntry | None:
@@ -110,7 +122,8 @@ def _match(name: str, want: _Part, entries: Mapping[str, TensorEntry], path: Pat
                 "weights again"
             )
         return None
-    if entry.shape != want.shape:
+    is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of whatever shape
+    if entry.shape != want.shape and not is_single:
         raise ModelError(
             f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and quantization_config in config.json "
             f"calls for {list(want.shape)}: config and weights are of different models"

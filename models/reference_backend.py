@@ -20,7 +20,6 @@ from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
 from penstock.models.parallel import TensorParallel, join
-from penstock.models.quantization import AT_LOAD
 from penstock.models.rotations import rotations
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
@@ -164,7 +163,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     spec = info.spec.divided(config.tensor_parallel_size)
     # The checkpoint's own is multiplied out at load.
     quantization = info.choose_quantization(config.quantization)
-    _check_flags(config, quantization)
+    _check_flags(config, info)
     dtype_name = info.dtype if config.dtype == "auto" else config.dtype
     if dtype_name not in DTYPES:
         raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
@@ -207,9 +206,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
 
 
-def _check_flags(config: WorkerConfig, quantization: str) -> None:
+def _check_flags(config: WorkerConfig, info: CheckpointInfo) -> None:
     """Raises ModelError where something is asked for that this backend does not do."""
-    wanted = f"--quantization {quantization}" if quantization in AT_LOAD else ""
+    at_load = info.at_load(config.quantization)
+    if at_load == "fp8" and config.device == "cpu":
+        raise ModelError("--quantization fp8: is for the backend cuda: on a CPU give int8, or leave it out")
+    wanted = f"--quantization {at_load}" if at_load else ""
     if config.kv_cache_dtype != "auto":
         wanted = f"--kv-cache-dtype {config.kv_cache_dtype}"
     if config.cpu_pinning == "on":

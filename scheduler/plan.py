@@ -258,8 +258,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     load_format: str = "auto"
     """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
     quantization: str = "none"
-    """none: as the checkpoint is; int8 or int4: made at load from a float checkpoint; gptq, awq or compressed-tensors:
-    the checkpoint must be so."""
+    """none: as the checkpoint is; int8, int4 or fp8: made at load from a float checkpoint; gptq, awq or
+    compressed-tensors: the checkpoint must be so, as it may be with fp8."""
     kv_cache_dtype: str = "auto"
     """auto, int8 or fp8; auto is the type of the activations."""
     deterministic: bool = False
@@ -301,7 +301,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     quantization: str = "none"
-    """Of the weights: none, int8, int4, gptq, awq or compressed-tensors."""
+    """Of the weights: none, int8, int4, fp8, gptq, awq or compressed-tensors."""
     instruction_set: str = ""
     """Of the CPU that the kernels are for; empty where that is not the backend's to choose."""
     num_threads: int = 0

@@ -168,8 +168,9 @@ class ServeConfig:
         choices=["auto", "float32", "bfloat16", "float16", "float64"],
     )
     quantization: str = flag(
-        "none", "int8 and int4 quantise the weights of a float checkpoint as they are read; the others say what the "
-        "checkpoint already is", choices=["none", "int8", "int4", "gptq", "awq", "compressed-tensors"],
+        "none", "int8, int4 and, on GPUs, fp8 quantise the weights of a float checkpoint as they are read; the others, "
+        "and fp8 too, say what the checkpoint already is",
+        choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors"],
     )  # fmt: skip
     load_format: str = flag(
         "auto", "auto reads safetensors; dummy makes weights up, to measure with", choices=["auto", "dummy"]

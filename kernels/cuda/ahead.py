@@ -37,8 +37,9 @@ MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 QUANTIZED: dict[str, dict[str, Any]] = {
     "int8": {"codes": Codes.INT8},
     "int8-inputs": {"codes": Codes.INT8, "narrows_inputs": True},
-    "fp8": {"codes": Codes.FP8},
-    "fp8-inputs": {"codes": Codes.FP8, "narrows_inputs": True},
+    "fp8": {"codes": Codes.FP8, "narrows_inputs": True},
+    "fp8-blocks": {"codes": Codes.FP8, "narrows_inputs": True, "group": 128},
+    "fp8-weights": {"codes": Codes.FP8},
     "int4": {"codes": Codes.INT4, "group": 128},
     "int4-ordered": {"codes": Codes.INT4, "group": 128, "is_ordered": True},
 }

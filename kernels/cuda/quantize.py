@@ -14,21 +14,21 @@ CHUNK = 4096
 """Rows that are quantised together."""
 
 
-def quantize_int8(weight: Tensor, *, narrows_inputs: bool = False) -> QuantizedWeight:
+def quantize_int8(weight: Tensor) -> QuantizedWeight:
     """A row's largest magnitude becomes 127."""
     scales = _row_scales(weight, 127)
     codes = torch.cat([(part.float() / scale).round() for part, scale in _chunks(weight, scales)]).to(torch.int8)
-    return pack_bytes(codes, scales, narrows_inputs=narrows_inputs)
+    return pack_bytes(codes, scales)
 
 
-def quantize_fp8(weight: Tensor, *, narrows_inputs: bool = False) -> QuantizedWeight:
-    """A row's largest magnitude becomes that of float8_e4m3fn."""
+def quantize_fp8(weight: Tensor) -> QuantizedWeight:
+    """A row's largest magnitude becomes that of float8_e4m3fn; inputs are narrowed too."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     scales = _row_scales(weight, limit)
     parts = [
         (part.float() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn) for part, scale in _chunks(weight, scales)
     ]
-    return pack_bytes(torch.cat(parts), scales, narrows_inputs=narrows_inputs)
+    return pack_bytes(torch.cat(parts), scales, narrows_inputs=True)
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:

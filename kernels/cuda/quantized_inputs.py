@@ -1,4 +1,4 @@
-"""Makes of a product's inputs what its kernel reads: bytes with a scale of each token, or columns in another order."""
+"""Makes of a product's inputs what its kernel reads: bytes with scales of each token, or columns in another order."""
 
 from functools import cache
 
@@ -18,22 +18,24 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _narrow(x, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program narrows one token."""
+def _narrow(x, out, scales, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """A program narrows one token: GROUPS of BLOCK columns, of which GROUP are one's own."""
     token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
+    groups, column = tl.arange(0, GROUPS), tl.arange(0, BLOCK)
+    columns = groups[:, None] * GROUP + column[None, :]
+    inside = (columns < WIDTH) & (column < GROUP)[None, :]
     row = load_wide(x + token * WIDTH + columns, inside)
     is_whole: tl.constexpr = out.dtype.element_ty == tl.int8
     limit: tl.constexpr = MAX_INT8 if is_whole else MAX_FP8
-    largest = tl.max(tl.abs(row), axis=0)
+    largest = tl.max(tl.abs(row), axis=1)
     # What is no number, or infinite, makes none of the scale, and so of all that the token's products give.
-    scale = tl.where(largest == 0.0, 1.0, largest / limit) + tl.sum(row * 0.0, axis=0)
-    narrow = tl.minimum(tl.maximum(row / scale, -limit), limit)
+    scale = tl.where(largest == 0.0, 1.0, largest / limit) + tl.sum(row * 0.0, axis=1)
+    narrow = tl.minimum(tl.maximum(row / scale[:, None], -limit), limit)
     if is_whole:
         narrow = (narrow + ROUNDER) - ROUNDER
     tl.store(out + token * WIDTH + columns, narrow.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + token, scale)
+    num_groups: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    tl.store(scales + token * num_groups + groups, scale, mask=groups < num_groups)
 
 
 @triton.jit
@@ -47,14 +49,15 @@ def _gather(x, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @cache
-def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int) -> Variant:
-    """The variant of ``narrow_inputs`` for rows so wide."""
-    block = triton.next_power_of_2(width)
+def narrow_variant(dtype: torch.dtype, narrow: torch.dtype, width: int, group: int) -> Variant:
+    """The variant of ``narrow_inputs`` for rows so wide, of which so many columns share a scale; 0: all."""
+    group = min(group or width, width)
+    block, groups = triton.next_power_of_2(group), triton.next_power_of_2(triton.cdiv(width, group))
     return Variant(
         _narrow,
         {"x": dtype, "out": narrow, "scales": torch.float32},
-        {"WIDTH": width, "BLOCK": block},
-        num_warps=num_warps(block),
+        {"WIDTH": width, "GROUP": group, "BLOCK": block, "GROUPS": groups},
+        num_warps=num_warps(block * groups),
     )
 
 
@@ -70,17 +73,17 @@ def gather_variant(dtype: torch.dtype, width: int) -> Variant:
     )
 
 
-def narrow_inputs(x: Tensor, out: Tensor, scales: Tensor) -> None:
-    """x = out * scale, nearly: a row's largest magnitude becomes that of the dtype of ``out``, int8 (127) or
-    float8_e4m3fn.
+def narrow_inputs(x: Tensor, out: Tensor, scales: Tensor, group: int = 0) -> None:
+    """x = out * scale, nearly: the largest magnitude of each ``group`` columns of a row, 0: of all, becomes that of the
+    dtype of ``out``, int8 (127) or float8_e4m3fn.
 
-    ``x`` and ``out`` are (T, K), ``scales`` is (T,) fp32.
+    ``x`` and ``out`` are (T, K), ``scales`` is (T, groups) fp32, or (T,) where there are none.
     """
     tokens, width = x.shape
     check(x, (tokens, width), x.dtype)
     check(out, (tokens, width), out.dtype)
-    check(scales, (tokens,), torch.float32)
-    narrow_variant(x.dtype, out.dtype, width).launch((tokens,), x, out, scales)
+    check(scales, (tokens, triton.cdiv(width, group)) if group else (tokens,), torch.float32)
+    narrow_variant(x.dtype, out.dtype, width, group).launch((tokens,), x, out, scales)
 
 
 def gather_inputs(x: Tensor, order: Tensor, out: Tensor) -> None:

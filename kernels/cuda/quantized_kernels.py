@@ -33,17 +33,21 @@ def _load_inputs(pointers, live, columns, COLUMNS: tl.constexpr, EVEN: tl.conste
 def _sum_codes(
     x,
     codes,
+    scales,
+    input_scales,
     live,
     begin,
     end,
     COLUMNS: tl.constexpr,
     FILLED: tl.constexpr,
+    GROUP: tl.constexpr,
     PRODUCT: tl.constexpr,
     SUM: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Of the blocks from ``begin`` up to ``end``: sum of x * code, (BLOCK_T, BLOCK_N) fp32. FILLED: the last block has
-    all its codes. PRODUCT None: both are bytes and multiplied as they are."""
+    all its codes. PRODUCT None: both are bytes and multiplied as they are; of groups, each sum is also multiplied with
+    their scales."""
     total = tl.zeros((x.shape[0], codes.shape[1]), SUM)
     k = tl.arange(0, BLOCK_K)
     for block in range(begin, end):
@@ -53,7 +57,11 @@ def _sum_codes(
             weights = tl.load(codes + columns[:, None])
         else:
             weights = tl.load(codes + columns[:, None], mask=(columns < COLUMNS)[:, None], other=0.0)
-        if PRODUCT is None:
+        if GROUP != 0:
+            group = block * BLOCK_K // GROUP
+            scale = tl.load(input_scales + group, mask=live, other=0.0)[:, None] * tl.load(scales + group)[None, :]
+            total += scale * tl.dot(inputs, weights, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
+        elif PRODUCT is None:
             # Of fp8, tensor cores sum with few bits; here no more than a block's.
             total = tl.dot(inputs, weights, total, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
         else:
@@ -138,17 +146,21 @@ def product_kernel(
     part = tl.program_id(1)
     begin = part * num_blocks // PARTS
     end = (part + 1) * num_blocks // PARTS
+    num_groups: tl.constexpr = 1 if GROUP == 0 else (COLUMNS + GROUP - 1) // GROUP
+    of_rows = scales + read * num_groups
     if zeros is None:
-        total = _sum_codes(x, codes, live, begin, end, COLUMNS, ROW_SIZE % BLOCK_K == 0, PRODUCT, SUM, BLOCK_K)
+        of_tokens = None if input_scales is None else input_scales + tokens * num_groups
+        filled: tl.constexpr = ROW_SIZE % BLOCK_K == 0
+        total = _sum_codes(
+            x, codes, of_rows, of_tokens, live, begin, end, COLUMNS, filled, GROUP, PRODUCT, SUM, BLOCK_K
+        )
     else:
-        num_groups: tl.constexpr = 1 if GROUP == 0 else (COLUMNS + GROUP - 1) // GROUP
-        scales += read * num_groups
         zeros += read * num_groups
-        total = _sum_int4(x, codes, scales, zeros, live, begin, end, COLUMNS, GROUP, PRODUCT, BLOCK_K)
+        total = _sum_int4(x, codes, of_rows, zeros, live, begin, end, COLUMNS, GROUP, PRODUCT, BLOCK_K)
     if PARTS == 1:
-        row_scales = scales if zeros is None else None
+        row_scales = scales if zeros is None and GROUP == 0 else None
         input_scale = 1.0
-        if input_scales is not None:
+        if input_scales is not None and GROUP == 0:
             input_scale = tl.load(input_scales + tokens, mask=live, other=0.0)[:, None]
         total = _finished(total, read[None, :], True, row_scales, input_scale, bias)
     else:

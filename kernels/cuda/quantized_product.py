@@ -41,7 +41,7 @@ class ProductRoom:
     inputs: Tensor
     """Flat, uint8: inputs made narrow, or put in order."""
     input_scales: Tensor
-    """(max_tokens,) fp32."""
+    """Flat, fp32."""
 
     @classmethod
     def allocate(
@@ -55,18 +55,20 @@ class ProductRoom:
     ) -> "ProductRoom":
         """For products with those weights, of at most so many tokens of that dtype."""
         part_tokens = min(max_tokens, STEADY_PART_TOKENS if deterministic else PART_TOKENS)
-        num_partials, input_bytes = 0, 0
+        num_partials, input_bytes, num_scales = 0, 0, 0
         for layout in layouts:
             if num_parts(layout) > 1:
                 num_partials = max(num_partials, num_parts(layout) * part_tokens * layout.rows)
             if layout.is_ordered or layout.narrows_inputs:
                 itemsize = 1 if layout.narrows_inputs else dtype.itemsize
                 input_bytes = max(input_bytes, max_tokens * layout.columns * itemsize)
+            if layout.narrows_inputs:
+                num_scales = max(num_scales, max_tokens * layout.num_groups)
         return cls(
             deterministic,
             torch.empty(num_partials, dtype=torch.float32, device=device),
             torch.empty(input_bytes, dtype=torch.uint8, device=device),
-            torch.empty(max_tokens, dtype=torch.float32, device=device),
+            torch.empty(num_scales, dtype=torch.float32, device=device),
         )
 
     @property
@@ -81,7 +83,7 @@ class ProductRoom:
 
 def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtype | str], dict[str, object]]:
     """Of what a sum is multiplied with, and what is added to it: the types of what there is, None for the rest."""
-    wanted = {"input_scales": layout.narrows_inputs, "bias": is_biased}
+    wanted = {"input_scales": layout.narrows_inputs and not layout.narrows_groups, "bias": is_biased}
     there: dict[str, torch.dtype | str] = {name: torch.float32 for name, is_there in wanted.items() if is_there}
     return there, {name: None for name, is_there in wanted.items() if not is_there}
 
@@ -93,6 +95,9 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTile
     finish, absent = _finish(layout, is_biased)
     if tiles.parts > 1:  # which are another kernel's to finish
         finish, absent = {}, dict.fromkeys(("input_scales", "bias"))
+    if layout.narrows_groups:  # whose scales each sum of a group needs
+        finish = {"input_scales": torch.float32, **finish}
+        absent.pop("input_scales")
     arguments: dict[str, torch.dtype | str] = {
         "x": layout.codes.value if layout.narrows_inputs else dtype,
         "codes": layout.codes.value,
@@ -123,7 +128,7 @@ def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTile
 @cache
 def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> Variant:
     """The variant that adds up the parts."""
-    has_scales = layout.codes is not Codes.INT4 and not layout.codes.are_floats
+    has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
     finish, absent = _finish(layout, is_biased)
     block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
     return Variant(
@@ -153,7 +158,7 @@ def product_variants(
     if layout.is_ordered:
         yield gather_variant(dtype, layout.columns)
     if layout.narrows_inputs:
-        yield narrow_variant(dtype, layout.codes.value, layout.columns)
+        yield narrow_variant(dtype, layout.codes.value, layout.columns, layout.group)
     for tiles in all_tiles(layout, dtype, max_tokens, deterministic=deterministic):
         yield product_variant(layout, dtype, tiles, is_biased)
     if num_parts(layout) > 1:
@@ -179,31 +184,43 @@ def product(x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, 
         x = ordered
     if layout.narrows_inputs:
         narrow = room.inputs_as(layout.codes.value, tokens, layout.columns)
-        input_scales = room.input_scales[:tokens]
-        narrow_inputs(x, narrow, input_scales)
+        input_scales = room.input_scales[: tokens * layout.num_groups]
+        if layout.group:
+            input_scales = input_scales.view(tokens, layout.num_groups)
+        narrow_inputs(x, narrow, input_scales, layout.group)
         x = narrow
     tiles = all_tiles(layout, dtype, tokens, deterministic=room.deterministic)[-1]
     step = room.part_tokens if tiles.parts > 1 else tokens
     for begin in range(0, tokens, step):
         taken = slice(begin, begin + step)
-        finish = [None if input_scales is None else input_scales[taken], bias]
-        _multiply(x[taken], weight, out[taken], room, [tensor for tensor in finish if tensor is not None], tiles)
+        taken_scales = None if input_scales is None else input_scales[taken]
+        _multiply(x[taken], weight, out[taken], room, taken_scales, bias, tiles)
 
 
 def _multiply(
-    x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, finish: list[Tensor], tiles: ProductTiles
+    x: Tensor,
+    weight: QuantizedWeight,
+    out: Tensor,
+    room: ProductRoom,
+    input_scales: Tensor | None,
+    bias: Tensor | None,
+    tiles: ProductTiles,
 ) -> None:
-    """Of tokens for whose parts there is room; ``finish`` is what ``_finish`` says that there is."""
-    layout, tokens, is_biased = weight.layout, x.shape[0], len(finish) > weight.layout.narrows_inputs
+    """Of tokens for whose parts there is room."""
+    layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None
+    finish = [tensor for tensor in (input_scales, bias) if tensor is not None]
     grid = (triton.cdiv(tokens, tiles.block_t) * triton.cdiv(layout.rows, tiles.block_n), tiles.parts)
     variant = product_variant(layout, out.dtype, tiles, is_biased)
     operands = [tensor for tensor in (x, weight.codes, weight.scales, weight.zeros) if tensor is not None]
+    if layout.narrows_groups:
+        operands.append(finish.pop(0))
     if tiles.parts == 1:
         variant.launch(grid, *operands, *finish, out, tokens)
         return
     assert room.partials.numel() >= tiles.parts * tokens * layout.rows
     variant.launch(grid, *operands, room.partials, tokens)
     joined = join_variant(layout, out.dtype, is_biased)
-    scales = [weight.scales] if weight.scales is not None and weight.zeros is None else []
+    has_scales = weight.scales is not None and weight.zeros is None and not layout.group
+    scales = [weight.scales] if has_scales else []
     blocks = triton.cdiv(layout.rows, joined.constants["BLOCK"])
     joined.launch((tokens, blocks), room.partials, *scales, *finish, out, tokens)

@@ -90,8 +90,8 @@ def _buckets(layout: WeightLayout, dtype: torch.dtype, deterministic: bool) -> t
 def _tiles(layout: WeightLayout, dtype: torch.dtype, bucket: Bucket) -> ProductTiles:
     parts = num_parts(layout) if bucket.has_parts else 1
     if bucket.block_t == 128:
-        # Sums of four bits take twice the registers: a block's, and that of all.
-        rows = 64 if layout.codes is Codes.INT4 else 128
+        # Sums of groups take twice the registers: a block's, and that of all.
+        rows = 64 if layout.group or layout.codes is Codes.INT4 else 128
         return ProductTiles(128, rows, parts, num_warps=8, num_stages=4 if layout.narrows_inputs else 3)
     if bucket.block_t == 64:
         # Two programs fit the shared memory of a multiprocessor.

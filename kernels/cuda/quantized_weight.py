@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.cuda.common import check
+from penstock.kernels.reference_cuda import dequantize
 
 BLOCK_COLUMNS = 128
 """Columns that are multiplied at a time, at most."""
@@ -28,7 +29,7 @@ class Codes(Enum):
     INT8 = torch.int8
     """Signed bytes; a scale of each row."""
     FP8 = torch.float8_e4m3fn
-    """A scale of each row."""
+    """A scale of each row, or of each row and group of columns."""
     INT4 = torch.uint8
     """0 to 15, two a byte; a scale and a zero point of each row and group of columns."""
     BF16 = torch.bfloat16
@@ -52,9 +53,9 @@ class WeightLayout:
     columns: int
     """K, the inputs."""
     group: int = 0
-    """Columns that share a scale, of INT4; 0: all. The last group may be short."""
+    """Columns that share a scale, of INT4, and of FP8 that narrows inputs; 0: all. The last group may be short."""
     narrows_inputs: bool = False
-    """Whether inputs become bytes of the codes' dtype too, with a scale of each token. Not with INT4."""
+    """Whether inputs become bytes of the codes' dtype too, with a scale of each token and group. Not with INT4."""
     is_ordered: bool = False
     """Whether the codes' columns stand in another order than the inputs', of INT4."""
 
@@ -67,7 +68,7 @@ class WeightLayout:
         if self.codes is Codes.INT4:
             assert not self.narrows_inputs
         else:
-            assert not self.group
+            assert not self.group or (self.codes is Codes.FP8 and self.narrows_inputs)
             assert not self.is_ordered
         if self.codes.are_floats:
             assert not self.narrows_inputs
@@ -90,12 +91,23 @@ class WeightLayout:
         return -(-self.columns // self.group) if self.group else 1
 
     @property
+    def narrows_groups(self) -> bool:
+        """Whether inputs have a scale of each group."""
+        return self.narrows_inputs and self.group > 0
+
+    @property
     def row_size(self) -> int:
         """Elements of a row of codes."""
         if self.codes.are_floats:
             return self.columns
         columns = self.num_blocks * self.block
         return columns // 2 if self.codes is Codes.INT4 else columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes, scales and zero points."""
+        of_group = 0 if self.codes.are_floats else 5 if self.codes is Codes.INT4 else 4
+        return self.rows * (self.row_size * self.codes.value.itemsize + self.num_groups * of_group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +118,7 @@ class QuantizedWeight:
     codes: Tensor
     """(N, ``row_size``) of the codes' dtype."""
     scales: Tensor | None
-    """(N, groups) fp32; of bytes, groups is 1; None of floats."""
+    """(N, groups) fp32; None of floats."""
     zeros: Tensor | None
     """(N, groups) uint8, of INT4 alone."""
     order: Tensor | None
@@ -132,13 +144,13 @@ def keep_floats(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(WeightLayout(Codes(weight.dtype), *weight.shape), weight, None, None, None)
 
 
-def pack_bytes(codes: Tensor, scales: Tensor, *, narrows_inputs: bool = False) -> QuantizedWeight:
-    """W = code * scale, from ``codes`` (N, K), int8 or float8_e4m3fn, and ``scales``, one of each row or a single one,
-    of any shape and float dtype."""
+def pack_bytes(codes: Tensor, scales: Tensor, *, group: int = 0, narrows_inputs: bool = False) -> QuantizedWeight:
+    """W = code * scale, from ``codes`` (N, K), int8 or float8_e4m3fn, and ``scales``, one of each row and group of so
+    many columns, 0: all, or a single one, of any shape and float dtype."""
     rows, columns = codes.shape
-    layout = WeightLayout(Codes(codes.dtype), rows, columns, narrows_inputs=narrows_inputs)
+    layout = WeightLayout(Codes(codes.dtype), rows, columns, group, narrows_inputs)
     padded = functional.pad(codes.view(torch.uint8), (0, layout.row_size - columns)).view(codes.dtype)
-    wide = scales.float().reshape(-1, 1).expand(rows, 1).contiguous()
+    wide = scales.float().reshape(-1, layout.num_groups).expand(rows, layout.num_groups).contiguous()
     return QuantizedWeight(layout, padded.contiguous(), wide, None, None)
 
 
@@ -165,3 +177,15 @@ def pack_int4(
         kept_zeros.contiguous(),
         None if order is None else order.to(torch.int32).contiguous(),
     )
+
+
+def multiplied_out(weight: QuantizedWeight, begin: int, end: int) -> Tensor:
+    """Rows of W from ``begin`` up to ``end``, its columns as they stand: (rows, K) fp32."""
+    layout, codes = weight.layout, weight.codes[begin:end]
+    if weight.scales is None:
+        return codes.float()
+    if weight.zeros is not None:
+        blocks = codes.view(len(codes), layout.num_blocks, -1)
+        codes = torch.cat((blocks & 15, blocks >> 4), dim=2).view(len(codes), -1)
+    zeros = None if weight.zeros is None else weight.zeros[begin:end]
+    return dequantize(codes[:, : layout.columns], weight.scales[begin:end], zeros, layout.group, weight.order)

@@ -5,16 +5,18 @@ import asyncio
 import itertools
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from penstock.kernels import reference_cuda
 from penstock.kernels.cpu import Format
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models import launch
@@ -92,6 +94,37 @@ worker.ALIVE_INTERVAL_S = {interval}
 worker.main()
 """
 """A worker in everything but the model, which would take a second to load."""
+
+
+@pytest.fixture
+def fp8_as_on_a_gpu(monkeypatch):
+    """Has Triton's interpreter round to fp8 as a GPU does: its own rounding loses the carry to the exponent."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def converted(values, source, target, rounding):
+        if (str(source), str(target)) != ("fp32", "fp8e4nv"):
+            return convert(values, source, target, rounding)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.fixture
+def narrow_inputs():
+    """Has linears of transformers' multiply what fp8 leaves of their inputs: ``narrow_inputs(module, names, group)``,
+    by token and by so many columns, 0: all."""
+
+    def with_hooks(module: Any, names: Iterable[str], group: int = 0) -> None:
+        def narrow(_: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+            [x] = inputs
+            codes, scales = reference_cuda.narrow_inputs(x.flatten(0, -2), torch.float8_e4m3fn, group)
+            return reference_cuda.dequantize(codes, scales, None, group, None).view(x.shape)
+
+        for name in names:
+            module.get_submodule(name).register_forward_pre_hook(narrow)
+
+    return with_hooks
 
 
 @dataclass(frozen=True)

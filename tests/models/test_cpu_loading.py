@@ -120,6 +120,7 @@ def test_matrices_in_the_same_order_of_columns_become_one(gated, alike):
     matrices = {
         name: QuantizedMatrix(
             bits=4,
+            is_float=False,
             group=32,
             codes=rng.integers(0, 16, (rows, columns), dtype=np.uint8),
             scales=np.full((rows, 3), 0.5, np.float32),

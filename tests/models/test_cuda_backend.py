@@ -20,11 +20,10 @@ from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks,
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
 
-from penstock.kernels.cuda.ahead import describe, variants
+from penstock.kernels.cuda.ahead import describe, quantized_variants, variants
 from penstock.kernels.cuda.norm import rms_norm
-from penstock.kernels.cuda.quantized_weight import QuantizedWeight
+from penstock.kernels.cuda.quantized_weight import multiplied_out
 from penstock.kernels.cuda.variant import launches
-from penstock.kernels.reference_cuda import dequantize
 from penstock.models.cuda_linears import AT_LOAD
 from penstock.models.cuda_shape import shape_of
 
@@ -220,19 +219,27 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
 
 
 @pytest.mark.parametrize(
-    ("variant", "deterministic"),
-    [("qwen3", False), ("gemma2", False), ("olmo2", False), ("llama-tied-biases-head24", True)],
+    ("variant", "quantization", "deterministic"),
+    [
+        ("qwen3", "fp8", False),
+        ("gemma2", "none", False),
+        ("olmo2", "none", False),
+        ("llama-tied-biases-head24", "none", True),
+    ],
 )
-def test_what_is_warmed_is_what_is_compiled_ahead(variant, deterministic, tiny_model, load):
+def test_what_is_warmed_is_what_is_compiled_ahead(variant, quantization, deterministic, tiny_model, load):
     """The list that a test compiles for Hopper is the one that a service launches, no more and no less."""
-    load(variant, deterministic=deterministic)
+    load(variant, quantization=quantization, deterministic=deterministic)
     warmed = launches.warmed
     spec = check_checkpoint(tiny_model(variant).path).spec
     shape = shape_of(
         spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
         deterministic=deterministic,
     )  # fmt: skip
-    assert set(map(describe, warmed)) == set(map(describe, variants(shape)))
+    ahead = set(map(describe, variants(shape)))
+    if quantization != "none":
+        ahead |= set(map(describe, quantized_variants(shape, quantization)))
+    assert set(map(describe, warmed)) == ahead
 
 
 def said_of(number: int, results: list[StepResult]) -> tuple[list[Any], list[Any]]:
@@ -271,24 +278,23 @@ def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load)
     assert said_of(0, [result])[0] == tokens[1:]
 
 
-def multiplied_out(quantized: QuantizedWeight) -> torch.Tensor:
-    """(N, K) fp32."""
-    layout, codes = quantized.layout, quantized.codes
-    assert quantized.scales is not None
-    if quantized.zeros is not None:
-        blocks = codes.view(layout.rows, layout.num_blocks, -1)
-        codes = torch.cat((blocks & 15, blocks >> 4), dim=2).view(layout.rows, -1)
-    return dequantize(codes[:, : layout.columns], quantized.scales, quantized.zeros, layout.group, None)
-
-
 @pytest.mark.parametrize("quantization", AT_LOAD)
-def test_weights_quantised_at_load(tiny_model, load, quantization):
+@pytest.mark.usefixtures("fp8_as_on_a_gpu")
+def test_weights_quantised_at_load(tiny_model, load, quantization, narrow_inputs, caplog):
     """Tokens are those of transformers with the weights multiplied out again."""
+    caplog.set_level("INFO")
     model, runner = tiny_model("qwen2-tied"), load("qwen2-tied", quantization=quantization)
     module = copy.deepcopy(model.module)
-    for name, linear in module.named_modules():
-        if isinstance(linear, torch.nn.Linear) and name != "lm_head":
-            linear.weight.data = multiplied_out(AT_LOAD[quantization](linear.weight.data))
+    linears = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    squares = torch.zeros(2, dtype=torch.float64)
+    for linear in linears.values():
+        weight = linear.weight.data
+        linear.weight.data = multiplied_out(AT_LOAD[quantization](weight), 0, len(weight))
+        squares += torch.stack([(linear.weight.data - weight).double().square().sum(), weight.double().square().sum()])
+    if quantization == "fp8":
+        narrow_inputs(module, linears)
+    relative = (squares[0] / squares[1]).sqrt().item()
+    assert f"{quantization}: the weights' relative error is {100 * relative:.2f} %" in caplog.text
     [tokens] = generate(runner, [added(0, PROMPT * 2, [1, 2], GREEDY)], 3)
     logits = replace(model, module=module).logits(PROMPT * 2 + tokens)[len(PROMPT) * 2 - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()

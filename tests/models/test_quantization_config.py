@@ -21,6 +21,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 INT4_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -123,7 +124,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "KV is quantised": ({**W4A16, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "weights are rotated": ({**W4A16, "transform_config": {"config_groups": {"r": {}}}}, "transform_config"),
     "weights are sparse": ({**W4A16, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    "floats of 8 bits": (compressed({**INT8_WEIGHTS, "type": "float"}, "int-quantized"), "weights.type is 'float'"),
+    "a type of its own": (compressed({**INT8_WEIGHTS, "type": "posit"}), "weights.type is 'posit'"),
+    "floats as whole numbers": (
+        compressed({**INT8_WEIGHTS, "type": "float"}, "int-quantized"), "format is 'int-quantized'"
+    ),
     "packed 8 bits": (compressed({**INT4_WEIGHTS, "num_bits": 8}), "weights.num_bits is 8"),
     "one scale for all": (compressed({**INT4_WEIGHTS, "strategy": "tensor", "group_size": None}), "strategy"),
     "a strategy that is not named": (compressed({"num_bits": 4}), "strategy"),
@@ -291,6 +295,9 @@ def test_an_error_names_the_whole_path_of_the_config(gptq):
         ("none", None, "none"),
         ("int8", None, "int8"),
         ("int4", None, "int4"),
+        ("fp8", None, "fp8"),
+        ("none", FP8, "fp8"),
+        ("fp8", FP8, "fp8"),
         ("none", GPTQ, "gptq"),
         ("gptq", GPTQ, "gptq"),
         ("awq", AWQ, "awq"),
@@ -309,7 +316,9 @@ def test_flags_that_fit_the_checkpoint(requested, config, runs):
         ("gptq", W4A16, ["--quantization gptq", "compressed-tensors", "leave the flag out"]),
         ("int8", GPTQ, ["--quantization int8", "gptq", "unquantised checkpoint"]),
         ("int4", W8A8, ["--quantization int4", "compressed-tensors", "unquantised checkpoint"]),
-        ("fp8", None, ["--quantization fp8", "must be one of none, int8, int4, gptq, awq, compressed-tensors"]),
+        ("int8", FP8, ["--quantization int8", "already, by fp8", "unquantised checkpoint"]),
+        ("fp8", W8A8, ["--quantization fp8", "already, by compressed-tensors", "leave the flag out"]),
+        ("fp4", None, ["--quantization fp4", "must be one of none, int8, int4, fp8, gptq, awq, compressed-tensors"]),
     ],
 )
 def test_flags_that_contradict_the_checkpoint(requested, config, says):
@@ -323,6 +332,7 @@ def test_flags_that_contradict_the_checkpoint(requested, config, says):
     [
         ({"quantization": "int8"}, "--quantization int8: is not for the reference backend"),
         ({"quantization": "int4"}, "--quantization int4: is not for the reference backend"),
+        ({"quantization": "fp8"}, "--quantization fp8: is for the backend cuda: on a CPU give int8"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: is not for the reference backend"),
         ({"quantization": "awq"}, "--quantization awq: the checkpoint is not quantised"),
     ],

@@ -62,7 +62,9 @@ BAD = {
     "--port": "--port: expected one argument",
     "--dtype int8": "--dtype: must be auto, float32, bfloat16, float16 or float64; it is 'int8'",
     "--block-size 32": "--block-size: must be 16; it is 32",
-    "--quantization fp8": ("--quantization: must be none, int8, int4, gptq, awq or compressed-tensors; it is 'fp8'"),
+    "--quantization fp4": (
+        "--quantization: must be none, int8, int4, fp8, gptq, awq or compressed-tensors; it is 'fp4'"
+    ),
     "--kv-cache-dtype fp4": "--kv-cache-dtype: must be auto, int8 or fp8; it is 'fp4'",
     "--max-num-seqs 0": "--max-num-seqs: must be 1 to 4,096; it is 0",
     "--max-model-len 1": "--max-model-len: must be 2 to 16,777,216; it is 1",

@@ -75,6 +75,10 @@ class TestTheStart:
         with pytest.raises(ModelError, match=r"--quantization gptq: with --load-format dummy .* int8 or int4"):
             prepare(parse_config(flags))
 
+    def test_what_is_made_up_can_be_quantised_at_load(self):
+        worker = prepare(parse_config(["--port=0", "--quantization=fp8", "--load-format=dummy"])).worker
+        assert (worker.quantization, worker.load_format) == ("fp8", "dummy")
+
     def test_defaults_are_the_schedulers_own(self):
         server = prepare(parse_config(["--port=0"])).server
         assert server.scheduler == SchedulerConfig()

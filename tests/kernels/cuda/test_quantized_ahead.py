@@ -41,8 +41,8 @@ with ThreadPoolExecutor() as threads:
 """
 
 # What tensor cores multiply, of what is not turned into bfloat16; of fp8, Hopper has only the wide instructions.
-NARROW = {"int8-inputs": "s32.s8.s8", "fp8-inputs": "f32.e4m3.e4m3"}
-NARROW_FEW = {**NARROW, "fp8-inputs": "f32.f16.f16"}
+NARROW = {"int8-inputs": "s32.s8.s8", "fp8": "f32.e4m3.e4m3", "fp8-blocks": "f32.e4m3.e4m3"}
+NARROW_FEW = {**NARROW, "fp8": "f32.f16.f16", "fp8-blocks": "f32.f16.f16"}
 
 
 def test_products_read_ahead_and_use_tensor_cores():
@@ -52,7 +52,7 @@ def test_products_read_ahead_and_use_tensor_cores():
     told = [json.loads(line) for line in printed.splitlines()]
     assert {form for form, *_ in told} == {*ahead.QUANTIZED, "floats"}
     # Of floats there is one size of tile; those of int4-ordered are int4's.
-    assert sum(block_t is not None for _, _, block_t, *_ in told) == 5 * 5 + 1
+    assert sum(block_t is not None for _, _, block_t, *_ in told) == 5 * (len(ahead.QUANTIZED) - 1) + 1
     for form, name, block_t, shared, spilled, waits, products in told:
         assert shared <= MAX_SHARED, name
         assert spilled == 0, name

@@ -11,11 +11,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn
 
 
-def check_narrow(x, dtype):
-    expected, expected_scales = reference_cuda.narrow_inputs(x, dtype)
+def check_narrow(x, dtype, group=0):
+    expected, expected_scales = reference_cuda.narrow_inputs(x, dtype, group)
     out = torch.empty_like(x, dtype=dtype)
-    scales = torch.full((len(x),), torch.nan, device=x.device)
-    narrow_inputs(x, out, scales)
+    scales = torch.full_like(expected_scales, torch.nan) if group else torch.full((len(x),), torch.nan, device=x.device)
+    narrow_inputs(x, out, scales, group)
+    scales = scales.view(expected_scales.shape)
     assert_close(scales, expected_scales, rtol=1e-6, atol=0)
     have, want = out.float(), expected.float()
     if dtype == FP8 and x.device.type == "cpu":
@@ -40,6 +41,13 @@ def test_narrow_inputs(dtype, narrow, device):
     x = (torch.randn(5, 300, device=device) * torch.logspace(-3, 3, 5, device=device).unsqueeze(1)).to(dtype)
     x[2] = 0
     check_narrow(x, narrow)
+
+
+@pytest.mark.parametrize("group", [32, 96, 128, 512])
+def test_groups_of_columns_have_scales_of_their_own(group, device):
+    x = torch.randn(5, 300, device=device) * torch.logspace(-1, 1, 300, device=device)
+    x[2, 32:] = 0
+    check_narrow(x, FP8, group)
 
 
 def test_whole_numbers_are_the_nearest_and_ties_even(device):
@@ -73,4 +81,5 @@ def test_inputs_at_size(columns, dtype, device):
     x = torch.randn(1000, columns, device=device).to(dtype)
     for narrow in (torch.int8, FP8):
         check_narrow(x, narrow)
+    check_narrow(x, FP8, 128)
     check_gather(x)

@@ -38,6 +38,27 @@ def random_floats(rows, columns, dtype, device):
     return keep_floats(weight), weight.double()
 
 
+def random_blocks(rows, columns, group, device):
+    """Of fp8, with a scale of each row and group, as blocks of rows have them too."""
+    groups = -(-columns // group)
+    codes = torch.randint(-128, 128, (rows, columns), device=device).to(torch.float8_e4m3fn)
+    scales = torch.rand(rows, groups, device=device) + 0.5
+    weight = pack_bytes(codes, scales, group=group, narrows_inputs=True)
+    return weight, dequantize(codes, scales.double(), None, group, None)
+
+
+def of_form(form, rows, columns, device, dtype=torch.bfloat16):
+    """A packed weight of that form, in groups of 128 where there are groups, and what it is; floats have ``dtype``."""
+    if form == "floats":
+        return random_floats(rows, columns, dtype, device)
+    if form.startswith("int4"):
+        return random_int4(rows, columns, 128, device, ordered=form.endswith("ordered"))
+    if form == "fp8 blocks":
+        return random_blocks(rows, columns, 128, device)
+    codes = torch.float8_e4m3fn if form.startswith("fp8") else torch.int8
+    return random_bytes(rows, columns, codes, device, narrows_inputs=form.endswith("inputs"))
+
+
 def multiply(x: torch.Tensor, weight: QuantizedWeight, bias=None, *, deterministic=False) -> torch.Tensor:
     room = ProductRoom.allocate([weight.layout], x.dtype, len(x), x.device, deterministic=deterministic)
     out = torch.full((len(x), weight.layout.rows), torch.nan, dtype=x.dtype, device=x.device)
@@ -51,10 +72,10 @@ def check_product(x, weight, wide, *, deterministic=False):
     bias = torch.randn(len(wide), device=x.device)
     inputs = x.double()
     if weight.layout.narrows_inputs:
-        narrow = torch.empty_like(x, dtype=weight.layout.codes.value)
-        scales = torch.empty(len(x), device=x.device)
-        narrow_inputs(x, narrow, scales)
-        inputs = narrow.double() * scales.double().unsqueeze(1)
+        layout, narrow = weight.layout, torch.empty_like(x, dtype=weight.layout.codes.value)
+        scales = torch.empty((len(x), layout.num_groups) if layout.group else len(x), device=x.device)
+        narrow_inputs(x, narrow, scales, layout.group)
+        inputs = dequantize(narrow, scales.double().view(len(x), -1), None, layout.group, None)
     expected = inputs @ wide.T + bias.double()
     terms = (inputs.abs() @ wide.abs().T).max().item()
     out = multiply(x, weight, bias, deterministic=deterministic)
@@ -98,35 +119,31 @@ def test_floats(tokens, dtype, device):
     check_product(random_inputs(tokens, 136, dtype, device), weight, wide)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 17, 65])
+def test_fp8_by_blocks(tokens, dtype, device):
+    weight, wide = random_blocks(70, 264, 128, device)
+    check_product(random_inputs(tokens, 264, dtype, device), weight, wide)
+
+
 def test_one_scale_of_all_rows(device):
     weight, wide = random_bytes(24, 128, torch.float8_e4m3fn, device, num_scales=1)
     check_product(random_inputs(2, 128, torch.float32, device), weight, wide)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs", "floats"])
-def test_sums_that_have_parts(make, deterministic, device):
+@pytest.mark.parametrize("form", ["int4 ordered", "int8", "int8 inputs", "fp8 blocks", "floats"])
+def test_sums_that_have_parts(form, deterministic, device):
     columns = 1608  # three parts, which have different numbers of blocks
-    if make == "int4":
-        weight, wide = random_int4(72, columns, 128, device, ordered=True)
-    elif make == "floats":
-        weight, wide = random_floats(72, columns, torch.float16, device)
-    else:
-        weight, wide = random_bytes(72, columns, torch.int8, device, narrows_inputs=make == "int8 inputs")
+    weight, wide = of_form(form, 72, columns, device, torch.float16)
     for tokens in (2, 70):
         check_product(random_inputs(tokens, columns, torch.float16, device), weight, wide, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("make", ["int4", "int8", "int8 inputs", "fp8 inputs", "floats"])
-def test_results_do_not_depend_on_the_batch(make, device):
+@pytest.mark.parametrize("form", ["int4", "int8", "int8 inputs", "fp8 inputs", "fp8 blocks", "floats"])
+def test_results_do_not_depend_on_the_batch(form, device):
     columns = 1152
-    if make == "int4":
-        weight, _ = random_int4(40, columns, 128, device)
-    elif make == "floats":
-        weight, _ = random_floats(40, columns, torch.bfloat16, device)
-    else:
-        codes = torch.float8_e4m3fn if make.startswith("fp8") else torch.int8
-        weight, _ = random_bytes(40, columns, codes, device, narrows_inputs=make.endswith("inputs"))
+    weight, _ = of_form(form, 40, columns, device)
     x = random_inputs(65, columns, torch.bfloat16, device)
     every = multiply(x, weight, deterministic=True)
     for tokens in (slice(1), slice(5, 22), slice(33, 65)):
@@ -157,16 +174,7 @@ def test_what_does_not_fit_is_refused(device):
 
 
 SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (1024, 3072)]
-FORMS = ["int4", "int4 ordered", "int8", "int8 inputs", "fp8", "fp8 inputs", "floats"]
-
-
-def at_size(form, rows, columns, device, dtype=torch.bfloat16):
-    if form == "floats":
-        return random_floats(rows, columns, dtype, device)
-    if form.startswith("int4"):
-        return random_int4(rows, columns, 128, device, ordered=form.endswith("ordered"))
-    codes = torch.float8_e4m3fn if form.startswith("fp8") else torch.int8
-    return random_bytes(rows, columns, codes, device, narrows_inputs=form.endswith("inputs"))
+FORMS = ["int4", "int4 ordered", "int8", "int8 inputs", "fp8", "fp8 inputs", "fp8 blocks", "floats"]
 
 
 @pytest.mark.gpu
@@ -174,7 +182,7 @@ def at_size(form, rows, columns, device, dtype=torch.bfloat16):
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_at_size(rows, columns, form, device):
     for dtype in (torch.bfloat16, torch.float16):
-        weight, wide = at_size(form, rows, columns, device, dtype)
+        weight, wide = of_form(form, rows, columns, device, dtype)
         for tokens in (1, 16, 17, 64, 200, 1000):
             check_product(random_inputs(tokens, columns, dtype, device), weight, wide)
 
@@ -183,7 +191,7 @@ def test_at_size(rows, columns, form, device):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_results_do_not_depend_on_the_batch_at_size(rows, columns, form, device):
-    weight, _ = at_size(form, rows, columns, device)
+    weight, _ = of_form(form, rows, columns, device)
     x = random_inputs(1000, columns, torch.bfloat16, device)
     every = multiply(x, weight, deterministic=True)
     for tokens in (slice(1), slice(7, 24), slice(100, 165), slice(300, 900)):
@@ -194,7 +202,7 @@ def test_results_do_not_depend_on_the_batch_at_size(rows, columns, form, device)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_a_graph_captures_it(tokens, form, device):
-    weight, _ = at_size(form, 1024, 4096, device)
+    weight, _ = of_form(form, 1024, 4096, device)
     x = random_inputs(tokens, 4096, torch.bfloat16, device)
     room = ProductRoom.allocate([weight.layout], x.dtype, tokens, device, deterministic=False)
     out = torch.empty(tokens, 1024, dtype=x.dtype, device=device)

@@ -67,7 +67,7 @@ def test_a_byte_is_the_nearest_there_is(dtype):
     made = quantize_int8(weight)
     assert ((wide(made) - weight.float()).abs() <= largest / 127 * 0.5001).all()
     assert unpacked(made).abs().amax(1).eq(127).sum() == 39
-    made = quantize_fp8(weight, narrows_inputs=True)
+    made = quantize_fp8(weight)
     assert made.layout.narrows_inputs
     # Half of the last of three places, or of the least there is below 2**-6.
     assert ((wide(made) - weight.float()).abs() <= weight.float().abs() * 2**-4 + largest / 448 * 2**-10).all()

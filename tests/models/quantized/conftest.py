@@ -1,7 +1,7 @@
 """Writes quantised checkpoints as their own tools do.
 
-compressed-tensors' files are written by its library. GPTQ's and AWQ's are written here, code by code, from the layouts
-of AutoGPTQ and AutoAWQ.
+compressed-tensors' files are written by its library, and those of fp8 by transformers. GPTQ's and AWQ's are written
+here, code by code, from the layouts of AutoGPTQ and AutoAWQ.
 """
 
 import copy
@@ -21,12 +21,20 @@ from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
     apply_quantization_config,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+Kind = tuple[str, Callable[[Any, Path], "Checkpoint"]]
+"""Of a checkpoint: the model's variant, and who writes it."""
 SKIPPED = "model.layers.1.mlp.down_proj"
 SKIPPED_SILENTLY = "model.layers.2.mlp.up_proj"
 
@@ -36,7 +44,9 @@ class Stored:
     """What was written of one linear."""
 
     codes: np.ndarray
+    """Of fp8, its bytes."""
     scales: np.ndarray
+    """Of each row and group."""
     zeros: np.ndarray
     groups: np.ndarray
     """Of each column."""
@@ -55,7 +65,9 @@ class Checkpoint:
     skipped: str = SKIPPED
     """Stays float, as the config says."""
     skipped_silently: str = SKIPPED_SILENTLY
-    """Stays float, as only the file says, in GPTQ and AWQ."""
+    """Stays float, as only the file says, in GPTQ, AWQ and the method fp8."""
+    is_fp8: bool = False
+    """Whether all its codes are floats."""
 
 
 # -------------------------------------------------------------------------------------------------------- GPTQ and AWQ
@@ -184,9 +196,11 @@ def save_compressed(
     linears = {n: m for n, m in quantised.named_modules() if getattr(m, "quantization_scheme", None) is not None}
     for linear in linears.values():
         args = linear.quantization_scheme.weights
-        parts = linear.weight.detach().unflatten(1, (-1, args.group_size or linear.in_features))
+        parts = parts_with_scales(linear.weight.detach(), args)
         scales, zeros = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
         linear.weight_scale.data.copy_(scales)
+        if hasattr(linear, "input_scale"):
+            linear.input_scale.data.fill_(0.01)  # is not used
         if not args.symmetric:
             linear.weight_zero_point.data.copy_(zeros)
     compressor = ModelCompressor.from_pretrained_model(quantised, quantization_format=storage)
@@ -194,18 +208,36 @@ def save_compressed(
     quantised.save_pretrained(path)
     compressor.update_config(path)
     made = Checkpoint(path, copy.deepcopy(model.module).to(dtype), "compressed-tensors")
+    made.is_fp8 = all(scheme.weights.type == QuantizationType.FLOAT for scheme in schemes)
     tensors = load_file(path / "model.safetensors")
     compressor.decompress_model(quantised)
     for name, linear in linears.items():
         weight = linear.weight.detach().clone()
-        made.linears[name] = unpacked(tensors, name, weight)
+        made.linears[name] = unpacked(tensors, name, weight, linear.quantization_scheme.weights)
         made.module.get_submodule(name).weight.data = weight
     return made
 
 
-def unpacked(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> Stored:
+def parts_with_scales(weight: Any, args: QuantizationArgs) -> Any:
+    """The last dimension of the result shares a scale."""
+    match args.strategy:
+        case QuantizationStrategy.TENSOR:
+            return weight.flatten()[None]
+        case QuantizationStrategy.BLOCK:
+            rows, columns = args.block_structure
+            padded = functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+            return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).swapaxes(1, 2).flatten(2)
+        case _:
+            return weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+
+
+def unpacked(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor, args: QuantizationArgs) -> Stored:
     """What the library's own functions say of a linear's tensors."""
     scales = tensors[f"{name}.weight_scale"].float().numpy()
+    if args.type == QuantizationType.FLOAT:
+        shared = len(weight) if args.strategy == QuantizationStrategy.TENSOR else 1
+        rows, columns = args.block_structure or (shared, weight.shape[1])
+        return stored_fp8(tensors[f"{name}.weight"], scales, rows, columns, weight)
     groups = np.arange(weight.shape[1]) * scales.shape[1] // weight.shape[1]
     if f"{name}.weight" in tensors:
         return Stored(tensors[f"{name}.weight"].numpy(), scales, np.zeros(scales.shape), groups, weight)
@@ -215,6 +247,43 @@ def unpacked(tensors: dict[str, torch.Tensor], name: str, weight: torch.Tensor) 
         packed = tensors[f"{name}.weight_zero_point"]
         zeros = unpack_from_int32(packed, 4, torch.Size(scales.shape), packed_dim=0).numpy() + 8
     return Stored(codes, scales, zeros, groups, weight)
+
+
+def stored_fp8(codes: torch.Tensor, scales: np.ndarray, rows: int, columns: int, weight: torch.Tensor) -> Stored:
+    """Of blocks of so many rows and columns."""
+    groups = np.arange(codes.shape[1]) // columns
+    by_row = np.repeat(scales.reshape(-1, groups[-1] + 1), rows, axis=0)[: len(codes)]
+    return Stored(codes.view(torch.uint8).numpy(), by_row, np.zeros(by_row.shape), groups, weight)
+
+
+def save_fp8(model: Any, path: Path, block: tuple[int, int] | None, *, is_of_autofp8: bool = False) -> Checkpoint:
+    """What transformers writes of the method fp8, by blocks or by tensors; or by tensors under AutoFP8's names."""
+    of_blocks: dict[str, Any] = {"weight_block_size": block, "modules_to_not_convert": [SKIPPED]}
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**of_blocks))
+    quantize: Any = Fp8Quantize(quantizer)
+    dequantize: Any = Fp8Dequantize(quantizer)
+    model.module.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    made = Checkpoint(path, copy.deepcopy(model.module), "fp8", is_fp8=True)
+    for name, linear in made.module.named_modules():
+        if not isinstance(linear, torch.nn.Linear) or name in ("lm_head", SKIPPED, SKIPPED_SILENTLY):
+            continue
+        written = quantize.convert({"weight": tensors.pop(f"{name}.weight")})
+        codes, scales = written["weight"], written["weight_scale_inv"]
+        [linear.weight.data] = dequantize.convert({"weight": codes, "weight_scale_inv": scales}).values()
+        rows, columns = block or codes.shape
+        made.linears[name] = stored_fp8(codes, scales.numpy(), rows, columns, linear.weight.data)
+        tensors[f"{name}.weight"] = codes
+        if is_of_autofp8:
+            tensors |= {f"{name}.weight_scale": scales[0, 0], f"{name}.input_scale": torch.tensor(0.01)}
+        else:
+            tensors[f"{name}.weight_scale_inv"] = scales
+    save_file({name: values.contiguous() for name, values in tensors.items()}, path / "model.safetensors")
+    config = FineGrainedFP8Config(**of_blocks).to_dict()
+    if is_of_autofp8:
+        config = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": [SKIPPED]}
+    write_config(path, config)
+    return made
 
 
 def save_ordered_compressed(model: Any, path: Path) -> Checkpoint:
@@ -245,8 +314,18 @@ MLP_INT4 = QuantizationScheme(
     targets=["re:.*mlp.*"], weights=weights_of(4, strategy="group", group_size=32).weights, format="pack-quantized"
 )
 
-# Name of a kind: the model's variant, and who writes it.
-KINDS: dict[str, tuple[str, Callable[[Any, Path], Checkpoint]]] = {
+
+def compressed_fp8(strategy: str, inputs: dict[str, Any] | None = None, **changes: Any) -> Kind:
+    """All linears in fp8; ``inputs``: how activations are quantised."""
+    activations = None if inputs is None else QuantizationArgs(num_bits=8, type="float", **inputs)
+    weights = QuantizationArgs(num_bits=8, type="float", strategy=strategy, **changes)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    return "llama", lambda model, path: save_compressed(model, path, [scheme], "float-quantized")
+
+
+BY_GROUPS_OF_64 = {"strategy": "group", "group_size": 64, "dynamic": True}
+
+KINDS: dict[str, Kind] = {
     "gptq": ("llama", lambda m, p: save_four_bits(m, p, "gptq", 32, symmetric=True)),
     "gptq zero points": ("qwen2-tied", lambda m, p: save_four_bits(m, p, "gptq", 64)),
     "gptq v2": ("qwen3", lambda m, p: save_four_bits(m, p, "gptq", 32, version=2)),
@@ -274,6 +353,14 @@ KINDS: dict[str, tuple[str, Callable[[Any, Path], Checkpoint]]] = {
     "w4a16 act-order": ("llama", save_ordered_compressed),
     "w8a8": ("qwen2-tied", lambda m, p: save_compressed(m, p, [weights_of(8, strategy="channel")], "int-quantized")),
     "w8a8 naive": ("llama", lambda m, p: save_compressed(m, p, [weights_of(8, strategy="channel")], "naive-quantized")),
+    "fp8 channels": compressed_fp8("channel", {"strategy": "token", "dynamic": True}),
+    "fp8 tensors, static inputs": compressed_fp8("tensor", {"strategy": "tensor"}),
+    "fp8 blocks, the last ones short": compressed_fp8("block", BY_GROUPS_OF_64, block_structure=[80, 64]),
+    "fp8 blocks of weights alone": compressed_fp8("block", block_structure=[80, 64]),
+    "fp8 weights alone": compressed_fp8("channel"),
+    "fp8 of transformers": ("llama", lambda m, p: save_fp8(m, p, (32, 32))),
+    "fp8 of transformers, tensors": ("qwen2-tied", lambda m, p: save_fp8(m, p, None)),
+    "fp8 of AutoFP8": ("llama", lambda m, p: save_fp8(m, p, None, is_of_autofp8=True)),
     "w8a8 and w4a16": ("qwen3", lambda m, p: save_compressed(m, p, [ATTENTION_INT8, MLP_INT4], None)),
 }
 

@@ -1,6 +1,7 @@
 """Quantised checkpoints as their own tools write them: read, multiplied out, and served. What is read of AWQ's is
 compared with compressed-tensors' converter too."""
 
+import copy
 import json
 import shutil
 
@@ -29,7 +30,8 @@ def test_codes_scales_and_zero_points_are_those_that_were_written(checkpoint):
     for name, stored in checkpoint.linears.items():
         matrix = read_matrix(info.quantized[name])
         order = np.arange(stored.codes.shape[1]) if matrix.order is None else matrix.order
-        codes = matrix.codes.view(np.int8) if matrix.bits == 8 else matrix.codes
+        assert matrix.is_float == checkpoint.is_fp8
+        codes = matrix.codes.view(np.int8) if matrix.bits == 8 and not matrix.is_float else matrix.codes
         np.testing.assert_array_equal(codes, stored.codes[:, order])
         np.testing.assert_array_equal(matrix.scales, stored.scales)
         np.testing.assert_array_equal(matrix.zeros, stored.zeros)
@@ -63,12 +65,26 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
         assert answer.token_ids == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("kind", ["gptq act-order", "awq", "w4a16 zero points"])
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        ("gptq act-order", None),
+        ("awq", None),
+        ("w4a16 zero points", None),
+        ("fp8 blocks, the last ones short", 64),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
-async def test_the_cuda_backend_multiplies_codes(kind, checkpoints, in_process, start_engine):
-    """Where it could not, it would have multiplied the weights out, which are larger."""
+@pytest.mark.usefixtures("fp8_as_on_a_gpu")
+async def test_the_cuda_backend_multiplies_codes(kind, group, checkpoints, in_process, start_engine, narrow_inputs):
+    """Where it could not, it would have multiplied the weights out, which are larger. ``group``: of inputs that are
+    narrowed; 0: all columns."""
     pytest.importorskip("triton", reason="needs Triton, which has no wheels but for Linux")
     checkpoint, prompt = checkpoints(kind), [3, 9, 1, 33, 9, 70]
+    module = checkpoint.module
+    if group is not None:
+        module = copy.deepcopy(module)
+        narrow_inputs(module, checkpoint.linears, group)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = {"max_num_seqs": 2, "max_model_len": 32, "num_blocks": 4, "device": device}
     engine = await start_engine(in_process(checkpoint.path, backend="cuda", **small))
@@ -76,14 +92,14 @@ async def test_the_cuda_backend_multiplies_codes(kind, checkpoints, in_process, 
     assert engine.engine.facts.weight_bytes < reference.facts.weight_bytes
     [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 2)
     with torch.inference_mode():
-        logits = checkpoint.module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = module(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
     assert answer.token_ids == logits.argmax(-1).tolist()
 
 
 @pytest.mark.usefixtures("cpu_library")
 async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine, worker_config, prompts):
-    """It rounds activations to bytes; whatever else it did wrong would be off by the deviation of the logits, above
-    2."""
+    """It rounds activations to bytes, unless weights are fp8, which it multiplies out; whatever else it did wrong would
+    be off by the deviation of the logits, above 2."""
     why_not = objection(worker_config(checkpoint.path, backend="cpu"), check_checkpoint(checkpoint.path))
     if why_not is not None:  # the one kind that the next test is about
         assert why_not.startswith("its experts")
@@ -95,7 +111,7 @@ async def test_the_cpu_backend_comes_close(checkpoint, in_process, start_engine,
     with torch.inference_mode():
         expected = checkpoint.module(torch.tensor([prompts[-1]])).logits[0, :-1].log_softmax(-1)
     chosen = expected.gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1)).squeeze(1)
-    assert (got - chosen).abs().mean() < 0.3
+    assert (got - chosen).abs().mean() < (1e-4 if checkpoint.is_fp8 else 0.3)
 
 
 def test_the_cpu_backend_refuses_experts_whose_inputs_it_cannot_share(checkpoints, worker_config):
@@ -141,11 +157,11 @@ def test_scales_of_16_bits(compressed, dtype):
 
 
 def test_what_the_quantiser_skipped_stays_float(checkpoints):
-    for kind in ("gptq", "w8a8"):
+    for kind in ("gptq", "w8a8", "fp8 of transformers", "fp8 of AutoFP8", "fp8 channels"):
         made = checkpoints(kind)
         info = check_checkpoint(made.path)
         assert made.skipped not in info.quantized
         assert info.tensors[f"{made.skipped}.weight"].dtype == "F32"
-        assert (made.skipped_silently in info.quantized) == (kind == "w8a8")
+        assert (made.skipped_silently in info.quantized) == (kind in ("w8a8", "fp8 channels"))
         named = [name for name, _ in info.spec.tensors() if name.removesuffix(".weight") not in info.quantized]
         assert list(info.tensors) == named
