@@ -135,7 +135,8 @@ class SamplingRow(Structure):
         ("presence_penalty", c_double), ("frequency_penalty", c_double), ("seed", c_uint64), ("position", c_int64),
         ("top_k", c_int64), ("num_logprobs", c_int64), ("seen_ids", c_void_p), ("seen_counts", c_void_p),
         ("num_seen", c_int64), ("bias_ids", c_void_p), ("biases", c_void_p), ("num_biases", c_int64),
-        ("allowed", c_void_p), ("num_allowed", c_int64), ("forbidden", c_void_p), ("num_forbidden", c_int64),
+        ("allowed", c_void_p), ("num_allowed", c_int64), ("mask", c_void_p), ("forbidden", c_void_p),
+        ("num_forbidden", c_int64),
     )  # fmt: skip
 
 

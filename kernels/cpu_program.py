@@ -172,6 +172,15 @@ class Program:
         """The step, on so many of the threads."""
         self._c.penstock_step(self._handle, byref(step), num_threads)
 
+    def begin(self, step: Step, num_threads: int) -> None:
+        """All of it but the choice of tokens. The step and what it points to must be kept until that is made, or
+        another step begins; what tokens are chosen by may be changed until then."""
+        self._c.penstock_step_begin(self._handle, byref(step), num_threads)
+
+    def finish(self) -> None:
+        """Chooses the tokens of the step that began."""
+        self._c.penstock_step_finish(self._handle)
+
     def seconds(self) -> dict[str, float]:
         """Spent in each stage so far."""
         seconds = np.zeros(len(STAGES))
@@ -202,6 +211,8 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
         "penstock_program": (address, [POINTER(Model), integer, address]),
         "penstock_program_end": (None, [address]),
         "penstock_step": (None, [address, POINTER(Step), integer]),
+        "penstock_step_begin": (None, [address, POINTER(Step), integer]),
+        "penstock_step_finish": (None, [address]),
         "penstock_stages": (integer, [address, address]),
     }
     for name, (result, arguments) in signatures.items():

@@ -59,9 +59,9 @@ class Batch:
     @cached_property
     def line_tokens(self) -> Ids:
         """(lines,): the index in the batch of the token that each line follows."""
+        if max(self.num_lines, default=0) <= 1:  # nothing is drafted
+            return self.token_starts[1:][np.array(self.num_lines, dtype=np.bool_)] - 1
         numbers = np.array(self.num_lines, dtype=np.int64)
-        if len(self.lines) == int(np.count_nonzero(numbers)):  # nothing is drafted
-            return self.token_starts[1:][numbers > 0] - 1
         behind = np.cumsum(numbers)
         return np.repeat(self.token_starts[1:] - behind, numbers) + np.arange(len(self.lines))
 
@@ -125,8 +125,11 @@ def build_batch(table: RowTable, plan: StepPlan, drafts: Mapping[int, Sequence[i
     spans = [(table[chunk.row], chunk.start, chunk.end, NO_DRAFTS) for chunk in plan.chunks]
     for decode in plan.decodes:
         row, drafted = table[decode.row], drafts.get(decode.row, NO_DRAFTS)
-        assert len(drafted) < decode.max_tokens, f"row {row.number} has more drafts than the plan has room for"
-        spans.append((row, row.num_computed, len(row.history) + len(drafted), drafted))
+        end = len(row.history)
+        if drafted:
+            assert len(drafted) < decode.max_tokens, f"row {row.number} has more drafts than the plan has room for"
+            end += len(drafted)
+        spans.append((row, row.num_computed, end, drafted))
     # Decoding rows of like length are read together, so they must be neighbours.
     spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
     lines: list[Line] = []
@@ -137,13 +140,14 @@ def build_batch(table: RowTable, plan: StepPlan, drafts: Mapping[int, Sequence[i
         assert row.num_computed == start < known <= len(row.history), f"row {row.number} does not stand at {start}"
         assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
         token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
-        token_ids += drafted
         if known < len(row.history) or row.pooled is not None:
             num_lines.append(0)
             continue
         lines.append(Line(row))
-        lines += [Line(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
         num_lines.append(1 + len(drafted))
+        if drafted:
+            token_ids += drafted
+            lines += [Line(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
     rows = [row for row, *_ in spans]
     assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
     return Batch(

@@ -1,4 +1,4 @@
-"""The backend for CPUs: a step is one call into the library, which runs the model and chooses the tokens. Imports no
+"""The backend for CPUs: a step is a call into the library, which runs the model and chooses the tokens. Imports no
 tensor library."""
 
 import contextlib
@@ -94,7 +94,7 @@ class CpuBackend(AtOnce):
     copy_in = copy_out
 
     def run(self, batch: Batch) -> BatchResult:
-        """Runs the layers and chooses the next tokens, in one call."""
+        """Runs the layers and chooses the next tokens: in one call, or in two where masks are awaited in between."""
         sampling = self._sampling.gather(batch.lines)
         sampled = batch.line_tokens
         tokens = (SampledToken * len(sampled))()
@@ -124,7 +124,15 @@ class CpuBackend(AtOnce):
             **scores.fields,
             **pooled.fields,
         )
-        self._program.run(step, 1 if len(batch.token_ids) <= self._small_step else self._num_threads)
+        num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
+        if batch.masks is None:
+            self._program.run(step, num_threads)
+        else:
+            self._program.begin(step, num_threads)
+            masks = batch.masks.words.result()
+            assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
+            sampling.mask(batch.masks.lines, masks)
+            self._program.finish()
         return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts())
 
     def seconds(self) -> dict[str, float]:

@@ -26,8 +26,16 @@ class SamplingBatch(NamedTuple):
     num_rows: int
     num_top: int
     """The most likeliest tokens that any of the rows wants log-probabilities of: room for a row's results."""
+    rows: Words
+    """(num_rows, WIDTH): what lies at the address."""
     kept: tuple[object, ...]
     """Only so that it is not freed."""
+
+    def mask(self, lines: list[int], masks: NDArray[np.uint32]) -> None:
+        """Sets what grammars allow of some of the rows, in place of all else that says what is allowed. ``masks`` must
+        be kept as long as the batch is used."""
+        assert masks.flags.c_contiguous, "masks lie one after another"
+        self.rows[lines, MASK] = address(masks) + np.arange(len(lines)) * masks.strides[0]
 
 
 def _column(name: str) -> int:
@@ -39,6 +47,7 @@ WIDTH = ctypes.sizeof(SamplingRow) // 8
 POSITION = _column("position")
 SEEN = (_column("seen_ids"), _column("seen_counts"), _column("num_seen"))
 FORBIDDEN = (_column("forbidden"), _column("num_forbidden"))
+MASK = _column("mask")
 NUM_LOGPROBS = _column("num_logprobs")
 
 
@@ -87,11 +96,13 @@ class SamplingRows:
         # One copy: lines of a table would be overwritten while another thread still reads the last batch.
         words = self._table[numbers]
         words[:, POSITION] = [line.position for line in lines]
-        kept: list[object] = [words, [known[number] for number in numbers]]
-        self._point_to_counts(words, lines, kept)
-        self._point_to_forbidden(words, lines, kept)
+        kept: list[object] = [[known[number] for number in numbers]]
+        if self._counts:
+            self._point_to_counts(words, lines, kept)
+        if self._restrained:
+            self._point_to_forbidden(words, lines, kept)
         num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
-        return SamplingBatch(address(words), len(lines), num_top, tuple(kept))
+        return SamplingBatch(address(words), len(lines), num_top, words, tuple(kept))
 
     def _point_to_counts(self, words: Words, lines: list[Line], kept: list[object]) -> None:
         known = self._counts

@@ -20,13 +20,13 @@ struct Tile {
   int splits() const { return last_split - first_split; }
 };
 
-// Cuts rows into tiles; returns how many.
+// Cuts rows into tiles; returns how many. They begin where the row does: one with few tokens, some of them drafts, reads
+// its KV once, wherever these stand.
 int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, Tile* tiles) {
   int64_t num_tiles = 0;
   for (int r = 0; r < num_rows; r++)
     for (int begin = rows[r].start; begin < rows[r].end;) {
-      int next = (begin / QUERY_TILE + 1) * QUERY_TILE;
-      int end = next < rows[r].end ? next : rows[r].end;
+      int end = begin + QUERY_TILE < rows[r].end ? begin + QUERY_TILE : rows[r].end;
       int seen = window > 0 && begin + 1 > window ? begin + 1 - window : 0;
       tiles[num_tiles++] = {r, begin, end, seen / SPLIT, (end - 1) / SPLIT + 1};
       begin = end;
@@ -78,7 +78,7 @@ class Items {
 AttentionPlan StepRun::plan_attention(const Layer& layer) {
   int kv_heads = model_.num_kv_heads;
   int64_t num_tiles = 0, num_splits = 0, most = 0;
-  for (int r = 0; r < step_.num_rows; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 2;
+  for (int r = 0; r < step_.num_rows; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
   Tile* tiles = arena_.take<Tile>(num_tiles);
   num_tiles = find_tiles(rows_, step_.num_rows, layer.window, tiles);
   for (int i = 0; i < num_tiles; i++) num_splits += tiles[i].splits();

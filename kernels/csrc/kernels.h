@@ -132,6 +132,7 @@ struct SamplingRow {
   int64_t num_biases;
   const int64_t* allowed;  // or null: all
   int64_t num_allowed;
+  const uint32_t* mask;  // in place of `allowed`: bit v % 32 of word v / 32 says whether token v may come; or null: all
   const int64_t* forbidden;  // min_tokens' stops and bad words; dropped where they would leave no token
   int64_t num_forbidden;
 };

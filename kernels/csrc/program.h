@@ -2,6 +2,8 @@
 // a model is used.
 #pragma once
 
+#include <memory>
+
 #include "kernels.h"
 #include "memory.h"
 #include "threads.h"
@@ -106,12 +108,19 @@ enum Stage {
   STAGE_DOWN, STAGE_HEAD, STAGE_SAMPLE, NUM_STAGES
 };
 
+class StepRun;
+
 // Runs steps of one model. Not for two threads at once.
 class Program {
  public:
-  Program(const Model& model, int num_threads, const int32_t* cores) : model_(model), threads_(num_threads, cores) {}
+  Program(const Model& model, int num_threads, const int32_t* cores);
+  ~Program();
 
-  void run(const Step& step, int num_threads);
+  // The layers, and logits. The step and what it points to stay where they are until it is finished, or another begins;
+  // what its tokens are chosen by may change until then.
+  void begin(const Step& step, int num_threads);
+  // Chooses the tokens of the step that began last.
+  void finish();
 
   double seconds[NUM_STAGES] = {};  // spent in each stage since the program began
 
@@ -121,6 +130,7 @@ class Program {
   Model model_;
   Threads threads_;
   Arena arena_;
+  std::unique_ptr<StepRun> run_;  // that began
 };
 
 }  // namespace penstock

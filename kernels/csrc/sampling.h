@@ -17,6 +17,7 @@ using penstock::SamplingRow;
 struct SamplingRoom {
   float* maxima;  // of groups
   float* own;     // the model's own logits, where the row's are changed and log-probabilities wanted
+  uint32_t* mask;  // of a row that lists what is allowed
   Entries entries;
   SelectionRoom selection;
   int64_t bytes;  // of all
@@ -28,21 +29,24 @@ static SamplingRoom lay_out(uint8_t* scratch, int vocab_size) {
   const int64_t maxima = 16 * static_cast<int64_t>(num_groups(vocab_size));
   const int64_t entries = (static_cast<int64_t>(vocab_size) + 31) / 16 * 16 + 16;
   const int64_t sizes[] = {
-      maxima * 4, entries * 4, entries * 4, entries * 4, entries * 4, entries * 8, entries * 8, NUM_BINS * 8,
+      maxima * 4,  entries * 4, entries / 8 + 4, entries * 4,  entries * 4,
+      entries * 4, entries * 8, entries * 8,     NUM_BINS * 8,
   };
-  uintptr_t places[8];
+  constexpr int NUM_PLACES = sizeof(sizes) / sizeof(sizes[0]);
+  uintptr_t places[NUM_PLACES];
   int64_t bytes = 0;
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < NUM_PLACES; i++) {
     places[i] = base + static_cast<uintptr_t>(bytes);
     bytes += (sizes[i] + 63) / 64 * 64;
   }
   return {
       reinterpret_cast<float*>(places[0]),
       reinterpret_cast<float*>(places[1]),
-      {reinterpret_cast<float*>(places[2]), reinterpret_cast<int32_t*>(places[3]), 0},
-      {reinterpret_cast<float*>(places[4]),
-       {reinterpret_cast<uint64_t*>(places[5]), reinterpret_cast<uint64_t*>(places[6])},
-       reinterpret_cast<double*>(places[7])},
+      reinterpret_cast<uint32_t*>(places[2]),
+      {reinterpret_cast<float*>(places[3]), reinterpret_cast<int32_t*>(places[4]), 0},
+      {reinterpret_cast<float*>(places[5]),
+       {reinterpret_cast<uint64_t*>(places[6]), reinterpret_cast<uint64_t*>(places[7])},
+       reinterpret_cast<double*>(places[8])},
       bytes,
   };
 }
@@ -81,15 +85,22 @@ static void add_biases(float* logits, int vocab_size, const SamplingRow& row) {
     if (is_known(row.bias_ids[i], vocab_size)) logits[row.bias_ids[i]] += static_cast<float>(row.biases[i]);
 }
 
-static void mask_all_but_allowed(float* logits, int vocab_size, const SamplingRow& row, float* room) {
-  memcpy(room, logits, static_cast<size_t>(vocab_size) * sizeof(float));
-  for (int id = 0; id < vocab_size; id++) logits[id] = -INFINITE;
+// The mask of what may come, or null: everything.
+static const uint32_t* find_mask(int vocab_size, const SamplingRow& row, uint32_t* room) {
+  if (row.mask || !row.allowed) return row.mask;
+  memset(room, 0, static_cast<size_t>(vocab_size + 31) / 32 * 4);
   for (int64_t i = 0; i < row.num_allowed; i++)
-    if (is_known(row.allowed[i], vocab_size)) logits[row.allowed[i]] = room[row.allowed[i]];
+    if (is_known(row.allowed[i], vocab_size)) room[row.allowed[i] / 32] |= 1u << row.allowed[i] % 32;
+  return room;
 }
 
-// Masks what is forbidden, unless that leaves nothing; surveys the row.
-static Survey mask_forbidden(float* logits, int vocab_size, const SamplingRow& row, const SamplingRoom& room) {
+INLINE Survey survey_allowed(float* logits, int vocab_size, const uint32_t* mask, float* maxima) {
+  return mask ? survey_masked(logits, vocab_size, mask, maxima) : survey(logits, vocab_size, maxima);
+}
+
+// Leaves what the mask allows, without what is forbidden, unless that leaves nothing; surveys the row.
+static Survey restrain(float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
+                       const SamplingRoom& room) {
   int masked = 0;
   for (int64_t i = 0; i < row.num_forbidden; i++) {
     const int64_t id = row.forbidden[i];
@@ -98,24 +109,21 @@ static Survey mask_forbidden(float* logits, int vocab_size, const SamplingRow& r
     room.entries.x[masked++] = logits[id];
     logits[id] = -INFINITE;
   }
-  Survey found = survey(logits, vocab_size, room.maxima);
+  Survey found = survey_allowed(logits, vocab_size, mask, room.maxima);
   if (masked == 0 || found.best != -INFINITE || found.has_nan) return found;
   for (int i = 0; i < masked; i++) logits[room.entries.ids[i]] = room.entries.x[i];
-  return survey(logits, vocab_size, room.maxima);
+  return survey_allowed(logits, vocab_size, mask, room.maxima);
 }
 
-INLINE bool changes_logits(const SamplingRow& row) {
-  return row.num_seen > 0 || row.num_biases > 0 || row.allowed || row.num_forbidden > 0;
-}
+// Whether the logit of the token that is chosen may be another than the model's.
+INLINE bool changes_chosen(const SamplingRow& row) { return row.num_seen > 0 || row.num_biases > 0; }
 
 // ------------------------------------------------------------------------------------------------------------- tokens
 
-static int64_t lowest_allowed(const SamplingRow& row) {
-  if (!row.allowed || row.num_allowed == 0) return 0;
-  int64_t lowest = row.allowed[0];
-  for (int64_t i = 1; i < row.num_allowed; i++)
-    if (row.allowed[i] < lowest) lowest = row.allowed[i];
-  return lowest;
+static int64_t lowest_allowed(const uint32_t* mask, int vocab_size) {
+  for (int id = 0; mask && id < vocab_size; id++)
+    if (mask[id / 32] >> id % 32 & 1) return id;
+  return 0;
 }
 
 // Lists what the filters leave; at least one of them is set.
@@ -132,9 +140,9 @@ static void filter(const Scores& scores, const SamplingRow& row, int top_k, cons
 }
 
 // The argmax, or a draw; of a row whose best logit is no finite number the lowest token that is allowed.
-static int64_t choose(const float* logits, int vocab_size, const SamplingRow& row, const Survey& found,
-                      const SamplingRoom& room) {
-  if (is_broken(found)) return lowest_allowed(row);
+static int64_t choose(const float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
+                      const Survey& found, const SamplingRoom& room) {
+  if (is_broken(found)) return lowest_allowed(mask, vocab_size);
   const Scores scores = {logits, vocab_size, room.maxima, found.best, static_cast<float>(row.temperature)};
   const int best_id = first_best(scores);
   if (!(scores.temperature > 0.0f)) return best_id;
@@ -167,16 +175,16 @@ static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_
   if (wanted) {
     out->num_top = static_cast<int32_t>(row.num_logprobs < vocab_size ? row.num_logprobs : vocab_size);
     total = rank_logprobs(logits, vocab_size, out->num_top, room, top_ids, top);
-    if (changes_logits(row)) {
+    if (changes_chosen(row)) {
       memcpy(room.own, logits, static_cast<size_t>(vocab_size) * sizeof(float));
       own = room.own;
     }
   }
   penalise(logits, vocab_size, row);
   add_biases(logits, vocab_size, row);
-  if (row.allowed) mask_all_but_allowed(logits, vocab_size, row, room.entries.x);
-  const Survey found = mask_forbidden(logits, vocab_size, row, room);
-  out->token_id = choose(logits, vocab_size, row, found, room);
+  const uint32_t* mask = find_mask(vocab_size, row, room.mask);
+  const Survey found = restrain(logits, vocab_size, row, mask, room);
+  out->token_id = choose(logits, vocab_size, row, mask, found, room);
   if (wanted) out->logprob = logprob(total, own[out->token_id]);
 }
 

@@ -122,11 +122,7 @@ static void collect_top_k(const Scores& scores, int k, Entries& entries, const S
   // At least k entries reach the k-th largest maximum, and few more than k do where k is small.
   int num_maxima = 16 * num_groups(scores.n);
   float floor = -INFINITE;
-  if (k <= num_maxima / 2) {
-    floor = kth_largest(scores.maxima, num_maxima, k, room.floats).value;
-  } else if (k <= scores.n) {
-    floor = kth_largest(scores.logits, scores.n, k, room.floats).value;
-  }
+  if (k <= num_maxima / 2) floor = kth_largest(scores.maxima, num_maxima, k, room.floats).value;
   collect(scores, (floor - scores.best) / scores.temperature, entries);
   if (entries.n > k) keep_to_pivot(entries, kth_largest(entries.x, entries.n, k, room.floats));
 }

@@ -121,6 +121,23 @@ INLINE void store_picked(int32_t* p, Ints x, uint32_t lanes) {
 #endif
 }
 
+// x in the lanes whose bits are set, minus infinity in the others. In pieces, as `where_less` does it.
+INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  return _mm512_mask_mov_ps(splat(-INFINITE), static_cast<__mmask16>(lanes), x);
+#else
+  typedef int32_t Piece __attribute__((vector_size(16), may_alias));
+  const Piece bits = {1, 2, 4, 8}, nothing = Piece{} + static_cast<int32_t>(0xff800000u);
+  const Piece* all = reinterpret_cast<const Piece*>(&x);
+  Floats kept;
+  for (int i = 0; i < 4; i++) {
+    const Piece kept_here = ((Piece{} + static_cast<int32_t>(lanes >> 4 * i)) & bits) == bits;
+    reinterpret_cast<Piece*>(&kept)[i] = kept_here ? all[i] : nothing;
+  }
+  return kept;
+#endif
+}
+
 INLINE Ints ids_from(int id) {
   const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return lanes + id;
@@ -137,6 +154,11 @@ INLINE Floats load_entries(const float* p, int at, int n) {
   memcpy(lanes, p + at, static_cast<size_t>(n - at) * sizeof(float));
   return load(lanes);
 #endif
+}
+
+INLINE void store_entries(float* p, int at, int n, Floats x) {
+  if (at + 16 <= n) return store(p + at, x);
+  store_some(p + at, x, n - at);
 }
 
 // ------------------------------------------------------------------------------------------------------ rows and lists
@@ -180,21 +202,58 @@ struct Survey {
 // Whether a model computed something from which no token follows.
 INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
 
-static Survey survey(const float* logits, int n, float* maxima) {
-  Floats best = splat(-INFINITE);
+// A survey on its way through a row.
+struct Surveying {
+  float* maxima;
+  Floats best = splat(-INFINITE), largest_here = splat(-INFINITE);
   uint32_t ordered = 0xffff;  // lanes without a NaN
-  for (int begin = 0; begin < n; begin += GROUP) {
-    Floats largest_here = splat(-INFINITE);
-    int end = begin + GROUP < n ? begin + GROUP : n;
-    for (int at = begin; at < end; at += 16) {
-      Floats x = load_entries(logits, at, n);
-      ordered &= lanes_equal(x, x);
-      largest_here = max(largest_here, x);
-    }
-    store(maxima + begin / 16, largest_here);
-    best = max(best, largest_here);
+
+  __attribute__((always_inline)) void add(Floats x) {
+    ordered &= lanes_equal(x, x);
+    largest_here = max(largest_here, x);
   }
-  return {largest(best), ordered != 0xffff};
+  __attribute__((always_inline)) void end_group() {
+    store(maxima, largest_here);
+    maxima += 16;
+    best = max(best, largest_here);
+    largest_here = splat(-INFINITE);
+  }
+  __attribute__((always_inline)) Survey found() const { return {largest(best), ordered != 0xffff}; }
+};
+
+static Survey survey(const float* logits, int n, float* maxima) {
+  Surveying surveying = {maxima};
+  for (int begin = 0; begin < n; begin += GROUP) {
+    int end = begin + GROUP < n ? begin + GROUP : n;
+    for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
+    surveying.end_group();
+  }
+  return surveying.found();
+}
+
+// The survey of what a mask leaves. Other entries become minus infinity, but not in groups of which it leaves nothing:
+// their maxima say so, and nobody reads them.
+static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* maxima) {
+  Surveying surveying = {maxima};
+  for (int begin = 0; begin < n; begin += GROUP) {
+    const int end = begin + GROUP < n ? begin + GROUP : n;
+    uint32_t any = 0, all = ~0u;
+    for (int at = begin; at < end; at += 32) {
+      any |= mask[at / 32];
+      all &= mask[at / 32];
+    }
+    if (all == ~0u) {
+      for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
+    } else if (any) {
+      for (int at = begin; at < end; at += 16) {
+        const Floats kept = keep_lanes(load_entries(logits, at, n), mask[at / 32] >> at % 32 & 0xffff);
+        store_entries(logits, at, n, kept);
+        surveying.add(kept);
+      }
+    }
+    surveying.end_group();
+  }
+  return surveying.found();
 }
 
 // The lowest id of the best.

@@ -11,6 +11,12 @@ namespace {
 // Rows of logits held at a time: the head's weights are read once for so many.
 constexpr int HEAD_ROWS = 64;
 
+// How many of the wanted rows from `begin` on the head takes at once.
+int head_rows(const Step& step, int begin) {
+  int left = step.num_logits_wanted() - begin;
+  return left < HEAD_ROWS ? left : HEAD_ROWS;
+}
+
 // Ids were checked at admission; an id out of range must still never be an address.
 int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
 
@@ -25,10 +31,21 @@ int64_t widest_input(const Kernels& kernels, const Linear& linear, int64_t so_fa
 
 }  // namespace
 
-void Program::run(const Step& step, int num_threads) {
+Program::Program(const Model& model, int num_threads, const int32_t* cores)
+    : model_(model), threads_(num_threads, cores) {}
+
+Program::~Program() = default;
+
+void Program::begin(const Step& step, int num_threads) {
   threads_.use(num_threads);
   arena_.reset();
-  StepRun(*this, step).run();
+  run_.reset(new StepRun(*this, step));
+  run_->begin();
+}
+
+void Program::finish() {
+  run_->finish();
+  run_.reset();
 }
 
 StepRun::StepRun(Program& program, const Step& step)
@@ -37,7 +54,6 @@ StepRun::StepRun(Program& program, const Step& step)
   query_size_ = model_.num_heads * model_.head_dim;
   kv_size_ = model_.num_kv_heads * model_.head_dim;
   qkv_size_ = query_size_ + 2 * kv_size_;
-  clock_gettime(CLOCK_MONOTONIC, &clock_);
 }
 
 void StepRun::spent_on(Stage stage) {
@@ -48,15 +64,26 @@ void StepRun::spent_on(Stage stage) {
   clock_ = now;
 }
 
-void StepRun::run() {
+void StepRun::begin() {
+  clock_gettime(CLOCK_MONOTONIC, &clock_);
   lay_out();
   find_pages();
   find_angles();
   embed();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) layer(model_.layers[i], i);
-  if (step_.num_logits_wanted() > 0) head();
   if (step_.num_vectors > 0) pool();
+  if (step_.num_logits_wanted() == 0) return;
+  lay_out_head();
+  multiply_head(0);
+}
+
+void StepRun::finish() {
+  clock_gettime(CLOCK_MONOTONIC, &clock_);
+  for (int begin = 0; begin < step_.num_logits_wanted(); begin += HEAD_ROWS) {
+    if (begin > 0) multiply_head(begin);
+    score(begin);
+  }
 }
 
 void StepRun::lay_out() {
@@ -167,31 +194,28 @@ void StepRun::embed() {
   });
 }
 
-void StepRun::head() {
-  const Model& m = model_;
-  Linear head = m.head;
-  head.parts[0].rows = m.num_logits;
-  int64_t stride = (m.num_logits + LANES - 1) / LANES * LANES;
-  int wanted = step_.num_logits_wanted();
-  float* logits = arena_.take<float>((wanted < HEAD_ROWS ? wanted : HEAD_ROWS) * stride);
-  int64_t room = kernels_.sampling_scratch(m.num_logits);
+void StepRun::lay_out_head() {
+  logits_stride_ = (model_.num_logits + LANES - 1) / LANES * LANES;
+  logits_ = arena_.take<float>(head_rows(step_, 0) * logits_stride_);
+  int64_t room = kernels_.sampling_scratch(model_.num_logits);
   for (int i = 0; i < threads_.num(); i++) kernel_room_[i] = arena_.take<uint8_t>(room);
-  for (int begin = 0; begin < wanted; begin += HEAD_ROWS) {
-    int end = begin + HEAD_ROWS < wanted ? begin + HEAD_ROWS : wanted;
-    const float* x = x_ + static_cast<int64_t>(begin) * m.hidden_size;
-    Prepared inputs = prepare(head, x, m.hidden_size, end - begin, m.norm);
-    spent_on(STAGE_NORM);
-    product(head, inputs, logits, stride, OUTPUT_STORE);
-    spent_on(STAGE_HEAD);
-    score(logits, stride, begin, end);
-    spent_on(STAGE_SAMPLE);
-  }
 }
 
-// Chooses the tokens, or tells the log-probabilities, of wanted rows [begin, end).
-void StepRun::score(float* all, int64_t stride, int begin, int end) {
-  threads_.run(end - begin, [&](int i, int thread) {
-    float* logits = all + i * stride;
+// Logits of wanted rows from `begin` on.
+void StepRun::multiply_head(int begin) {
+  Linear head = model_.head;
+  head.parts[0].rows = model_.num_logits;
+  const float* x = x_ + static_cast<int64_t>(begin) * model_.hidden_size;
+  Prepared inputs = prepare(head, x, model_.hidden_size, head_rows(step_, begin), model_.norm);
+  spent_on(STAGE_NORM);
+  product(head, inputs, logits_, logits_stride_, OUTPUT_STORE);
+  spent_on(STAGE_HEAD);
+}
+
+// Chooses their tokens, or tells the log-probabilities.
+void StepRun::score(int begin) {
+  threads_.run(head_rows(step_, begin), [&](int i, int thread) {
+    float* logits = logits_ + i * logits_stride_;
     int row = begin + i;
     uint8_t* room = kernel_room_[thread];
     if (model_.logit_soft_cap != 0.0f) kernels_.soft_cap(logits, model_.logit_soft_cap, model_.num_logits);
@@ -205,6 +229,7 @@ void StepRun::score(float* all, int64_t stride, int begin, int end) {
                         step_.scored_top_ids + row * step_.scored_room, step_.scored_tops + row * step_.scored_room);
     }
   });
+  spent_on(STAGE_SAMPLE);
 }
 
 // Adds the hidden states of pooled tokens to their vectors: one after the other, whatever else is in the batch.
@@ -228,8 +253,14 @@ PENSTOCK_API penstock::Program* penstock_program(const penstock::Model* model, i
   return new penstock::Program(*model, num_threads, cores);
 }
 PENSTOCK_API void penstock_program_end(penstock::Program* program) { delete program; }
+// A step, in two calls where what tokens are chosen by becomes known while its layers run.
+PENSTOCK_API void penstock_step_begin(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
+  program->begin(*step, num_threads);
+}
+PENSTOCK_API void penstock_step_finish(penstock::Program* program) { program->finish(); }
 PENSTOCK_API void penstock_step(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
-  program->run(*step, num_threads);
+  program->begin(*step, num_threads);
+  program->finish();
 }
 // Seconds spent in each stage so far; returns how many stages there are.
 PENSTOCK_API int32_t penstock_stages(const penstock::Program* program, double* seconds) {

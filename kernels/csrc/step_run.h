@@ -40,7 +40,9 @@ class StepRun {
  public:
   StepRun(Program& program, const Step& step);
 
-  void run();
+  // Everything before a token is chosen.
+  void begin();
+  void finish();
 
  private:
   // step.cpp
@@ -48,9 +50,10 @@ class StepRun {
   void find_pages();
   void find_angles();
   void embed();
-  void head();
+  void lay_out_head();
+  void multiply_head(int begin);
+  void score(int begin);
   void pool();
-  void score(float* logits, int64_t stride, int begin, int end);
 
   // step_layer.cpp
   void layer(const Layer& layer, int index);
@@ -112,6 +115,8 @@ class StepRun {
   AttentionPlan* plans_;  // of each layer's window
   uint8_t** kernel_room_;  // of each thread: what attention works in, then what sampling does
   float* partials_;
+  float* logits_;  // of the wanted rows that the head takes at once
+  int64_t logits_stride_;
 };
 
 }  // namespace penstock

@@ -3,13 +3,14 @@
 import ctypes
 import math
 import random
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.kernels.cpu import SampledToken, SamplingRow
-from penstock.models.lines import Line
+from penstock.models.lines import Line, Masks, Words
 from penstock.models.rows import RowTable
 from penstock.models.sampler import sample_lines
 from penstock.models.sampling_rows import SamplingRows
@@ -67,9 +68,11 @@ class Sampler:
         self._logits = Guarded(4 * vocab_size)
         self._scratch = Guarded(table.sampling_scratch(vocab_size))
 
-    def sample(self, logits, row):
+    def sample(self, logits, row, mask=None):
         """The token, its log-probability, the ids of the likeliest and theirs."""
         batch = self._rows.gather([Line(row)])
+        if mask is not None:
+            batch.mask([0], mask[None])
         ids, top, out = Guarded(4 * batch.num_top), Guarded(4 * batch.num_top), SampledToken()
         self._logits.write(logits)
         line = SamplingRow.from_address(batch.address)
@@ -81,8 +84,16 @@ class Sampler:
         return out.token_id, out.logprob, ids.read(np.int32)[: out.num_top], top.read(np.float32)[: out.num_top]
 
 
-def expected_token(logits, row):
-    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [Line(row)])
+def masks_of(masks):
+    """Of the first lines of a batch."""
+    words: Future[Words] = Future()
+    words.set_result(np.stack(masks))
+    return Masks(list(range(len(masks))), words)
+
+
+def expected_token(logits, row, mask=None):
+    masks = None if mask is None else masks_of([mask])
+    [sampled] = sample_lines(torch.from_numpy(logits.copy()).unsqueeze(0), [Line(row)], masks)
     return sampled
 
 
@@ -231,6 +242,86 @@ def test_masks_that_leave_nothing_give_way(table):
         sampling = SamplingParams(temperature=0.0, allowed_token_ids=allowed, stop_token_ids=stops, min_tokens=4,
                                   bad_words=words)  # fmt: skip
         assert sampler.sample(logits, make_row(sampling))[0] == chosen
+
+
+# --------------------------------------------------------------------------------------------------- masks of grammars
+
+
+def make_mask(allowed, beyond=0):
+    """Of booleans; ``beyond`` is what stands in the bits that belong to no token."""
+    bits = np.full(-(-len(allowed) // 32) * 32, beyond, dtype=np.uint8)
+    bits[: len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def random_mask(chance, vocab_size, generator):
+    """A token, a few, half of them, nearly all, all, or long runs, as one group of tokens after another has."""
+    kind = chance.choice(["one", "few", "half", "most", "all", "runs"])
+    share = {"one": 0.0, "few": 3 / vocab_size, "half": 0.5, "most": 1 - 3 / vocab_size, "all": 1.0}.get(kind, 0.5)
+    allowed = generator.random(vocab_size) < share
+    if kind == "runs":
+        allowed = np.repeat(generator.random(vocab_size) < 0.3, chance.randint(1, 600))[:vocab_size]
+    allowed[generator.integers(vocab_size)] = True
+    return make_mask(allowed, beyond=chance.randint(0, 1))
+
+
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(1, 10), (31, 60), (257, 100), (1000, 100), (4096, 60)])
+def test_tokens_are_those_of_the_torch_sampler_under_masks(table, vocab_size, num_rows):
+    chance, generator = random.Random(vocab_size), np.random.default_rng(vocab_size)
+    rows = [random_row(chance, vocab_size) for _ in range(num_rows)]
+    logits = np.stack([random_logits(chance, vocab_size, generator) for _ in rows])
+    for broken in logits[::8]:
+        broken[generator.integers(vocab_size)] = chance.choice([math.nan, math.inf])
+    masks = [random_mask(chance, vocab_size, generator) for _ in rows]
+    expected = sample_lines(torch.from_numpy(logits.copy()), [Line(row) for row in rows], masks_of(masks))
+    sampler = Sampler(table, vocab_size)
+    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        kept = mask.copy()
+        token_id = sampler.sample(logits[number], row, mask)[0]
+        assert token_id == expected[number].token_id, (number, row.sampling, row.history)
+        assert mask[token_id // 32] >> (token_id % 32) & 1
+        assert (mask == kept).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 32, 300, 1003])
+def test_the_one_token_that_a_mask_leaves(table, vocab_size):
+    """Whatever the other parameters say, and whatever the model thinks of it."""
+    sampler, logits = Sampler(table, vocab_size), np.zeros(vocab_size, dtype=np.float32)
+    ways = (
+        SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=tuple(range(vocab_size))),
+        SamplingParams(seed=3, top_k=vocab_size - 1, top_p=0.9, bad_words=tuple((i,) for i in range(vocab_size))),
+        SamplingParams(seed=3, min_p=0.1, allowed_token_ids=(0,)),
+    )
+    rows = [make_row(sampling) for sampling in ways]
+    for token_id in {*range(0, vocab_size, 7), vocab_size - 1}:
+        mask = make_mask(np.arange(vocab_size) == token_id, beyond=1)
+        for logit in (0.0, -1e30, -math.inf, math.nan):
+            logits[token_id] = logit
+            assert [sampler.sample(logits, row, mask)[0] for row in rows] == [token_id] * 3
+        logits[:] = math.nan
+
+
+def test_what_is_forbidden_under_a_mask_gives_way_where_that_leaves_nothing(table):
+    logits = np.arange(40, dtype=np.float32)
+    sampler = Sampler(table, 40)
+    for allowed, stops, chosen in (((3, 35), (35,), 3), ((3, 35), (3, 35), 35), ((3, 35), (39, 3), 35)):
+        row = make_row(SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=stops))
+        mask = make_mask(np.isin(np.arange(40), allowed))
+        assert sampler.sample(logits, row, mask)[0] == chosen
+        assert expected_token(logits, row, mask).token_id == chosen
+
+
+def test_logprobs_under_a_mask_are_the_models_own(table):
+    logits = np.random.default_rng(6).standard_normal(700).astype(np.float32)
+    sampler, mask = Sampler(table, 700), make_mask(np.isin(np.arange(700), (5, 600)))
+    for sampling in (SamplingParams(temperature=0.0, logprobs=7), SamplingParams(logprobs=7, frequency_penalty=0.4)):
+        row = make_row(sampling, history=(1, 5, 600), num_prompt=1)
+        token_id, logprob, ids, top = sampler.sample(logits, row, mask)
+        order, logprobs = ranked(logits, 7)
+        assert token_id in (5, 600)
+        assert logprob == pytest.approx(logprobs[token_id], abs=1e-5)
+        assert ids.tolist() == order.tolist()
+        np.testing.assert_allclose(top, logprobs[order], atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------- log-probabilities
