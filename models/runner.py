@@ -3,11 +3,11 @@ but its own."""
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.models.backend import Backend
 from penstock.models.batch import Batch, Sampled, build_batch
-from penstock.models.drafting import Drafting
+from penstock.models.drafting import NOTHING, Drafted, Drafting
 from penstock.models.rows import Row, RowTable
 from penstock.scheduler.plan import (
     AddedRow,
@@ -24,20 +24,25 @@ from penstock.scheduler.plan import (
 class Runner:
     """Runs plans on a backend, strictly in order."""
 
-    def __init__(self, backend: Backend, drafting: Drafting | None = None) -> None:
+    def __init__(
+        self, backend: Backend, drafting: Drafting | None = None, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._backend = backend
         self._drafting = drafting
+        self._clock = clock
         self._done_at = 0
         self._newest = threading.Event()
         """Whether the tokens of the newest step are known."""
         self._newest.set()
+        self._has_drafts = False
+        """Whether the newest step has: how far it takes rows is not known until then."""
         self.runs_ahead = backend.runs_ahead
         """Whether the next plan may begin while one is computed."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
 
     def warm(self) -> None:
-        """Runs a short row, so that no request pays for what a library sets up at its first use. Leaves nothing behind:
-        its block is renewed before anyone has it."""
+        """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
+        drafts cost, where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
         facts = self._backend.facts
         # No position is computed that no request could have: tables end with the context.
         end = min(facts.block_size, facts.max_model_len)
@@ -49,6 +54,18 @@ class Runner:
         if length < end:
             self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
         self.run(StepPlan(0, [0], [], [], [], []))
+        if self._drafting is not None:
+            room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+            self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
+
+    def _run_drafts(self, num_tokens: int) -> None:
+        """Runs a row of one token and so many less one drafts."""
+        blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
+        added = AddedRow(0, 0, [0], 1, 0, blocks, SamplingParams())
+        plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
+        self._backend.renew(self._rows.apply(plan))
+        self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
+        self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""
@@ -57,23 +74,43 @@ class Runner:
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Applies a plan and has it computed; what is returned waits for the result. Plans begin in their order, and
         are waited for in their order, by another thread perhaps."""
-        began = time.monotonic_ns()
+        began = self._clock()
         if plan.copies_out:
             self._backend.copy_out(plan.copies_out)
-        self._backend.renew(self._rows.apply(plan))
+        self._apply(plan)
         if plan.copies_in:
             self._backend.copy_in(plan.copies_in)
         if plan.is_empty:
-            return lambda: StepResult(plan.step, [], [], 0, (time.monotonic_ns() - began) // 1000)
-        drafts: Mapping[int, Sequence[int]] = {}
-        if plan.max_drafts and self._drafting is not None:
-            self._newest.wait()  # drafts follow from what was chosen last
-            drafts = self._drafting.draft(self._rows, plan)
-        batch = build_batch(self._rows, plan, drafts)
+            return lambda: StepResult(plan.step, [], [], 0, (self._clock() - began) // 1000)
+        return self._compute(plan, self._draft(plan), began)
+
+    def _apply(self, plan: StepPlan) -> None:
+        drafting, rows = self._drafting, self._rows
+        if drafting is not None:
+            for number in plan.dropped:
+                drafting.forget(rows[number])
+        self._backend.renew(rows.apply(plan))
+        if drafting is not None:
+            for added in plan.added:
+                drafting.add(rows[added.row])
+
+    def _draft(self, plan: StepPlan) -> Drafted:
+        """Drafts follow from what was chosen last, and so does where rows stand whose drafts are computed now."""
+        if self._has_drafts:
+            self._newest.wait()
+        if self._drafting is None or not (wanted := self._drafting.choose(self._rows, plan)):
+            return NOTHING
+        self._newest.wait()
+        return self._drafting.draft(wanted, plan)
+
+    def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
+        is_fenced = self._newest.is_set()
+        batch = build_batch(self._rows, plan, drafted.drafts)
         finish = self._backend.begin(batch)
         ends = batch.ends.tolist()
         places = [_expect(row, end, num) for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)]
         learned = self._newest = threading.Event()
+        self._has_drafts = bool(drafted.drafts)
 
         def result() -> StepResult:
             try:
@@ -81,11 +118,13 @@ class Runner:
                 rows = _results(batch, places, sampled)
             finally:
                 learned.set()  # after a failure as well: whoever waits would never end
-            done = time.monotonic_ns()
+            done = self._clock()
             # The device computes one step after the other.
-            computed_us = (done - max(began, self._done_at)) // 1000
+            computed_ns = done - max(began, self._done_at)
             self._done_at = done
-            return StepResult(plan.step, rows, parts, 0, computed_us)
+            if self._drafting is not None:
+                self._drafting.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
+            return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
 
         return result
 

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import msgspec
 
 from penstock.models.backend import load_backend
+from penstock.models.drafters import check_speculation, make_drafting
 from penstock.models.errors import ModelError
 from penstock.models.log_format import set_up_logging
 from penstock.models.parallel import PeerLost
@@ -68,8 +69,9 @@ def serve(channel: Channel) -> int:
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
+            check_speculation(config)
             backend = load_backend(config)
-            runner = Runner(backend)
+            runner = Runner(backend, make_drafting(config, backend))
             runner.warm()
             gc.freeze()
             channel.send(Kind.FACTS, backend.facts)

@@ -74,7 +74,7 @@ from penstock.scheduler.plan import StepResult
 class Runner:
     runs_ahead = False
 
-    def __init__(self, backend):
+    def __init__(self, backend, drafting):
         pass
 
     def warm(self):

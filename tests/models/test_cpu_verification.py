@@ -11,10 +11,11 @@ from penstock.models import cpu_backend
 from penstock.models.backend import load_backend
 from penstock.models.batch import build_batch
 from penstock.models.cpu_backend import CpuBackend
-from penstock.models.drafting import Drafting
+from penstock.models.drafting import Drafted, Drafting, Wanted
 from penstock.models.lines import Masks, Words
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
+from penstock.models.step_costs import StepCosts
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
@@ -71,13 +72,28 @@ def make_runner(worker_config, monkeypatch):
 
     def make(model, drafter=None, **config):
         backend = load_backend(worker_config(model.path, NUM_BLOCKS, backend="cpu", **config))
-        return Runner(backend, drafter and Drafting(drafter))
+        return Runner(backend, drafter and Everything(drafter))
 
     return make
 
 
 Told = dict[int, tuple[list[int], list[float], list[tuple[int, float]]]]
 """By row: its tokens, their log-probabilities, and the likeliest tokens with theirs."""
+
+
+class Everything(Drafting):
+    """All that is proposed is drafted, whatever it costs."""
+
+    def __init__(self, drafter):
+        super().__init__(drafter, 32, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+        self._propose = drafter.propose
+
+    def choose(self, table, plan):
+        return [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes if decode.max_tokens > 1]
+
+    def draft(self, wanted, plan):
+        proposed = zip(wanted, self._propose(wanted), strict=True)
+        return Drafted({one.row.number: token_ids for one, token_ids in proposed if token_ids})
 
 
 class HalfKnowing:

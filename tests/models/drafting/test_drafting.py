@@ -1,0 +1,285 @@
+"""How much is drafted: what the most tokens a second are expected of; nothing where it does not pay, and that is
+noticed when it changes. Time is simulated."""
+
+import itertools
+
+import pytest
+from hypothesis import given, strategies as st
+
+from penstock.models.batch import build_batch
+from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths
+from penstock.models.drafting import NOTHING, Drafting, Proposal
+from penstock.models.rows import RowTable
+from penstock.models.runner import Runner
+from penstock.models.step_costs import MEASURE_S, SIZES, StepCosts
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowResult, SamplingParams, StepPlan, StepResult
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+chances = st.lists(
+    st.lists(st.floats(0.03, 1.0), max_size=4).map(lambda parts: list(itertools.accumulate(parts, float.__mul__))),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(chances, st.lists(st.floats(0.0, 1.0), max_size=12), st.integers(3, 5))
+def test_no_other_lengths_bring_more_tokens_a_second(chances, costs, num_certain):
+    seconds = list(itertools.accumulate(costs, initial=1.0))
+    counts, token_s = choose_lengths(chances, num_certain, seconds)
+    assert sum(counts) < len(seconds)
+
+    def token_seconds(counts):
+        tokens = num_certain + sum(sum(row[:count]) for row, count in zip(chances, counts, strict=True))
+        return seconds[sum(counts)] / tokens
+
+    assert token_seconds(counts) == pytest.approx(token_s)
+    num_taken = sum(counts)
+    for others in itertools.product(*(range(len(row) + 1) for row in chances)):
+        # Others are no better, but for what is too little to be looked at.
+        if sum(others) < len(seconds):
+            last = [row[count - 1] for row, count in zip(chances, others, strict=True) if count]
+            is_little = num_taken == 0 or min(last, default=1.0) < MIN_CHANCE
+            assert token_s <= token_seconds(others) * (MIN_GAIN + (0.2 if last and min(last) < MIN_CHANCE else 1e-9))
+            assert is_little or token_s <= token_seconds(others) * (1 + 1e-9)
+    if num_taken:
+        assert token_s * MIN_GAIN < seconds[0] / num_certain
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+
+
+def test_costs_between_the_measured_sizes_are_interpolated_and_never_fall(simulation):
+    now = 0.0
+
+    def run(size):
+        nonlocal now
+        now += 0.01 + 0.001 * size + (0.05 if size == 8 else 0.0)
+
+    costs = StepCosts(2048)
+    costs.measure(run, 2048, lambda: now)
+    assert [costs.seconds(size) for size in (1, 2, 5, 64)] == pytest.approx([0.011, 0.012, 0.015, 0.074])
+    assert costs.seconds(8) == pytest.approx(costs.seconds(12))
+    assert costs.seconds(164) == pytest.approx(0.174)
+    assert costs.span(2046, 10) == pytest.approx([0.01 + 0.001 * size for size in (2046, 2047, 2048)])
+
+
+def test_measuring_a_large_model_ends_in_time():
+    now, sizes = 0.0, []
+
+    def run(size):
+        nonlocal now
+        now += 0.07
+        sizes.append(size)
+
+    costs = StepCosts(2048)
+    costs.measure(run, 2048, lambda: now)
+    assert sizes == list(SIZES[: len(sizes)])
+    assert MEASURE_S <= now < MEASURE_S + 0.08
+    assert costs.seconds(1) == costs.seconds(64) == pytest.approx(0.07)
+
+
+def test_a_small_limit_is_kept():
+    sizes: list[int] = []
+    costs = StepCosts(6)
+    costs.measure(sizes.append, 3, itertools.count(step=0.1).__next__)
+    assert max(sizes) == 3
+    assert costs.seconds(6) > costs.seconds(3)
+
+
+def test_costs_follow_what_steps_take():
+    costs = StepCosts(256)
+    now = itertools.count(step=0.01)
+    costs.measure(lambda size: None, 256, now.__next__)
+    for _ in range(100):
+        costs.observe(4, 0.02, is_fenced=True)
+        costs.observe(4, 0.005, is_fenced=False)
+    assert costs.seconds(64) == pytest.approx(0.02, rel=0.01)
+    assert costs.seconds(64, is_fenced=False) == pytest.approx(0.005, rel=0.01)
+    for _ in range(1000):
+        costs.observe(4, 0.02, is_fenced=True)
+        costs.observe(32, 0.04, is_fenced=True)
+    assert costs.seconds(4) == pytest.approx(0.02, rel=0.1)
+    assert costs.seconds(32) == pytest.approx(0.04, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- simulation
+
+
+def linear(n):
+    """A device without a moment to spare."""
+    return 1e-3 * n
+
+
+def idle(n):
+    """One whose steps take the same whatever they compute."""
+    return 0.05
+
+
+def real(n):
+    """A model whose weights take a while to read, and that can compute a few tokens meanwhile."""
+    return 0.05 + 0.0005 * n + 0.002 * max(0, n - 32)
+
+
+def small(n):
+    """A model for which asking is a part of a step."""
+    return 2e-4 + 2e-5 * n
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("seconds", [linear, idle, real, small])
+@pytest.mark.parametrize(("ask_s", "confidence"), [(1e-6, 0.9), (5e-5, 0.3)])
+def test_drafts_that_are_never_right_lose_little(simulation, num_rows, seconds, ask_s, confidence):
+    world = simulation(seconds, lambda row, at: False, num_rows, ask_s, confidence)
+    world.run(32)  # what is learned at the beginning costs more, and is of no weight
+    speed, told = world.run(1600 // num_rows + 100)
+    assert speed > 0.97
+    assert sum(one.num_drafted for one in told) < sum(one.num_steps for one in told)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("seconds", [idle, real])
+def test_drafts_that_are_always_right_are_as_long_as_may_be(simulation, num_rows, seconds):
+    world = simulation(seconds, lambda row, at: True, num_rows)
+    world.run(64)
+    speed, told = world.run(540)
+    best = max((1 + k) * seconds(num_rows) / seconds(num_rows * (1 + k)) for k in range(9))
+    assert speed > 0.95 * best
+    if seconds is idle:
+        assert all(one.num_steps <= 540 // 9 + 10 for one in told)
+
+
+def test_what_is_worth_it_is_done_for_each_row_alone(simulation):
+    world = simulation(linear, lambda row, at: row.number == 3, num_rows=8)
+    world.seconds = linear
+    world.device.seconds = lambda n: 0.01 + 0.001 * n
+    world.run(100)
+    speed, told = world.run(400)
+    assert told[3].num_accepted > 250
+    assert all(one.num_drafted < 60 for row, one in enumerate(told) if row != 3)
+    assert speed > 0.97
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("seconds", [real, small])
+def test_it_is_noticed_when_drafts_begin_to_be_right_and_when_they_cease(simulation, num_rows, seconds):
+    world = simulation(seconds, lambda row, at: False, num_rows, ask_s=2e-5)
+    world.run(500)
+    world.drafter.is_right = lambda row, at: at > 600
+    speed, told = world.run(1500)
+    assert speed > 1.2
+    world.drafter.is_right = lambda row, at: at <= 300
+    _, told = world.run(300)
+    assert all(one.num_accepted > 150 for one in told)
+    world.run(400)
+    world.drafter.is_right = lambda row, at: False
+    assert world.run(800)[0] > 0.97
+
+
+# --------------------------------------------------------------------------------------------------------------- bounds
+
+
+class Generous:
+    """Always has more than it is asked for, and remembers whom it was asked about."""
+
+    def __init__(self):
+        self.asked = []
+
+    def propose(self, wanted):
+        self.asked += [(row.number, max_drafts) for row, max_drafts in wanted]
+        return [Proposal([1] * 20, [1.0] * 20) for _ in wanted]
+
+    def forget(self, row):
+        self.asked.append(row.number)
+
+
+def new_table(*max_drafts, pooling=None):
+    table = RowTable(num_blocks=1, block_size=1 << 20, hidden_size=8)
+    added = [
+        AddedRow(row, 0, [1, 2], 2, 1, [0], SamplingParams(), pooling, max_drafts=most)
+        for row, most in enumerate(max_drafts)
+    ]
+    table.apply(StepPlan(0, [], added, [], [], []))
+    return table
+
+
+def drafting_of(drafter, table, runs_ahead=False, max_drafts=8):
+    """Where drafts cost next to nothing."""
+    costs = StepCosts(256)
+    costs.measure(lambda size: None, 64, itertools.count(step=0.1).__next__)
+    drafting = Drafting(drafter, max_drafts, costs, runs_ahead, clock=lambda: 0.0)
+    for row in range(len(table)):
+        drafting.add(table[row])
+    drafting.choose(table, StepPlan(0, [], [], [], [], []))  # the first step is without drafts
+    return drafting
+
+
+def step(drafting, table, *decodes, room):
+    plan = StepPlan(0, [], [], [], [], list(decodes), max_drafts=room)
+    wanted = drafting.choose(table, plan)
+    return {row: len(drafts) for row, drafts in drafting.draft(wanted, plan).drafts.items()} if wanted else {}
+
+
+def test_every_bound_is_kept():
+    table = new_table(6, 3, 0, 20, 20)
+    drafting = drafting_of(drafter := Generous(), table)
+    decodes = [Decode(0, 9), Decode(1, 9), Decode(2, 9), Decode(3, 9), Decode(4, 5)]
+    assert step(drafting, table, *decodes, room=100) == {0: 6, 1: 3, 3: 8, 4: 4}
+    assert drafter.asked == [(0, 6), (1, 3), (3, 8), (4, 4)]
+    assert sum(step(drafting, table, *decodes, room=7).values()) == 7
+    assert step(drafting, table, *decodes, room=0) == {}
+    assert step(drafting, table, Decode(0, 1), Decode(1, 3), room=100) == {1: 2}
+
+
+def test_pooled_rows_and_rows_without_drafts_are_nothing_to_a_drafter():
+    for table in (new_table(0, 0), new_table(4, 4, pooling=Pooling.MEAN)):
+        drafting = drafting_of(drafter := Generous(), table)
+        assert step(drafting, table, Decode(0, 5), Decode(1, 5), room=10) == {}
+        drafting.forget(table[0])
+        assert drafter.asked == []
+
+
+def test_a_dropped_row_is_forgotten():
+    table = new_table(4)
+    drafting = drafting_of(drafter := Generous(), table)
+    drafting.forget(table[0])
+    assert drafter.asked == [0]
+    assert step(drafting, table, Decode(0, 5), room=10) == {}
+
+
+def test_what_waits_for_the_last_step_is_rare_where_it_does_not_pay():
+    table = new_table(*[8] * 4)
+    drafting = drafting_of(Generous(), table, runs_ahead=True)
+    decodes = [Decode(row, 9) for row in range(4)]
+    batch = build_batch(table, StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(4)]))
+    num_asked = 0
+    for _ in range(1000):
+        plan = StepPlan(0, [], [], [], [], decodes, max_drafts=32)
+        wanted = drafting.choose(table, plan)
+        num_asked += bool(wanted)
+        drafted = NOTHING
+        if wanted:
+            drafted = drafting.draft(wanted, plan)
+        rows = [RowResult(row, 0, 2, [5], num_drafted=len(drafts)) for row, drafts in drafted.drafts.items()]
+        # Waiting takes as long again as the step.
+        drafting.observe(drafted, batch, rows, 0.2 if wanted else 0.1, is_fenced=bool(wanted))
+    assert 2 <= num_asked <= 20
+
+
+def test_a_step_without_drafts_waits_for_one_that_has_some(simulation, monkeypatch):
+    world = simulation(idle, lambda row, at: True)
+    world.device.runs_ahead = True
+    table = new_table()
+    drafting = drafting_of(world.drafter, table)
+    runner = Runner(world.device, drafting, world.clock.nanoseconds)
+    added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(temperature=0.0), max_drafts=4)
+    runner.begin(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))()
+    finish = runner.begin(StepPlan(1, [], [], [], [], [Decode(0, 5)], max_drafts=4))
+    answers: list[StepResult] = []
+    # Where the row stands is known when the step's answer is.
+    monkeypatch.setattr(runner._newest, "wait", lambda: answers.append(finish()))
+    after = runner.begin(StepPlan(2, [], [], [], [], [Decode(0, 1)]))()
+    [answer] = answers
+    assert answer.rows[0].num_drafted == 4
+    assert len(answer.rows[0].token_ids) == 5
+    assert after.rows[0].num_computed == answer.rows[0].num_computed + 1

@@ -1,0 +1,176 @@
+"""Whatever is drafted, the tokens are those of no drafts at all, and on the CPU backend all that is told of them is, to
+the last bit."""
+
+import numpy as np
+import pytest
+
+from penstock.models.backend import load_backend
+from penstock.models.drafters import make_drafting
+from penstock.models.drafting import Drafting, Proposal
+from penstock.models.launch import WorkerProcess
+from penstock.models.ngram_drafter import NgramDrafter
+from penstock.models.step_costs import StepCosts
+from penstock.models.suffix_drafter import SuffixDrafter
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    DraftMethod,
+    SamplingParams,
+    SpeculationConfig,
+    StepPlan,
+    WorkerConfig,
+)
+
+NUM_TOKENS = 24
+VOCAB_SIZE = 160
+"""Of the tiny models."""
+
+FEW = (3, 30, 60, 90, 120, 150)
+"""Tokens, so that random models repeat themselves."""
+WAYS = (
+    SamplingParams(temperature=0.0, logprobs=2, allowed_token_ids=FEW),
+    SamplingParams(temperature=0.0, repetition_penalty=0.6, logprobs=1),
+    SamplingParams(temperature=0.6, top_k=8, seed=1, logprobs=3, min_tokens=12, stop_token_ids=tuple(range(40))),
+    SamplingParams(temperature=0.8, top_p=0.6, seed=2, logprobs=0, frequency_penalty=-0.7, presence_penalty=0.3),
+    SamplingParams(temperature=0.5, seed=3, allowed_token_ids=FEW, bad_words=((3, 30), (3, 60, 90), (120,))),
+)
+
+
+def prompts():
+    rng = np.random.default_rng(11)
+    phrase = rng.integers(0, VOCAB_SIZE, 9).tolist()
+    return [phrase * 4, rng.integers(0, VOCAB_SIZE, 30).tolist(), [7] * 20, phrase[:5] * 3 + phrase, [3]]
+
+
+class Knowing:
+    """Knows the answers; or never does, where it is told wrong ones."""
+
+    def __init__(self, answers):
+        self._answers = answers
+
+    def propose(self, wanted):
+        proposals = []
+        for row, max_drafts in wanted:
+            at = len(row.history) - row.num_prompt_tokens
+            drafts = self._answers[row.number][at : at + max_drafts]
+            proposals.append(Proposal(drafts, [0.9] * len(drafts)))
+        return proposals
+
+    def forget(self, row):
+        pass
+
+
+class Speculating:
+    """A backend, with what it makes of the prompts without drafts."""
+
+    def __init__(self, backend, player, asked):
+        self._backend = backend
+        self._player = player
+        self._asked = asked
+        self.plain = self.run(None, 0)
+
+    def run(self, drafting, max_drafts, room=1 << 10):
+        asked = [self._asked(prompt, sampling, max_drafts) for prompt, sampling in zip(prompts(), WAYS, strict=True)]
+        return self._player(self._backend, drafting).run(asked, NUM_TOKENS, room)
+
+    def free(self, drafter, max_drafts):
+        """Drafting that takes no time, by a clock that stands still; and drafts hardly any."""
+        return Drafting(drafter, max_drafts, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+
+    def chosen(self, method, max_drafts):
+        """Drafting as the config asks, by the worker's own clock."""
+        config = WorkerConfig("", speculation=SpeculationConfig(DraftMethod(method), max_drafts))
+        return make_drafting(config, self._backend)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """What is loaded once."""
+    return {}
+
+
+@pytest.fixture(params=["cpu-llama", "cpu-gemma2", "cpu-gpt-oss", "reference-qwen3"])
+def speculating(request, made, tiny_model, worker_config, player, asked):
+    name, _, variant = request.param.partition("-")
+    if request.param not in made:
+        if name == "cpu":
+            request.getfixturevalue("cpu_library")
+        dtype = "bfloat16" if name == "cpu" else "float64"
+        config = worker_config(tiny_model(variant).path, num_blocks=160, backend=name, dtype=dtype)
+        made[request.param] = Speculating(load_backend(config), player, asked)
+    speculating = made[request.param]
+    speculating.is_exact = name == "cpu"
+    return speculating
+
+
+def check(speculating, told):
+    """Equal; returns how many drafts were right, and were not."""
+    assert [one.token_ids for one in told] == [one.token_ids for one in speculating.plain]
+    for one, plain in zip(told, speculating.plain, strict=True):
+        if speculating.is_exact:
+            assert one.logprobs == plain.logprobs
+        else:
+            assert [ids for _, ids, _ in one.logprobs] == [ids for _, ids, _ in plain.logprobs]
+            assert [chosen for chosen, *_ in one.logprobs] == pytest.approx([chosen for chosen, *_ in plain.logprobs])
+    return sum(one.num_accepted for one in told), sum(one.num_drafted - one.num_accepted for one in told)
+
+
+@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+def test_nothing_changes_by_what_texts_repeat(speculating, max_drafts):
+    config = SpeculationConfig(DraftMethod.NGRAM, max_drafts)
+    for drafter in (NgramDrafter(config), SuffixDrafter(config)):
+        told = speculating.run(speculating.free(drafter, max_drafts), max_drafts)
+        num_right, num_wrong = check(speculating, told)
+        assert num_right >= 5
+        assert num_wrong > 0
+    # What was output once, the tenant's late outputs tell.
+    told = speculating.run(speculating.free(drafter, max_drafts), max_drafts)
+    assert check(speculating, told)[0] > num_right + 10
+
+
+@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+def test_nothing_changes_by_drafts_that_are_all_right_or_all_wrong(speculating, max_drafts):
+    answers = [one.token_ids for one in speculating.plain]
+    told = speculating.run(speculating.free(Knowing(answers), max_drafts), max_drafts)
+    num_right, num_wrong = check(speculating, told)
+    assert num_wrong == 0
+    assert num_right >= 5 * (NUM_TOKENS - 1) * max_drafts // (max_drafts + 1) - 5 * max_drafts
+    garbage = [[(token + 1) % VOCAB_SIZE for token in answer] for answer in answers]
+    told = speculating.run(speculating.free(Knowing(garbage), max_drafts), max_drafts)
+    num_right, num_wrong = check(speculating, told)
+    assert num_right == 0
+    assert num_wrong > 5 * max_drafts
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_nothing_changes_by_what_the_clock_says(speculating, method):
+    check(speculating, speculating.run(speculating.chosen(method, 4), 4, room=7))
+
+
+async def test_a_worker_drafts_as_its_config_says(cpu_library, tiny_model, worker_config):
+    speculation = SpeculationConfig(DraftMethod.NGRAM, 4)
+    worker = WorkerProcess(worker_config(tiny_model("llama").path, backend="cpu", speculation=speculation))
+    await worker.start()
+    try:
+        prompt, num_drafted = [1, 2, 3] * 10, 0
+        sampling = SamplingParams(temperature=0.0, allowed_token_ids=(2,))
+        worker.submit(
+            StepPlan(0, [], [AddedRow(0, 0, prompt, 30, 0, list(range(7)), sampling, max_drafts=4)], [],
+                     [Chunk(0, 0, 30)], [])
+        )  # fmt: skip
+        results = worker.results()
+        await anext(results)
+        for step in range(1, 15):
+            worker.submit(StepPlan(step, [], [], [], [], [Decode(0, 5)], max_drafts=4))
+            [row] = (await anext(results)).rows
+            assert row.token_ids == [2] * len(row.token_ids)
+            num_drafted += row.num_drafted
+        assert num_drafted > 0
+    finally:
+        await worker.stop()
+    refused = WorkerProcess(worker_config("", speculation=SpeculationConfig(DraftMethod.EAGLE3, 4)))
+    with pytest.raises(ExecutorError, match=r"--speculative-config: .*eagle3: give ngram or suffix"):
+        await refused.start()
+    await refused.stop()
