@@ -42,6 +42,10 @@ class Record:
     cached_tokens: int = 0
     output_tokens: int = 0
     """As the server counts them; else those that came."""
+    drafts: int = 0
+    """Steps that had some."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     predicted_ttft_s: float | None = None
     """What the service foretold when it took the request."""
     retry_after_s: float | None = None

@@ -170,3 +170,6 @@ class _Receiver:
         record.prompt_tokens = finished.usage.prompt_tokens
         record.cached_tokens = finished.usage.cached_tokens
         record.output_tokens = finished.usage.output_tokens
+        if (speculation := finished.speculation) is not None:
+            record.drafts = speculation.steps
+            record.drafted_tokens, record.accepted_tokens = speculation.drafted_tokens, speculation.accepted_tokens

@@ -160,6 +160,7 @@ class Report:
             "failed_after_s": _figures(refused),
             "sent_late_s": _figures(r.late_s for r in sent if r.request.arrival_s is not None),
             "predicted_ttft": self._predictions(),
+            "speculation": _speculation(sent),
             "client": {**asdict(self.client), "is_limit": self.client.is_limit},
         }
         if slo is not None:
@@ -209,6 +210,8 @@ class Report:
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
             "output_tokens": record.output_tokens,
+            "drafted_tokens": record.drafted_tokens,
+            "accepted_tokens": record.accepted_tokens,
             "arrival_s": request.arrival_s,
             "sent_s": round(record.sent_s - self.began_s, 6),
             "ended_s": round(record.ended_s - self.began_s, 6),
@@ -217,6 +220,22 @@ class Report:
             "message_tokens": list(record.message_tokens),
             "token_ids": record.token_ids or None,
         }
+
+
+def _speculation(records: Iterable[Record]) -> dict[str, Any] | None:
+    """What became of the drafts of all requests; None if there were none."""
+    drafts, drafted, accepted = (
+        sum(getattr(record, name) for record in records) for name in ("drafts", "drafted_tokens", "accepted_tokens")
+    )
+    if not drafts:
+        return None
+    return {
+        "drafts": drafts,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "accepted_share": accepted / drafted,
+        "mean_length": 1 + accepted / drafts,
+    }
 
 
 def _figures(values: Iterable[float]) -> dict[str, Any] | None:

@@ -33,6 +33,9 @@ def _totals(summary: Mapping[str, Any]) -> Iterator[str]:
         f"{summary['requests_per_s']:,.2f} requests/s, {summary['output_tokens_per_s']:,.1f} output tokens/s, "
         f"{summary['prompt_tokens_per_s']:,.1f} prompt tokens/s ({cached:.0%} cached)",
     )
+    if (drafts := summary["speculation"]) is not None:
+        told = f"{drafts['drafted_tokens']:,} tokens, {drafts['accepted_share']:.0%} of them accepted"
+        yield _line("drafts", f"{told}; {drafts['mean_length']:.2f} tokens a step with drafts")
     if goodput := summary.get("goodput"):
         bounds = ", ".join(f"{name} {_time(bound)}" for name, bound in goodput["slo_s"].items())
         good = f"{goodput['requests_per_s']:,.2f} requests/s, {goodput['share']:.1%} of all requests"

@@ -156,6 +156,37 @@ class Delta:
 
 
 @dataclass(slots=True)
+class Speculation:
+    """What became of a request's drafts: tokens that were computed in the hope that they would be chosen."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    """Those of them that were chosen."""
+    steps: int
+    """That had drafts; each brought 1 token more than it had drafts accepted."""
+    drafted_at: list[int]
+    """Entry i: steps whose first i + 1 drafts or more were computed."""
+    accepted_at: list[int]
+    """Entry i: steps whose first i + 1 drafts or more were chosen."""
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a step with drafts brought."""
+        return 1 + self.accepted_tokens / self.steps
+
+    @classmethod
+    def from_proto(cls, message: pb.Speculation) -> "Speculation":
+        """The same, copied."""
+        return cls(
+            message.drafted_tokens,
+            message.accepted_tokens,
+            message.steps,
+            message.drafted_at[:],
+            message.accepted_at[:],
+        )
+
+
+@dataclass(slots=True)
 class Finished:
     """The end of a request, its last event."""
 
@@ -167,6 +198,8 @@ class Finished:
     """What it was sampled with; the same request with this seed repeats the output where the service can."""
     may_continue: bool = False
     """Whether ``continue_from`` may name it."""
+    speculation: Speculation | None = None
+    """None: it had no drafts."""
 
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
@@ -186,6 +219,7 @@ class Finished:
             request_id=message.request_id,
             seed=message.seed if message.HasField("seed") else None,
             may_continue=message.may_continue,
+            speculation=Speculation.from_proto(message.speculation) if message.HasField("speculation") else None,
         )
 
 
@@ -253,6 +287,11 @@ class Completion:
     def usage(self) -> Usage:
         """Tokens used, of all choices."""
         return self.finished.usage
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What became of its drafts; None if it had none."""
+        return self.finished.speculation
 
     @property
     def timings(self) -> Timings:

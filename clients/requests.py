@@ -63,6 +63,8 @@ class Options(ChatOptions, total=False):
     continue_from: str | None
     """The id of a request that ended with ``may_continue``: what is sent here is added to its prompt and output."""
     retain_ms: int | None
+    max_draft_tokens: int | None
+    """Tokens that may be drafted in a step; 0 is off. Drafts change when tokens come, never which."""
     traceparent: str | None
     client_request_id: str | None
 
@@ -72,7 +74,7 @@ _OUTPUT = pb.Output.DESCRIPTOR.fields_by_name
 _START = {
     name: field
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
-    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
+    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms", "constraint"}
 }
 _UPDATE = pb.Update.DESCRIPTOR.fields_by_name
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")

@@ -20,6 +20,9 @@ class Rates:
     prefill_tokens: float
     cached_tokens: float
     output_tokens: float
+    drafts: float
+    drafted_tokens: float
+    accepted_tokens: float
     finished_requests: float
     refused_requests: float
     preemptions: float
@@ -36,6 +39,16 @@ class Rates:
         """Of the prompts' tokens, 0 to 1."""
         return self.cached_tokens / max(1e-9, self.cached_tokens + self.prefill_tokens)
 
+    @property
+    def accepted_share(self) -> float:
+        """Of the drafted tokens, 0 to 1."""
+        return self.accepted_tokens / max(1e-9, self.drafted_tokens)
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a row gained in a step that drafted for it."""
+        return 1 + self.accepted_tokens / max(1e-9, self.drafts)
+
 
 def state_name(stats: pb.WatchStatsResponse) -> str:
     """SERVING, RECOVERING and so on."""
@@ -46,11 +59,14 @@ def line(stats: pb.WatchStatsResponse, rates: Rates) -> str:
     """One line, for a pipe or a log."""
     predicted = f"{stats.predicted_ttft_ms} ms" if stats.HasField("predicted_ttft_ms") else "unknown"
     lag = f"{_ms(stats.loop_lag.p99_us)} at p99" if stats.HasField("loop_lag") else "unknown"
+    drafted = ""
+    if stats.drafted_tokens:
+        drafted = f", drafted {rates.drafted_tokens:.0f} (accepted {100 * rates.accepted_share:.0f} %)"
     return (
         f"{state_name(stats)}: requests {stats.live_requests}, rows {stats.running_rows}, "
         f"waiting {stats.waiting_choices}, stalled {stats.stalled_requests}, KV {100 * stats.kv_usage:.1f} %; "
         f"tokens/s: output {rates.output_tokens:.0f}, prompt {rates.prefill_tokens + rates.cached_tokens:.0f} "
-        f"(cached {100 * rates.cached_share:.0f} %); step {stats.step_us / 1000:.1f} ms; loop lag: {lag}; "
+        f"(cached {100 * rates.cached_share:.0f} %){drafted}; step {stats.step_us / 1000:.1f} ms; loop lag: {lag}; "
         f"first token predicted: {predicted}; preempted {stats.preemptions}, refused {stats.refused_requests}, "
         f"workers replaced {stats.worker_restarts}"
     )
@@ -104,6 +120,9 @@ def _speeds(stats: pb.WatchStatsResponse, rates: Rates, history: Sequence[float]
     yield _row("output", f"{rates.output_tokens:10,.0f} tokens/s  {_sparks(history) if unicode else ''}")
     cached = f"{rates.cached_tokens:,.0f} from the cache ({100 * rates.cached_share:.0f} %)"
     yield _row("prompt", f"{rates.prefill_tokens:10,.0f} tokens/s computed, {cached}")
+    if stats.drafted_tokens:
+        accepted = f"{100 * rates.accepted_share:.0f} % accepted, {rates.accepted_length:.2f} tokens a step with drafts"
+        yield _row("drafts", f"{rates.drafted_tokens:10,.0f} tokens/s, {accepted}")
     yield _row("steps", f"{rates.steps:10,.1f} a second, {stats.step_us / 1000:,.1f} ms at the median")
     yield _row("requests", f"{rates.finished_requests:10,.1f} ended a second, {rates.refused_requests:,.1f} refused")
 

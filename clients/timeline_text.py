@@ -147,7 +147,8 @@ def _words(entry: pb.TimelineEntry, goes_on: bool) -> str:
             return f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}{_steps(entry)}"
         case pb.TIMELINE_KIND_DECODED:
             so_far = " so far" if goes_on else ""
-            return f"put out {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{_steps(entry)}"
+            drafts = f", {entry.detail}" if entry.detail else ""
+            return f"put out {_tokens(entry.num_tokens)}{so_far}{_speed(entry)}{drafts}{_steps(entry)}"
         case pb.TIMELINE_KIND_PREEMPTED:
             return f"preempted: {detail}{_steps(entry)}"
         case pb.TIMELINE_KIND_RESTARTED:

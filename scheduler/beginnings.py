@@ -218,6 +218,9 @@ class Beginnings:
                 block_ids.copy(),
                 _sampling_of_row(choice, live),
                 live.request.pooling,
+                live.request.max_drafts,
+                live.request.grammar,
+                live.request.tenant,
             )
         )
 

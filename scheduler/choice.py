@@ -25,6 +25,7 @@ from penstock.scheduler.request import (
     FinishReason,
     PromptLogprobs,
     Request,
+    Speculation,
     TextState,
     Timings,
     Usage,
@@ -63,6 +64,7 @@ class LiveRequest:
         "num_prompt_logprobs",
         "number",
         "request",
+        "speculation",
         "started_at",
         "tenant",
         "texts",
@@ -102,6 +104,7 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.usage = Usage(prompt_tokens=request.num_prompt_tokens)
         self.timings = Timings()
+        self.speculation = Speculation()
 
     @property
     def progress(self) -> int:
@@ -146,7 +149,8 @@ class LiveRequest:
             timings.prefill_us = _microseconds(self.first_token_at - self.started_at)
             timings.first_token_us = _microseconds(self.first_token_at - arrival)
         self.usage.output_tokens = sum(choice.delivery.num_tokens for choice in self.choices)
-        return Finished(reason, self.usage, timings, message, context)
+        speculation = self.speculation if self.speculation.steps else None
+        return Finished(reason, self.usage, timings, message, context, speculation)
 
     def context(self, reason: FinishReason, block_size: int) -> Context | None:
         """What those that continue it begin with; None if nobody may."""
@@ -176,6 +180,7 @@ class Choice:
         "length_bound",
         "length_limit",
         "live",
+        "max_drafts",
         "num_computed",
         "num_free_at_last_try",
         "num_overtaken",
@@ -220,6 +225,8 @@ class Choice:
         """Where output ends at the latest."""
         self.in_flight: deque[int] = deque()
         """For each unanswered plan that computes the choice: how many tokens it may add."""
+        self.max_drafts = request.max_drafts
+        """Tokens that may be drafted for it in a step."""
 
         self.hashes = hashes
         """Of the history's full blocks, as far as they were needed; empty with the cache off."""
@@ -283,6 +290,12 @@ class Choice:
         self.delivery.max_tokens = max_tokens
         self.length_limit = self.num_prompt_tokens + max_tokens
         self.complete_from = None
+
+    def fall_short(self, num_tokens: int) -> None:
+        """So many of the tokens that a plan might have added did not come."""
+        self.length_bound -= num_tokens
+        if self.length_bound < self.length_limit:
+            self.complete_from = None
 
     def restart(self) -> None:
         """The worker is gone: with it what was in flight, and all KV. The choice waits again."""

@@ -50,8 +50,8 @@ class TenantLimits:
 class SchedulerConfig:
     """What the operator chooses. Where the worker's facts allow less, that holds. Raises ValueError.
 
-    A running scheduler takes another one whole; only ``enable_prefix_caching``, ``max_plans_in_flight`` and
-    ``max_decode_tokens`` stay as they were at the start.
+    A running scheduler takes another one whole; only ``enable_prefix_caching`` and ``max_plans_in_flight`` stay as they
+    were at the start.
     """
 
     max_num_seqs: int = 256
@@ -66,8 +66,6 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_plans_in_flight: int = MAX_PLANS_IN_FLIGHT
     """Plans that the worker has not answered: 1 or 2."""
-    max_decode_tokens: int = 1
-    """Tokens that a row may gain in a step; more than one needs a worker that drafts."""
     target_itl_s: float | None = None
     """The time between a row's tokens that chunks of prompts beside it are sized to keep; None: see ``step_model``."""
     default_tenant: TenantLimits = TenantLimits()
@@ -82,7 +80,6 @@ class SchedulerConfig:
             "max_num_batched_tokens",
             "max_queued_requests",
             "max_queued_tokens",
-            "max_decode_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -93,8 +90,6 @@ class SchedulerConfig:
         if self.target_itl_s is not None and not 0 < self.target_itl_s <= MAX_TARGET_ITL_S:
             limit = math.floor(MAX_TARGET_ITL_S)
             raise ValueError(f"target_itl_s is {self.target_itl_s}; it must be above 0 and at most {limit}")
-        if self.max_decode_tokens > self.max_num_batched_tokens:
-            raise ValueError("max_decode_tokens is above max_num_batched_tokens; a step could not hold one row")
 
     def tenant(self, name: str) -> TenantLimits:
         """What holds for a tenant."""
@@ -102,7 +97,7 @@ class SchedulerConfig:
 
     def check_fits(self, facts: WorkerFacts, running: "SchedulerConfig") -> None:
         """Raises ValueError where this cannot follow ``running``, which a worker with these facts runs with."""
-        for name in ("enable_prefix_caching", "max_plans_in_flight", "max_decode_tokens"):
+        for name in ("enable_prefix_caching", "max_plans_in_flight"):
             assert getattr(self, name) == getattr(running, name), f"{name} stays as it was at the start"
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value, most = getattr(self, name), getattr(facts, name)
@@ -114,5 +109,5 @@ class SchedulerConfig:
         return min(self.max_num_batched_tokens, facts.max_num_batched_tokens)
 
     def max_rows(self, facts: WorkerFacts) -> int:
-        """Rows that run at once at most, on this worker: each gets its tokens in every step."""
-        return min(self.max_num_seqs, facts.max_num_seqs, self.token_budget(facts) // self.max_decode_tokens)
+        """Rows that run at once at most, on this worker: each gets a token in every step."""
+        return min(self.max_num_seqs, facts.max_num_seqs, self.token_budget(facts))

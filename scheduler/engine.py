@@ -407,6 +407,7 @@ class Engine:
             restarts=self._restarts.total,
             step_s=scheduler.outlook.median_step_s,
             predicted_ttft_s=scheduler.outlook.short_ttft_s,
+            speculation=counters.speculation.copy(),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from penstock.scheduler.plan import (
     AddedRow,
+    Decode,
     Pooling,
     PromptLogprobsPart,
     RowResult,
@@ -62,6 +63,7 @@ class FakeRow:
     block_ids: list[int]
     sampling: SamplingParams
     pooling: Pooling | None = None
+    max_drafts: int = 0
     pooled_ids: list[int] = field(default_factory=list)
     """Those of the positions computed so far that its vector is of."""
     tags: list[int] = field(default_factory=list)
@@ -89,6 +91,10 @@ class Slots(Protocol):
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
         """A row's KV of these positions is stored."""
+        ...
+
+    def spoil(self, row: FakeRow, start: int, stop: int) -> None:
+        """At these positions is stored the KV of tokens that were not accepted."""
         ...
 
     def copy_out(self, block: int, slot: int) -> None:
@@ -155,15 +161,22 @@ class CheckedSlots:
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
         """Only to blocks that were given to the row as new."""
-        size = self._block_size
-        if stop > len(row.block_ids) * size:
-            raise BrokenPlan(f"row {row.number} writes beyond its blocks")
         self._tag(row)
-        for position in range(start, stop):
+        self._store(row, start, row.tags[start:stop])
+
+    def spoil(self, row: FakeRow, start: int, stop: int) -> None:
+        """Poison."""
+        self._store(row, start, [None] * (stop - start))
+
+    def _store(self, row: FakeRow, start: int, tags: Sequence[int | None]) -> None:
+        size = self._block_size
+        if start + len(tags) > len(row.block_ids) * size:
+            raise BrokenPlan(f"row {row.number} writes beyond its blocks")
+        for position, tag in enumerate(tags, start):
             block = row.block_ids[position // size]
             if self._writers[block] != (row.number, row.epoch):
                 raise BrokenPlan(f"row {row.number} writes to block {block}, which is not its own")
-            self._tags[block][position % size] = row.tags[position]
+            self._tags[block][position % size] = tag
 
     def copy_out(self, block: int, slot: int) -> None:
         """Only what somebody may look for there: a whole block."""
@@ -202,6 +215,9 @@ class UncheckedSlots:
         """Ignored."""
 
     def write(self, row: FakeRow, start: int, stop: int) -> None:
+        """Ignored."""
+
+    def spoil(self, row: FakeRow, start: int, stop: int) -> None:
         """Ignored."""
 
     def copy_out(self, block: int, slot: int) -> None:
@@ -259,13 +275,21 @@ class FakeWorker:
                 raise WorkerKilled(f"row {number} killed the worker")
         for number in numbers:  # the whole batch reads before any of it is written
             self._slots.read(self._rows[number], self._rows[number].num_computed)
-        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks) + sum(d.max_tokens for d in plan.decodes)
-        if num_tokens > self._facts.max_num_batched_tokens:
-            raise BrokenPlan(f"step {plan.step} has {num_tokens} tokens")
+        self._check_tokens(plan)
         prompt_logprobs: list[PromptLogprobsPart] = []
         rows = [self._chunk(chunk.row, chunk.start, chunk.end, prompt_logprobs) for chunk in plan.chunks]
-        rows += [self._decode(decode.row, decode.max_tokens) for decode in plan.decodes]
+        room = plan.max_drafts
+        for decode in plan.decodes:
+            rows.append(self._decode(decode, room))
+            room -= rows[-1].num_drafted
         return StepResult(plan.step, rows, prompt_logprobs, waited_us=0, computed_us=1)
+
+    def _check_tokens(self, plan: StepPlan) -> None:
+        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks) + len(plan.decodes) + plan.max_drafts
+        if num_tokens > self._facts.max_num_batched_tokens:
+            raise BrokenPlan(f"step {plan.step} has {num_tokens} tokens")
+        if plan.max_drafts > sum(decode.max_tokens - 1 for decode in plan.decodes):
+            raise BrokenPlan(f"step {plan.step} has room for more drafts than its rows may have")
 
     def _add(self, added: AddedRow) -> None:
         number = added.row
@@ -282,6 +306,7 @@ class FakeWorker:
             added.block_ids.copy(),
             added.sampling,
             added.pooling,
+            added.max_drafts,
         )
         if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
             raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
@@ -314,23 +339,26 @@ class FakeWorker:
         vector = vector_of(row.pooled_ids, self._facts.hidden_size) if is_whole else None
         return RowResult(row.number, row.epoch, end, [], vector=vector)
 
-    def _decode(self, number: int, max_tokens: int) -> RowResult:
+    def _decode(self, decode: Decode, room: int) -> RowResult:
+        number, max_tokens = decode.row, decode.max_tokens
         row = self._rows[number]
         if row.pooling is not None:
             raise BrokenPlan(f"row {number} is pooled, and is continued")
         start = row.num_computed
         if start != len(row.history) - 1:
             raise BrokenPlan(f"row {number} is continued before its history is computed")
-        if max_tokens < 1:
-            raise BrokenPlan(f"row {number} is continued by nothing")
-        # As if a drafter had proposed max_tokens - 1 tokens, some of them right: all are computed, some accepted.
-        num_accepted = 1 + start % max_tokens
-        token_ids = [self._sample(row) for _ in range(num_accepted)]
-        self._slots.write(row, start, start + num_accepted)
+        if not 1 <= max_tokens <= 1 + row.max_drafts:
+            raise BrokenPlan(f"row {number} is continued by {max_tokens} tokens")
         if start + max_tokens > self._facts.max_model_len:
             raise BrokenPlan(f"row {number} leaves the model's context")
-        row.num_computed = start + num_accepted
-        return self._result(row, token_ids)
+        # As if a drafter had proposed all that it may, some of it right: all is computed, some accepted.
+        num_drafted = min(max_tokens - 1, room)
+        stop = start + 1 + start % (num_drafted + 1)
+        token_ids = [self._sample(row) for _ in range(start, stop)]
+        self._slots.write(row, start, stop)
+        self._slots.spoil(row, stop, start + 1 + num_drafted)
+        row.num_computed = stop
+        return self._result(row, token_ids, num_drafted)
 
     def _sample(self, row: FakeRow) -> int:
         token_id = self._next_token(row.history, row.sampling)
@@ -340,11 +368,11 @@ class FakeWorker:
         row.history.append(token_id)
         return token_id
 
-    def _result(self, row: FakeRow, token_ids: list[int]) -> RowResult:
+    def _result(self, row: FakeRow, token_ids: list[int], num_drafted: int = 0) -> RowResult:
         logprobs = None
         if row.sampling.logprobs is not None and token_ids:
             logprobs = _logprobs(token_ids, row.sampling.logprobs, len(row.history) - len(token_ids))
-        return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs)
+        return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs, num_drafted=num_drafted)
 
 
 def _logprobs(token_ids: Sequence[int], num_top: int, start: int) -> TokenLogprobs:

@@ -177,8 +177,9 @@ class Forecast:
         """How long a request takes, first step to last token, with no other beside it."""
         chunk = self._chunk(0, 0, num_prompt_tokens // num_prompts)
         chunks = math.ceil(num_new_tokens / chunk)
-        decodes = max(0.0, self._lengths.expected(max_tokens) - 1)
-        kv = decodes * (num_prompt_tokens + decodes / 2)
+        output = max(0.0, self._lengths.expected(max_tokens) - 1)
+        decodes = output / self._model.tokens_each
+        kv = decodes * (num_prompt_tokens + output / 2)
         own = _prompts(num_new_tokens, num_prompt_tokens, chunks, num_prompts)
         return self._model.predict(_sum(own, _NOTHING, decodes, kv), chunks + decodes)
 
@@ -204,10 +205,11 @@ class Forecast:
         missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
         if missing <= 0:
             return 0
-        return math.ceil(self._steps_to_end(remaining, missing))
+        return math.ceil(self._tokens_to_end(remaining, missing) / self._model.tokens_each)
 
-    def _steps_to_end(self, remaining: Sequence[float], num_ends: int) -> float:
-        """Until so many rows have ended, of those that run and of those that take their places one after another."""
+    def _tokens_to_end(self, remaining: Sequence[float], num_ends: int) -> float:
+        """Of each row, until so many have ended, of those that run and of those that take their places one after
+        another."""
         num_rows = len(remaining)
         mean = sum(remaining) / num_rows
         shorter = self._lengths.expected(round(mean)) / mean if mean >= 1 else 1.0
@@ -220,7 +222,7 @@ class Forecast:
 
     def _decoding_s(self, rows: float, kv: float, length: float) -> float:
         """What follows a first token: as many steps as the output needs, prolonged by others' prompts."""
-        steps = max(0.0, length - 1)
+        steps = max(0.0, length - 1) / self._model.tokens_each
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
         return 0.0 if seconds is None else seconds * self._model.slowdown
 

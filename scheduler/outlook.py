@@ -8,6 +8,7 @@ from statistics import median
 from penstock.scheduler.choice import LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
+from penstock.scheduler.plan import StepResult
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.request import FinishReason, Request
@@ -53,10 +54,12 @@ class Outlook:
             self._answered_at = self._clock()
         self._in_flight.append(work)
 
-    def answered(self, seconds: float) -> None:
-        """The oldest step is answered; it took so long."""
-        work = self._in_flight.popleft()
-        self._model.observe(work, seconds)
+    def answered(self, result: StepResult) -> None:
+        """The oldest step is answered."""
+        work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
+        drafted = [row for row in result.rows if row.num_drafted]
+        num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
+        self._model.observe(work, seconds, num_drafted, num_tokens - len(drafted))
         self._recent_s.append(seconds)
         self._answered_at = self._clock()
         if work.chunks:
@@ -78,11 +81,12 @@ class Outlook:
 
     @property
     def spare_s(self) -> float:
-        """How long the next plan can wait and still be there when the worker wants it. Whoever comes until then is in
-        it, and does not wait for a whole step more. 0 while too little is known."""
+        """How long the next plan can wait and still be there when the worker wants it, which may be sooner than is
+        predicted: the worker may draft nothing this time. Whoever comes until then is in it, and does not wait for a
+        whole step more. 0 while too little is known."""
         if len(self._in_flight) != 1:
             return 0.0
-        step_s = self.oldest_step_s or 0.0
+        step_s = self._model.least(self._in_flight[0]) or 0.0
         return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
 
     # Requests -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Spends a step's budget: which rows go on, which begin, and which must give way. Knows no events and no text.
 
-Rows that decode come first. Then whatever is behind its history, in order: rows that have begun and rows that begin
-alike, by chunks. Whoever begins gets the blocks of its whole history at once, so chunks never want for blocks: only a
-decoding row can, and then it takes them from a row that gives way.
+Rows that decode come first, by a token each. Then whatever is behind its history, in order: rows that have begun and
+rows that begin alike, by chunks. Whoever begins gets the blocks of its whole history at once, so chunks never want for
+blocks: only a decoding row can, and then it takes them from a row that gives way. What is left of the budget is for
+drafts, which take nothing from anybody.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.pins import Pins
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
 from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.request import Speculation
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.rows import RowTable
 from penstock.scheduler.step_model import StepModel, StepWork
@@ -41,6 +43,7 @@ class Counters:
     """Tokens chosen, those that are never shown included."""
     refused: int = 0
     """Requests that were not admitted."""
+    speculation: Speculation = field(default_factory=Speculation)
 
 
 class Planned(NamedTuple):
@@ -77,7 +80,6 @@ class Planner:
         self._model = model
         self._suspects = suspects
         self._clock = clock
-        self._max_decode_tokens = config.max_decode_tokens
         self._pins = Pins(kv)
         self.restoring = Restoring(kv, model, facts)
         self.beginnings = Beginnings(
@@ -90,7 +92,7 @@ class Planner:
         self.budget = config.token_budget(self._facts)
         self.max_rows = self.beginnings.max_rows = config.max_rows(self._facts)
         # Every row that runs can decode in every step, so that none starves.
-        assert 0 < self.max_rows * self._max_decode_tokens <= self.budget
+        assert 0 < self.max_rows <= self.budget
         self._target_itl_s = config.target_itl_s
         self._giving_way = GivingWay(config.policy, self.running, self.kv, self._tenants)
         self.waiting.arrange(config.policy is Policy.FAIR)
@@ -117,10 +119,13 @@ class Planner:
 
     def _plan(self) -> Planned:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
-        budget = self._plan_decodes(plan, self.budget)
+        drafting = self._plan_decodes(plan)
+        budget = self.budget - len(plan.decodes)
         chunked: list[Choice] = []
         if self.running.prefilling or len(self.waiting):
             chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget))
+        if drafting:
+            self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks))
         self._close(plan, chunked)
         return Planned(plan, StepWork.of(plan, self.decode_kv))
 
@@ -202,29 +207,55 @@ class Planner:
 
     # Rows that decode -----------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
+    def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, Choice]]:
+        """A token for each row; returns those that may have drafts, with their places in the plan."""
         decoding = self.running.decoding
-        max_decode_tokens = self._max_decode_tokens
+        drafting: list[tuple[int, Choice]] = []
         index = decode_kv = 0
         while index < len(decoding):
             choice = decoding[index]
-            num_tokens = choice.length_limit - choice.length_bound
-            if num_tokens > 0:
-                num_tokens = min(num_tokens, max_decode_tokens)
-                # The worst case: every token in flight and every draft but the last is accepted, and computed.
-                num_slots = choice.length_bound + num_tokens - 1
+            # The worst case: every token in flight is accepted, and each of them is computed now.
+            num_slots = choice.length_bound
+            if num_slots < choice.length_limit:
                 if num_slots > choice.capacity and not self._grow(plan, choice, num_slots):
                     continue
-                plan.decodes.append(choice.decode if num_tokens == 1 else Decode(choice.row, num_tokens))
-                choice.in_flight.append(num_tokens)
-                choice.length_bound += num_tokens
+                if choice.max_drafts:
+                    drafting.append((len(plan.decodes), choice))
+                plan.decodes.append(choice.decode)
+                choice.in_flight.append(1)
+                choice.length_bound += 1
                 decode_kv += num_slots
-                budget -= num_tokens
             elif choice.complete_from is None:
                 choice.complete_from = plan.step
             index += 1
         self.decode_kv = decode_kv
-        return budget
+        return drafting
+
+    def _plan_drafts(self, plan: StepPlan, drafting: list[tuple[int, Choice]], room: int) -> None:
+        """Lets rows of the plan have drafts: those of all together have ``room``, and each has blocks for its own."""
+        num_wanted = 0
+        for index, choice in drafting:
+            # A token is left for the next plan, which is made before this one is answered: so the row is in that plan
+            # too, even if all of its drafts turn out wrong.
+            num_left = choice.length_limit - choice.length_bound - 1
+            num_drafts = self._hold_drafts(plan, choice, min(choice.max_drafts, num_left, room))
+            if num_drafts > 0:
+                plan.decodes[index] = Decode(choice.row, 1 + num_drafts)
+                choice.in_flight[-1] += num_drafts
+                choice.length_bound += num_drafts
+                num_wanted += num_drafts
+        plan.max_drafts = min(num_wanted, room)
+
+    def _hold_drafts(self, plan: StepPlan, choice: Choice, num_drafts: int) -> int:
+        """How many of these drafts the row's blocks hold beside the next plan's token, with new ones where there are
+        plenty: tokens that are sure to come need some too, and would have to take them from somebody."""
+        num_slots = choice.length_bound + num_drafts
+        if num_slots <= choice.capacity:
+            return num_drafts
+        num_new = self.kv.num_blocks_for(num_slots) - len(choice.block_ids)
+        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, choice, num_slots):
+            return num_drafts
+        return choice.capacity - choice.length_bound
 
     def _grow(self, plan: StepPlan, choice: Choice, num_slots: int) -> bool:
         """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave

@@ -20,6 +20,8 @@ class FinishReason(Enum):
     SHUTDOWN = auto()
     KILLED_WORKER = auto()
     """It ended the worker twice while it ran alone."""
+    GRAMMAR = auto()
+    """What its output must match became too costly to follow."""
     INTERNAL = auto()
 
 
@@ -155,6 +157,28 @@ class Speculation:
     """Entry i: steps whose first i + 1 drafts or more were computed; its sum is the number of drafts."""
     accepted_at: list[int] = field(default_factory=list)
     """The same, of those that were chosen."""
+
+    @property
+    def drafted(self) -> int:
+        """Tokens."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens."""
+        return sum(self.accepted_at)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Of one row in one step."""
+        self.steps += 1
+        for counts, number in ((self.drafted_at, num_drafted), (self.accepted_at, num_accepted)):
+            counts += [0] * (number - len(counts))
+            for index in range(number):
+                counts[index] += 1
+
+    def copy(self) -> "Speculation":
+        """As it is now."""
+        return Speculation(self.steps, self.drafted_at.copy(), self.accepted_at.copy())
 
 
 @dataclass(slots=True, frozen=True)

@@ -283,7 +283,7 @@ class Scheduler:
         assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
         num_rows = len(plan.chunks) + len(plan.decodes)
         assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
-        self.outlook.answered(result.computed_us * 1e-6)
+        self.outlook.answered(result)
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
         for chunk in plan.chunks:
@@ -349,11 +349,14 @@ class Scheduler:
         token_ids = row.token_ids
         num_tokens = len(token_ids)
         assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
-        assert num_tokens or not max_tokens, f"row {row.row} is answered with no token"
-        choice.length_bound -= max_tokens - num_tokens
+        assert num_tokens or not max_tokens or row.failure, f"row {row.row} is answered with no token"
+        if num_tokens < max_tokens:
+            choice.fall_short(max_tokens - num_tokens)
         choice.token_ids += token_ids
+        if row.num_drafted:
+            self._count_drafts(choice, row.num_drafted, max(0, num_tokens - 1))
         # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
-        if choice.row == row.row:
+        if choice.row == row.row and not row.failure:
             if num_tokens:
                 assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
             else:
@@ -369,6 +372,13 @@ class Scheduler:
         if row.vector is not None:
             choice.live.request.sink(Embedded(choice.index, row.vector))
             self._end(choice, FinishReason.STOP)
+        if row.failure:
+            self._break_off(choice, row.failure)
+
+    def _count_drafts(self, choice: Choice, num_drafted: int, num_accepted: int) -> None:
+        choice.live.speculation.add(num_drafted, num_accepted)
+        choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
+        self.counters.speculation.add(num_drafted, num_accepted)
 
     def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = choice.live
@@ -388,6 +398,11 @@ class Scheduler:
         choice.live.request.sink(delta)
         if delta.end is not None:
             self._end(choice, delta.end.reason)
+
+    def _break_off(self, choice: Choice, why: str) -> None:
+        """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
+        if choice.state is not ChoiceState.ENDED:
+            self._finish(choice.live, FinishReason.GRAMMAR, why)
 
     def _give_up(self, live: LiveRequest, error: Exception) -> None:
         """A text state failed. It is not ours, and what it cannot do must not end the other requests."""

@@ -97,6 +97,7 @@ class Simulation:
         priority: int = 0,
         within_s: float | None = None,
         stops_after: int | None = None,
+        max_drafts: int = 0,
     ) -> Outcome:
         """A request arrives ``when``, to be done ``within_s``; its output ends by itself at ``stops_after`` tokens."""
         number = len(self.outcomes)
@@ -112,6 +113,7 @@ class Simulation:
             priority=priority,
             deadline=None if within_s is None else when + within_s,
             arrival=when,
+            max_drafts=max_drafts,
         )
         outcome = Outcome(request)
         self.outcomes.append(outcome)

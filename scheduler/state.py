@@ -1,7 +1,9 @@
 """What an engine tells of itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+from penstock.scheduler.request import Speculation
 
 
 class EngineState(Enum):
@@ -56,3 +58,5 @@ class EngineStats:
     """How long a step took, at the median of the last ones."""
     predicted_ttft_s: float | None = None
     """Of a short request that came now; None while nothing is known."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """Its steps are those of each row."""

@@ -3,10 +3,14 @@
 The time of a step is taken to be
 
     constant + a * prefill_tokens + b * prefill_kv + c * decodes + d * decode_kv + e * chunks + f * chunk_kv
+    + g * drafts
 
 with no coefficient below zero, times a pace. The coefficients have the least squares of the relative errors, and older
 steps count less and less; the pace is that of the last few steps, since a machine may be busy with other things too.
 Blocks that are copied between the tiers of the KV cache come on top, at the time that the worker measured for one.
+
+How much a step drafts is the worker's to choose, and is known once it is answered. Until then each row that is
+continued is taken to have as many drafts as such rows had lately, and to gain as many tokens.
 """
 
 import math
@@ -40,11 +44,13 @@ _PACED_BY = 16
 _MAX_PACE = 4.0
 _SLOWED_BY = 128
 """Steps after which one counts 1/e for how much chunks slow decoding down."""
+_DRAFTED_BY = 32
+"""Steps after which one counts 1/e for how much is drafted and accepted."""
 _SWEEPS = 8
 """Over the coefficients, each fit: they start from where they were, so they need not arrive."""
 _DAMPING = 1e-3
 """A coefficient that was hardly ever needed moves slowly, so that noise cannot drive it far."""
-_SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4)
+_SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4, 1e-1)
 """Of the terms above, in their order: they are all about 1 then."""
 
 
@@ -117,15 +123,18 @@ class StepModel:
         self._pace = 1.0
         # Means over the steps with decoding rows: predicted for the whole of each, and for these rows alone.
         self._whole_s = self._decoding_s = 0.0
+        self._drafts_each = 0.0
+        self.tokens_each = 1.0
+        """What a row gained lately in a step that continued it: more than one where drafts were accepted."""
 
     @property
     def slowdown(self) -> float:
         """By what factor chunks have prolonged the steps of decoding rows lately."""
         return self._whole_s / self._decoding_s if self._decoding_s > 0 else 1.0
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """A step of so much work took so long; about 10 us."""
-        terms = _terms(work, 1)
+    def observe(self, work: StepWork, seconds: float, num_drafted: int = 0, num_accepted: int = 0) -> None:
+        """A step of so much work, and with so many drafts beside it, took so long; about 10 us."""
+        terms = _terms(work, 1, num_drafted)
         # What is known of copies is less sure than the step's own time, so they are taken to be half of it at most.
         seconds = max(seconds - work.copied_blocks * self._copy_s, seconds / 2, 1e-6)
         predicted = _dot(self._coefficients, terms)
@@ -134,9 +143,12 @@ class StepModel:
         if work.decodes:
             decoding = predicted
             if work.chunks:
-                decoding = _dot(self._coefficients, _terms(StepWork(0, 0, work.decodes, work.decode_kv), 1))
+                alone = _terms(StepWork(0, 0, work.decodes, work.decode_kv), 1, num_drafted)
+                decoding = _dot(self._coefficients, alone)
             self._whole_s += (predicted - self._whole_s) / _SLOWED_BY
             self._decoding_s += (decoding - self._decoding_s) / _SLOWED_BY
+            self._drafts_each += (num_drafted / work.decodes - self._drafts_each) / _DRAFTED_BY
+            self.tokens_each += (1 + num_accepted / work.decodes - self.tokens_each) / _DRAFTED_BY
         new = self._new_chunked if work.chunks else self._new_decoding
         # Errors are relative to what was expected, for a mean without bias; but what is far off counts by itself.
         about = min(max(predicted, seconds / 2), seconds * 2)
@@ -147,9 +159,16 @@ class StepModel:
 
     def predict(self, work: StepWork, steps: float = 1) -> float | None:
         """Seconds that so much work takes, in so many steps together; None while too little is known."""
+        return self._predict(work, steps, self._drafts_each * work.decodes)
+
+    def least(self, work: StepWork) -> float | None:
+        """Seconds that a step of so much work takes if nothing is drafted; None while too little is known."""
+        return self._predict(work, 1, 0)
+
+    def _predict(self, work: StepWork, steps: float, drafts: float) -> float | None:
         if self._num_steps < _MIN_STEPS:
             return None
-        return self._pace * _dot(self._coefficients, _terms(work, steps)) + work.copied_blocks * self._copy_s
+        return self._pace * _dot(self._coefficients, _terms(work, steps, drafts)) + work.copied_blocks * self._copy_s
 
     def max_prefill(self, decodes: int, decode_kv: int, context: int, target_s: float | None, at_most: int) -> int:
         """The most tokens of a history, of which ``context`` are computed, that a step beside these decodes can take
@@ -159,8 +178,7 @@ class StepModel:
         if rest is None:
             return at_most
         if target_s is None:
-            alone = self._pace * _dot(self._coefficients, _terms(StepWork(0, 0, decodes, decode_kv), 1))
-            target_s = max(COMFORT_S, MIN_SHARE * alone)
+            target_s = max(COMFORT_S, MIN_SHARE * (self.predict(StepWork(0, 0, decodes, decode_kv)) or 0.0))
         per_token, per_kv, per_end = (self._pace * self._coefficients[index] * _SCALES[index] for index in (1, 2, 6))
         # rest + linear * n + square * n^2 = target_s, as the mean token of the chunk sees context + n / 2 tokens.
         linear, square = per_token + per_kv * context + per_end, per_kv / 2
@@ -199,8 +217,8 @@ class StepModel:
         self._pace = min(max(pace, 1 / _MAX_PACE), _MAX_PACE)
 
 
-def _terms(work: StepWork, steps: float) -> tuple[float, ...]:
-    return tuple(map(mul, _SCALES, (steps, *work[:-1])))
+def _terms(work: StepWork, steps: float, drafts: float) -> tuple[float, ...]:
+    return tuple(map(mul, _SCALES, (steps, *work[:-1], drafts)))
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

@@ -68,7 +68,17 @@ class Entry:
 class _Track:
     """Where one choice is: what it waits for, or which stretch of steps it is in."""
 
-    __slots__ = ("cause", "cause_before", "decoded", "decodes_from", "entry", "num_output_tokens", "wait_before")
+    __slots__ = (
+        "cause",
+        "cause_before",
+        "decoded",
+        "decodes_from",
+        "entry",
+        "num_accepted",
+        "num_drafted",
+        "num_output_tokens",
+        "wait_before",
+    )
 
     def __init__(self) -> None:
         self.cause: Cause | None = None
@@ -83,6 +93,15 @@ class _Track:
         """The last of them."""
         self.decodes_from: int | None = None
         """The step with the last chunk of its history, while that is not answered."""
+        self.num_drafted = 0
+        """Tokens, in the last stretch of decoding."""
+        self.num_accepted = 0
+        """Of these."""
+
+    def tell_drafts(self, entry: Entry) -> None:
+        """Says in an entry of decoding what became of its drafts."""
+        if self.num_drafted:
+            entry.detail = f"{self.num_accepted} of {self.num_drafted} drafts accepted"
 
 
 class Timeline:
@@ -153,6 +172,7 @@ class Timeline:
         if track.entry is not None and track.entry.kind is Kind.DECODED:
             track.entry.last_step = step - 1
             track.entry.num_tokens = num_output_tokens - track.num_output_tokens
+            track.tell_drafts(track.entry)
 
     # The queue ----------------------------------------------------------------------------------------------------
 
@@ -227,7 +247,14 @@ class Timeline:
         """This step has chosen a token, and the row goes on by itself."""
         track = self._tracks[choice]
         track.decodes_from = None
+        track.num_drafted = track.num_accepted = 0
         self._go_on(track, self._open(Kind.DECODED, choice, step))
+
+    def drafted(self, choice: int, num_drafted: int, num_accepted: int) -> None:
+        """In a step that was answered, so many drafts were computed and accepted."""
+        track = self._tracks[choice]
+        track.num_drafted += num_drafted
+        track.num_accepted += num_accepted
 
     def first_token(self, at: float) -> None:
         """Its first output token is there."""
@@ -243,6 +270,7 @@ class Timeline:
             track.decoded = track.entry
         elif track.decoded is not None:  # tokens of steps that were answered after it had left
             track.decoded.num_tokens += num_output_tokens - track.num_output_tokens
+            track.tell_drafts(track.decoded)
         track.num_output_tokens = num_output_tokens
         self._go_on(track, None)
 

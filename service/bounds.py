@@ -32,6 +32,7 @@ from penstock.service.bound_kinds import (
 )
 from penstock.service.errors import Reason, invalid
 from penstock.service.identity import TENANT_NAME
+from penstock.service.speculation import MAX_DRAFTS
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 
 __all__ = ["FIELD_BOUNDS", "Limit", "ModelLimits", "Validator", "chat_bytes"]
@@ -119,7 +120,19 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "traceparent": _TRACE,
         "client_request_id": _CLIENT_ID,
         "retain_ms": Number(0, MAX_TIMEOUT_MS),
+        "max_draft_tokens": Number(0, MAX_DRAFTS),
+        "constraint": Nested(),
     },
+    "Constraint": {
+        "json_schema": Text(1, 256 << 10),
+        "any_json": Nested(),
+        "regex": Text(1, 64 << 10),
+        "lark": Text(1, 256 << 10),
+        "gbnf": Text(1, 256 << 10),
+        "choices": Nested(),
+    },
+    "AnyJson": {},
+    "Choices": {"values": Items(1024, Text(1, 256 << 10), required=True)},
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
     "Chat": {
         "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),

@@ -16,7 +16,9 @@ from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
+from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
+from penstock.service.speculation import parse_speculation
 
 PROGRAM = "penstock serve"
 _FLAGS_LISTED = f"{PROGRAM} --help lists them"
@@ -28,6 +30,7 @@ examples:
   penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
   penstock serve --http-port 8000              OpenAI's API too, and a page to chat, at http://127.0.0.1:8000
   penstock serve --config serve.yaml           flags from a file; those on the command line go first
+  penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
 
 a configuration file has the flags' names as keys:
   model: ./my-model
@@ -229,6 +232,12 @@ class ServeConfig:
         None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
         shown="2048; on the backend cpu what takes about 0.15 s, 64 to 256",
     )  # fmt: skip
+    speculative_config: str | None = flag(
+        None, 'how tokens are drafted, so that a step may bring several; output never changes by it. The method is '
+        'ngram, suffix, draft_model or eagle3, the last two with a "model"; further keys are as in vLLM, and '
+        'num_speculative_tokens is a bound: how many pay is measured', metavar="JSON", shown="nothing is drafted",
+        is_json=True,
+    )  # fmt: skip
     max_queued_requests: int = flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
     max_queued_tokens: int = flag(
         4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32
@@ -277,6 +286,8 @@ class ServeConfig:
                 f"--device: {self.device} is one GPU, and --tensor-parallel-size {self.tensor_parallel_size} takes so "
                 "many, the first ones; give cuda, and choose them by CUDA_VISIBLE_DEVICES"
             )
+        if self.speculative_config is not None:
+            parse_speculation(self.speculative_config)
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
 
@@ -298,6 +309,11 @@ class ServeConfig:
     def has_credentials(self) -> bool:
         """Whether callers must say who they are."""
         return self.api_keys_file is not None or self.jwt_jwks_file is not None
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """How tokens are drafted; None is not at all."""
+        return None if self.speculative_config is None else parse_speculation(self.speculative_config)
 
     @property
     def model_name(self) -> str:

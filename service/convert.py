@@ -75,16 +75,18 @@ class Converter:
         max_sequence_tokens: int,
         *,
         max_retain_s: float,
+        max_drafts: int = 0,
     ) -> None:
         """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
         by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
-        continues another and doesn't say."""
+        continues another and doesn't say. ``max_drafts``: what is drafted for a choice in a step at most."""
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
         self._model_name = model_name
         self._max_sequence_tokens = max_sequence_tokens
         self._max_retain_s = max_retain_s
+        self._max_drafts = max_drafts
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
@@ -153,6 +155,7 @@ class Converter:
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
+            max_drafts=self._drafts(start),
         )
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
@@ -182,6 +185,11 @@ class Converter:
         if start.HasField("retain_ms"):
             return min(start.retain_ms / 1000, self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
+
+    def _drafts(self, start: pb.Start) -> int:
+        if start.HasField("max_draft_tokens"):
+            return min(start.max_draft_tokens, self._max_drafts)
+        return self._max_drafts
 
     def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
         sampling = start.sampling

@@ -61,6 +61,7 @@ class Reason(Enum):
     WORKER_DOWN = auto()
     WORKER_DIED = auto()
     KILLED_WORKER = auto()
+    GRAMMAR = auto()
     INTERNAL = auto()
 
 
@@ -143,6 +144,9 @@ CATALOGUE: Mapping[Reason, Entry] = {
         "the request ended the worker twice while it ran alone; do not send it again, and report it to the service's "
         "operator with the request id",
     ),
+    Reason.GRAMMAR: Entry(
+        _Code.RESOURCE_EXHAUSTED, "what the output must match became too costly to follow; simplify it", DONT_RETRY
+    ),
     Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
 }
 
@@ -170,6 +174,7 @@ _ENDINGS: Mapping[FinishReason, Reason | None] = {
     FinishReason.WORKER_DIED: Reason.WORKER_DIED,
     FinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
     FinishReason.SHUTDOWN: Reason.SHUTDOWN,
+    FinishReason.GRAMMAR: Reason.GRAMMAR,
     FinishReason.INTERNAL: Reason.INTERNAL,
 }
 

@@ -4,6 +4,7 @@ same bounds. Knows no flag by name.
 
 import argparse
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,15 +22,16 @@ class ConfigError(Exception):
 
 def flag(
     default: Any, text: str, *, metavar: str | None = None, low: float | None = None, high: float | None = None,
-    choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False, group: str = "",
+    choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False, is_json: bool = False,
+    group: str = "",
 ) -> Any:  # fmt: skip
     """A field with what its flag needs: bounds that include their ends, and ``shown`` as the default in the help, where
-    ``group`` begins a group of flags."""
+    ``group`` begins a group of flags. A file may have what ``is_json`` as keys and values of its own."""
     return dataclasses.field(
         default=default,
         metadata={
             "help": text, "metavar": metavar, "low": low, "high": high, "choices": choices, "shown": shown,
-            "is_size": is_size, "group": group,
+            "is_size": is_size, "is_json": is_json, "group": group,
         },
     )  # fmt: skip
 
@@ -65,6 +67,8 @@ def _from_file(field: "dataclasses.Field[Any]", value: object) -> Any:
         if isinstance(value, bool) and bool in _types(field):
             return value
         raise ConfigError(f"must be {'true or false' if bool in _types(field) else _wanted(field)}; it is {value!r}")
+    if field.metadata["is_json"] and isinstance(value, dict):
+        return json.dumps(value, default=str)
     if not isinstance(value, str | int | float):
         raise ConfigError(f"must be {_wanted(field)}; it is {value!r}")
     return _parse(field, str(value))

@@ -134,6 +134,13 @@ RESTORED_TOKENS = _counter(
     "penstock.restored_tokens", "{token}", "Those of the cached tokens whose KV was copied back from host memory."
 )
 OUTPUT_TOKENS = _counter("penstock.output_tokens", "{token}", "Tokens that were chosen.")
+DRAFTS = _counter("penstock.drafts", "{draft}", "Drafts that were computed: one for a row in a step.")
+DRAFTED_TOKENS = _counter(
+    "penstock.drafted_tokens", "{token}", "Their tokens, by the place in the draft, from 0.", ("position",)
+)
+ACCEPTED_TOKENS = _counter(
+    "penstock.accepted_tokens", "{token}", "Those of the drafted tokens that were chosen.", ("position",)
+)
 PREEMPTIONS = _counter("penstock.preemptions", "{preemption}", "Rows that gave their blocks up for others.")
 WORKER_RESTARTS = _counter("penstock.worker_restarts", "{restart}", "Workers that were replaced.")
 
@@ -196,6 +203,20 @@ VLLM_PREFIX_QUERIES = _counter(
 )
 VLLM_PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "{token}", "As penstock_cached_tokens_total.", _OF_VLLM)
 VLLM_PREEMPTIONS = _counter("vllm:num_preemptions_total", "{preemption}", "As penstock_preemptions_total.", _OF_VLLM)
+VLLM_DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "{draft}", "As penstock_drafts_total.", _OF_VLLM)
+VLLM_DRAFTED_TOKENS = _counter(
+    "vllm:spec_decode_num_draft_tokens_total", "{token}", "As penstock_drafted_tokens_total, of all places.", _OF_VLLM
+)
+VLLM_ACCEPTED_TOKENS = _counter(
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "{token}",
+    "As penstock_accepted_tokens_total, of all places.",
+    _OF_VLLM,
+)
+VLLM_ACCEPTED_PER_POSITION = _counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total", "{token}", "As penstock_accepted_tokens_total.",
+    (*_OF_VLLM, "position"),
+)  # fmt: skip
 VLLM_SUCCESS = _counter(
     "vllm:request_success_total", "{request}", "Accepted requests that ended: stop, length, abort or error.",
     (*_OF_VLLM, "finished_reason"),

@@ -5,6 +5,7 @@ and a pipe from its parent, whose end is its own end: it cannot be left behind, 
 """
 
 import itertools
+import json
 import os
 import select
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -82,6 +83,8 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
             arguments.append(flag.replace("--", "--no-", 1))
         elif value is True:
             arguments.append(flag)
+        elif isinstance(value, Mapping):
+            arguments.append(f"{flag}={json.dumps(value)}")
         elif value is not None:
             arguments.append(f"{flag}={value}")
     try:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from google.rpc import status_pb2
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import Delta, Finished, FinishReason, Matched
+from penstock.scheduler.request import Delta, Finished, FinishReason, Matched, Speculation
 from penstock.service.batch import Batch, OutputForm
 from penstock.service.bounds import UINT32_MAX
 from penstock.v1 import generation_pb2 as pb
@@ -18,6 +18,7 @@ _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
     FinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
     FinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
     FinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
+    FinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
     FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 
@@ -70,6 +71,17 @@ def finished_message(
         reason=_REASONS[finished.reason],
         seed=seed,
         request_id=request_id,
+        speculation=None if finished.speculation is None else _speculation(finished.speculation),
+    )
+
+
+def _speculation(speculation: Speculation) -> pb.Speculation:
+    return pb.Speculation(
+        drafted_tokens=speculation.drafted,
+        accepted_tokens=speculation.accepted,
+        steps=speculation.steps,
+        drafted_at=speculation.drafted_at,
+        accepted_at=speculation.accepted_at,
     )
 
 

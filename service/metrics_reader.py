@@ -7,7 +7,7 @@ import asyncio
 import importlib.metadata
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,6 +101,10 @@ class MetricsReader:
         yield _of(of.CACHED_TOKENS, stats.cached_tokens)
         yield _of(of.RESTORED_TOKENS, stats.restored_tokens)
         yield _of(of.OUTPUT_TOKENS, stats.output_tokens)
+        drafts = stats.speculation
+        yield _of(of.DRAFTS, drafts.steps)
+        yield _by_position(of.DRAFTED_TOKENS, drafts.drafted_at)
+        yield _by_position(of.ACCEPTED_TOKENS, drafts.accepted_at)
         yield _of(of.PREEMPTIONS, stats.preemptions)
         yield _of(of.WORKER_RESTARTS, stats.restarts)
 
@@ -158,6 +162,10 @@ class MetricsReader:
         yield _of(of.VLLM_PREFIX_QUERIES, prompt_tokens if is_caching else 0, *labels)
         yield _of(of.VLLM_PREFIX_HITS, stats.cached_tokens, *labels)
         yield _of(of.VLLM_PREEMPTIONS, stats.preemptions, *labels)
+        yield _of(of.VLLM_DRAFTS, stats.speculation.steps, *labels)
+        yield _of(of.VLLM_DRAFTED_TOKENS, stats.speculation.drafted, *labels)
+        yield _of(of.VLLM_ACCEPTED_TOKENS, stats.speculation.accepted, *labels)
+        yield _by_position(of.VLLM_ACCEPTED_PER_POSITION, stats.speculation.accepted_at, *labels)
         yield Reading(of.VLLM_SUCCESS, [Point((*labels, reason), count) for reason, count in metrics.finished.items()])
         histograms: Iterable[tuple[Instrument, Histogram]] = (
             (of.VLLM_FIRST_TOKEN, metrics.first_token),
@@ -201,6 +209,10 @@ class LoopReader:
 
 def _of(instrument: Instrument, value: float, *labels: str) -> Reading:
     return Reading(instrument, [Point(labels, value)])
+
+
+def _by_position(instrument: Instrument, counts: Sequence[int], *labels: str) -> Reading:
+    return Reading(instrument, [Point((*labels, str(index)), count) for index, count in enumerate(counts)])
 
 
 def _histogram(instrument: Instrument, histogram: Histogram, *labels: str) -> Reading:

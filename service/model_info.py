@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
@@ -20,11 +20,18 @@ class ModelService(pb_grpc.ModelServiceServicer):
     """Describes the model, and the limits as they are now."""
 
     def __init__(
-        self, name: str, version: str, facts: WorkerFacts, tokenizer: Tokenizer, config: Callable[[], SchedulerConfig]
+        self,
+        name: str,
+        version: str,
+        facts: WorkerFacts,
+        tokenizer: Tokenizer,
+        config: Callable[[], SchedulerConfig],
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         """``config`` tells the engine's."""
         self._facts = facts
         self._config = config
+        self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
         self._has_chat_template = tokenizer.has_chat_template
         self._model = pb.GetModelResponse(
             name=name,
@@ -39,6 +46,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             backend=facts.backend,
             version=version,
             embedding_size=facts.hidden_size,
+            speculation="" if speculation is None else speculation.method.value,
         )
 
     async def GetModel(
@@ -53,6 +61,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             max_queued_tokens=config.max_queued_tokens,
             kv_block_size=facts.block_size,
             num_kv_blocks=facts.num_blocks,
+            max_draft_tokens=self._max_drafts,
         )
         answer = pb.GetModelResponse(limits=limits, features=sorted(self._features(config)))
         answer.MergeFrom(self._model)

@@ -5,6 +5,7 @@ import logging
 
 from opentelemetry.trace import Span, format_trace_id
 
+from penstock.scheduler.request import Speculation
 from penstock.service.metrics import End, Metrics
 from penstock.service.telemetry import end_request
 
@@ -19,6 +20,7 @@ def report_end(span: Span, metrics: Metrics, end: End) -> None:
     if not _log.isEnabledFor(logging.INFO):
         return
     usage, timings, client_request_id = finished.usage, finished.timings, end.client_request_id[:128]
+    speculation = finished.speculation or Speculation()
     field = "" if end.refusal is None else end.refusal.field
     data: dict[str, object] = {
         "request_id": end.request_id,
@@ -31,6 +33,8 @@ def report_end(span: Span, metrics: Metrics, end: End) -> None:
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "output_tokens": usage.output_tokens,
+        "drafted_tokens": speculation.drafted,
+        "accepted_tokens": speculation.accepted,
         "queued_ms": timings.queued_us // 1000,
         "first_token_ms": timings.first_token_us // 1000,
         "total_ms": timings.total_us // 1000,

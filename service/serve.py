@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from msgspec.structs import replace
+
 from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
@@ -28,7 +30,7 @@ from penstock.models.worker_group import new_executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, SpeculationConfig, WorkerConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls, HttpCalls, Transport, metrics_call
@@ -139,6 +141,9 @@ def prepare(config: ServeConfig) -> Prepared:
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
     embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
     tokenizer = Tokenizer.load(path, config.chat_template)
     num_rows = checkpoint.spec.vocab_size
     if tokenizer.vocab_size > num_rows:
@@ -166,6 +171,7 @@ def prepare(config: ServeConfig) -> Prepared:
         scheduler=scheduler,
         authenticator=files.authenticator,
         embedding=embedding,
+        speculation=speculation,
         tls=files.tls,
         tenants=files.tenants,
         watched=files.watched,
@@ -174,7 +180,7 @@ def prepare(config: ServeConfig) -> Prepared:
         drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,
     )
-    worker = _worker_config(config, path, tokenizer.vocab_size, machine)
+    worker = replace(_worker_config(config, path, tokenizer.vocab_size, machine), speculation=speculation)
     return Prepared(server, worker, tokenizer, http, http_options(config))
 
 
@@ -297,7 +303,7 @@ class _Life:
         with contextlib.suppress(OSError):  # nobody reads it: no reason to end
             sys.stdout.write(
                 f"penstock {version} serves {config.model_name} on {bound}\n"
-                f"{describe(facts, config.scheduler)}\n\n"
+                f"{describe(facts, config.scheduler, config.speculation)}\n\n"
                 f"{calls}\n\nCtrl-C ends it.\n"
             )
             sys.stdout.flush()
@@ -322,7 +328,7 @@ class _Life:
             self._server.request_stop()
 
 
-def describe(facts: WorkerFacts, config: SchedulerConfig) -> str:
+def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: SpeculationConfig | None = None) -> str:
     """What runs, with what, and within which limits, for the operator who finds it in the log."""
     weights = "" if facts.quantization == "none" else f" in {facts.quantization}"
     parts = [facts.instruction_set] if facts.instruction_set else []
@@ -335,13 +341,16 @@ def describe(facts: WorkerFacts, config: SchedulerConfig) -> str:
         on = f"{on} ({', '.join(parts)}{each})"
     host_tokens = facts.num_host_blocks * facts.block_size
     evicted = f"; {host_tokens:,} tokens more in host memory" if host_tokens else ""
+    drafts = ""
+    if speculation is not None:
+        drafts = f"\ndrafts of at most {speculation.num_speculative_tokens} tokens by {speculation.method.value}"
     return (
         f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB{each}, "
         f"context {facts.max_model_len:,}\n"
         f"backend {facts.backend} on {on}, steps of at most {config.max_rows(facts):,} sequences and "
         f"{config.token_budget(facts):,} tokens\n"
         f"KV cache of {facts.num_blocks * facts.block_size:,} tokens in {facts.kv_cache_dtype}, "
-        f"{facts.kv_bytes / _MIB:,.0f} MiB{each}{evicted}"
+        f"{facts.kv_bytes / _MIB:,.0f} MiB{each}{evicted}{drafts}"
     )
 
 

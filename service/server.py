@@ -21,7 +21,7 @@ from penstock.clients.event_loop import calm_collector
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.state import EngineState
 from penstock.service.admin import AdminService
 from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
@@ -104,6 +104,8 @@ class ServerConfig:
     """All files that are read again when they change."""
     look_interval_s: float = LOOK_INTERVAL_S
     embedding: Embedding = field(default_factory=Embedding)
+    speculation: SpeculationConfig | None = None
+    """How the worker drafts; None is not at all."""
     conversation_ttl_s: float = 600.0
     """How long a request that ended may be continued, and how long its KV may be retained for that."""
     conversation_tokens: int = 1_000_000
@@ -292,8 +294,14 @@ class _Running:
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = Conversations(config.conversation_ttl_s, config.conversation_tokens)
+        speculation = config.speculation
         converter = Converter(
-            validator, self.pool, config.model_name, max_sequence_tokens, max_retain_s=conversations.ttl_s
+            validator,
+            self.pool,
+            config.model_name,
+            max_sequence_tokens,
+            max_retain_s=conversations.ttl_s,
+            max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
         )
         surroundings = Surroundings(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
@@ -307,7 +315,7 @@ class _Running:
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config), self._server
+            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation), self._server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]

@@ -51,8 +51,10 @@ def _report(before: EngineStats, stats: EngineStats, seconds: float) -> None:
         "cached_percent": round(100 * cached / max(1, computed + cached)),
         "preempted": stats.preemptions - before.preemptions,
     }
-    _log.info(
-        "running %d, waiting %d, KV cache %.1f %%; tokens/s: prompt %.0f, output %.0f; cached %.0f %%; preempted %d",
-        *data.values(),
-        extra={"data": data},
-    )
+    line = "running %d, waiting %d, KV cache %.1f %%; tokens/s: prompt %.0f, output %.0f; cached %.0f %%; preempted %d"
+    drafted = stats.speculation.drafted - before.speculation.drafted
+    if drafted:
+        data["drafted_tokens_per_s"] = round(drafted / seconds)
+        data["accepted_percent"] = round(100 * (stats.speculation.accepted - before.speculation.accepted) / drafted)
+        line += "; drafted %.0f tokens/s, accepted %.0f %%"
+    _log.info(line, *data.values(), extra={"data": data})

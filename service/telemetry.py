@@ -93,6 +93,9 @@ def end_request(span: Span, finished: Finished, ended: str, code: grpc.StatusCod
                 "penstock.time_to_first_token_s": finished.timings.first_token_us / 1e6,
             }
         )
+        if finished.speculation is not None:
+            span.set_attribute("penstock.drafted_tokens", finished.speculation.drafted)
+            span.set_attribute("penstock.accepted_tokens", finished.speculation.accepted)
         _end_call(span, code)
     span.end()
 

@@ -93,6 +93,9 @@ class SamplingBody(Body):
         None, ge=-(2**31), le=2**31 - 1, description="Lower runs first, where the service schedules by priority."
     )
     request_id: str | None = Field(None, description="The caller's own id, for the service's logs.")
+    max_draft_tokens: UInt32 | None = Field(
+        None, description="Tokens that may be drafted in a step, which changes when tokens come, never which; 0: none."
+    )
 
 
 class GenerationBody(SamplingBody):

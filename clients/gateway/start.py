@@ -21,6 +21,8 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
         start.timeout_ms = timeout_ms(settings.request_timeout_s)
     if body.priority is not None:
         start.priority = body.priority
+    if body.max_draft_tokens is not None:
+        start.max_draft_tokens = body.max_draft_tokens
     start.traceparent = traceparent(headers)
     start.client_request_id = client_request_id(body.request_id, headers.get("x-request-id"))
     return start

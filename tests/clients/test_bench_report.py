@@ -138,6 +138,24 @@ def test_the_table():
     assert "WARNING" not in text
 
 
+def test_drafts_of_all_requests():
+    records = [
+        answered(drafts=2, drafted_tokens=8, accepted_tokens=3),
+        answered(1),
+        answered(2, drafts=6, drafted_tokens=24, accepted_tokens=5),
+    ]
+    summary = report(*records).summary()
+    assert summary["speculation"] == {
+        "drafts": 8,
+        "drafted_tokens": 32,
+        "accepted_tokens": 8,
+        "accepted_share": 0.25,
+        "mean_length": 2.0,
+    }
+    assert "drafts        32 tokens, 25% of them accepted; 2.00 tokens a step with drafts" in table(summary)
+    assert report(answered()).summary()["speculation"] is None
+
+
 def test_the_table_warns():
     assert "WARNING: this client was busy itself" in table(report(answered(), client=BUSY).summary())
     assert "WARNING: requests were sent late" in table(report(answered(late_s=0.5)).summary())
@@ -162,6 +180,8 @@ def test_the_json():
         "prompt_tokens": 3,
         "cached_tokens": 0,
         "output_tokens": 3,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
         "arrival_s": 2.0,
         "sent_s": 2.0,
         "ended_s": 2.8,

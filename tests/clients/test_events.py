@@ -7,16 +7,19 @@ from hypothesis import given, settings, strategies as st
 from penstock.clients.events import (
     Accepted,
     ChoiceEnd,
+    Completion,
     Delta,
     Finished,
     FinishReason,
     Logprobs,
     PromptLogprobs,
+    Speculation,
     Timings,
     Usage,
     collect,
     merge,
 )
+from penstock.v1 import generation_pb2 as pb
 
 NUM_CHOICES = 3
 
@@ -37,6 +40,16 @@ DELTAS = st.builds(
     st.booleans(),
 )
 PROMPTS = st.lists(st.integers(1, 4).map(lambda n: PromptLogprobs(1, logprobs(n))), max_size=4)
+
+
+def test_what_became_of_drafts():
+    drafts = pb.Speculation(drafted_tokens=8, accepted_tokens=3, steps=2, drafted_at=[2, 2, 2, 2], accepted_at=[2, 1])
+    finished = Finished.from_proto(pb.Finished(speculation=drafts))
+    assert finished.speculation == Speculation(8, 3, 2, [2, 2, 2, 2], [2, 1])
+    told = Completion([], finished).speculation
+    assert told is not None
+    assert told.mean_length == 2.5
+    assert Finished.from_proto(pb.Finished()).speculation is None
 
 
 @settings(max_examples=200, deadline=None)

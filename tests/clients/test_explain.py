@@ -120,6 +120,11 @@ def test_a_request_that_lives():
     assert "first token  none yet; predicted after 0.80 s\n" in text
 
 
+def test_what_became_of_drafts():
+    drafted = entry(0, 1_000_000, "DECODED", (1, 40), 50, "10 of 30 drafts accepted")
+    assert "put out 50 tokens, 49 a second, 10 of 30 drafts accepted (steps 1 to 40)" in plain(response([drafted]))
+
+
 def test_choices_have_a_column():
     timeline = [entry(0, 10, "PREFILLED", (1, 1), 20), entry(10, 90, "DECODED", (1, 5), 5, choice=2)]
     text = plain(response(timeline, num_choices=3))

@@ -34,6 +34,7 @@ def test_every_option_reaches_its_field():
             "priority": -3,
             "tenant": "t",
             "client_request_id": "mine",
+            "max_draft_tokens": 0,
         },
         timeout=1.5,
     )
@@ -47,6 +48,7 @@ def test_every_option_reaches_its_field():
     assert not sampling.HasField("n")
     assert start.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS
     assert start.output.HasField("logprobs")
+    assert start.HasField("max_draft_tokens")
     assert (start.priority, start.tenant, start.client_request_id, start.timeout_ms) == (-3, "t", "mine", 1500)
 
 

@@ -97,6 +97,17 @@ def test_a_screen():
     assert "".join(f"{text.rstrip()}\n" for text in lines) == SCREEN
 
 
+def test_drafts_have_a_line_where_there_are_any():
+    before, now = pb.WatchStatsResponse(), pb.WatchStatsResponse()
+    before.CopyFrom(BEFORE)
+    now.CopyFrom(NOW)
+    before.drafts, before.drafted_tokens, before.accepted_tokens = 10, 40, 10
+    now.drafts, now.drafted_tokens, now.accepted_tokens = 110, 440, 110
+    assert "prompt 1000 (cached 25 %), drafted 200 (accepted 25 %); step" in line(now, Rates.between(before, now))
+    screen = list(dashboard("gpu1:50052", before, now, [1000.0], unicode=False))
+    assert "drafts            200 tokens/s, 25 % accepted, 2.00 tokens a step with drafts" in screen
+
+
 def test_the_first_screen_has_no_speeds():
     text = "\n".join(dashboard("gpu1:50052", None, BEFORE, [], unicode=False))
     assert "known with the next answer" in text

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.clients.gateway.schemas_completions import Completion
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 PATH = "/v1/completions"
 FORMS: list[dict[str, Any]] = [
@@ -225,6 +226,21 @@ async def test_sampling_reaches_the_engine(start_gateway):
     assert sampling.seed == 2**64 - 1
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
     assert sampling.repetition_penalty == 1.5
+
+
+async def test_drafts_may_be_fewer(start_gateway):
+    gateway = await start_gateway(service={"speculation": SpeculationConfig(DraftMethod.NGRAM, 8)})
+    submit = gateway.executor.submit
+    drafts: list[int] = []
+
+    def submit_and_note(plan):
+        drafts.extend(added.max_drafts for added in plan.added)
+        submit(plan)
+
+    gateway.executor.submit = submit_and_note
+    for fields in ({}, {"max_draft_tokens": 3}):
+        await whole_of(gateway, prompt="ab", max_tokens=1, **fields)
+    assert drafts == [8, 3]
 
 
 async def test_equal_seeds_and_answers_at_once(gateway):

@@ -289,6 +289,7 @@ class World:
             retain_s=rng.choice((0.0, 0.0, 5.0, 20.0)),
             deadline=rng.choice((None, None, self.now + rng.randint(1, 80))),
             arrival=self.now,
+            max_drafts=rng.choice((0, 0, 2, 5)),
         )
         self.add(request)
 
@@ -365,7 +366,7 @@ class World:
             self.config,
             policy=rng.choice(tuple(Policy)),
             max_num_seqs=rng.randint(1, self.facts.max_num_seqs),
-            max_num_batched_tokens=rng.randint(min(budget, self.config.max_decode_tokens), budget),
+            max_num_batched_tokens=rng.randint(1, budget),
             max_queued_requests=rng.choice((2, 100)),
             tenants={"a": TenantLimits(weight=rng.choice((0.5, 3.0)), max_live_requests=rng.choice((None, 4)))},
         )

@@ -392,7 +392,6 @@ def test_a_sink_may_abort_its_request(world, new_request):
         {"max_num_batched_tokens": 0},
         {"max_queued_requests": 0},
         {"max_plans_in_flight": 3},
-        {"max_decode_tokens": 17},
     ],
 )
 def test_a_wrong_config_is_named(changes):

@@ -44,7 +44,6 @@ def random_config(number: int) -> tuple[int, SchedulerConfig, int, int]:
         policy=rng.choice(tuple(Policy)),
         enable_prefix_caching=rng.random() < 0.75,
         max_plans_in_flight=rng.choice((1, 2, 2, 2)),
-        max_decode_tokens=rng.choice((1, 1, 3)),
         target_itl_s=rng.choice((None, None, 0.5, 3.0)),
     )
     return rng.randint(8, 22), config, budget, rng.choice((0, 3, 40))
@@ -421,6 +420,19 @@ def eviction_told_though_the_host_tier_has_the_block(patch):
     patch.setattr(HostTier, "store", store_in_secret)
 
 
+def drafts_without_blocks(patch):
+    patch.setattr(Planner, "_hold_drafts", lambda planner, plan, choice, num_drafts: num_drafts)
+
+
+def drafts_beyond_the_budget(patch):
+    plan_drafts = Planner._plan_drafts
+    patch.setattr(Planner, "_plan_drafts", lambda planner, plan, rows, room: plan_drafts(planner, plan, rows, 9))
+
+
+def drafts_that_fail_not_taken_back(patch):
+    patch.setattr(Choice, "fall_short", lambda choice, num_tokens: None)
+
+
 PLANTED_BUGS = [
     leaked_block,
     double_free,
@@ -449,6 +461,9 @@ PLANTED_BUGS = [
     restored_blocks_not_copied_in,
     copies_left_to_the_next_plan,
     eviction_told_though_the_host_tier_has_the_block,
+    drafts_without_blocks,
+    drafts_beyond_the_budget,
+    drafts_that_fail_not_taken_back,
 ]
 
 

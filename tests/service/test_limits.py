@@ -181,6 +181,12 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             name = type(bad).__name__.lower()
             getattr(start, name).CopyFrom(bad)
             path = f"{name}.{path}"
+        case pb.Constraint():
+            start.constraint.CopyFrom(bad)
+            path = f"constraint.{path}"
+        case pb.Choices():
+            start.constraint.choices.CopyFrom(bad)
+            path = f"constraint.choices.{path}"
         case pb.TokenIds():
             start.token_ids.CopyFrom(bad)
             path = f"token_ids.{path}"

@@ -51,6 +51,8 @@ async def test_a_requests_end_has_its_fields(start_service, data_of):
         "prompt_tokens": 10,
         "cached_tokens": 0,
         "output_tokens": 3,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
         "preemptions": 0,
         "worker_restarts": 0,
     }

@@ -108,7 +108,7 @@ class _TimelineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Timeline
     TIMELINE_KIND_PREFILLED: _TimelineKind.ValueType  # 4
     """Computed `num_tokens` of its history."""
     TIMELINE_KIND_DECODED: _TimelineKind.ValueType  # 5
-    """Put out `num_tokens`, one step after the other."""
+    """Put out `num_tokens`, one step after the other; `detail` says what became of drafts, if there were any."""
     TIMELINE_KIND_PREEMPTED: _TimelineKind.ValueType  # 6
     """Lost its row and its blocks to another."""
     TIMELINE_KIND_RESTARTED: _TimelineKind.ValueType  # 7
@@ -134,7 +134,7 @@ TIMELINE_KIND_BEGAN: TimelineKind.ValueType  # 3
 TIMELINE_KIND_PREFILLED: TimelineKind.ValueType  # 4
 """Computed `num_tokens` of its history."""
 TIMELINE_KIND_DECODED: TimelineKind.ValueType  # 5
-"""Put out `num_tokens`, one step after the other."""
+"""Put out `num_tokens`, one step after the other; `detail` says what became of drafts, if there were any."""
 TIMELINE_KIND_PREEMPTED: TimelineKind.ValueType  # 6
 """Lost its row and its blocks to another."""
 TIMELINE_KIND_RESTARTED: TimelineKind.ValueType  # 7
@@ -200,6 +200,9 @@ class WatchStatsResponse(_message.Message):
     LOOP_LAG_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """What it does."""
     uptime_ms: _builtins.int
@@ -242,6 +245,12 @@ class WatchStatsResponse(_message.Message):
     """Evicted blocks that host memory holds, whether rows use them again or not. 0 without --host-kv-cache-bytes."""
     restored_tokens: _builtins.int
     """Total of those of the cached tokens whose KV was copied back from host memory."""
+    drafts: _builtins.int
+    """Total of drafts that were computed: one for a row in a step. Each brought 1 token more than it had tokens accepted."""
+    drafted_tokens: _builtins.int
+    """Total of their tokens."""
+    accepted_tokens: _builtins.int
+    """Total of those of them that were chosen."""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
         """Of tenants with live requests, the busiest 64 at most."""
@@ -276,10 +285,13 @@ class WatchStatsResponse(_message.Message):
         loop_lag: Global___LoopLag | None = ...,
         host_blocks: _builtins.int = ...,
         restored_tokens: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "loop_lag", b"loop_lag", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft_ms", b"predicted_ttft_ms", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_us", b"step_us", "steps", b"steps", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
@@ -865,7 +877,7 @@ class TimelineEntry(_message.Message):
     num_tokens: _builtins.int
     """Tokens: of a chunk, of an output, of a cached prefix."""
     detail: _builtins.str
-    """More, in words: what it waited for, why it was preempted."""
+    """More, in words: what it waited for, why it was preempted, how many of its drafts were accepted."""
     def __init__(
         self,
         *,

@@ -55,6 +55,7 @@ class GetModelResponse(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, as `--served-model-name` gave it; otherwise the directory's or the hub's."""
     architecture: _builtins.str
@@ -77,6 +78,8 @@ class GetModelResponse(_message.Message):
     """The type of keys and values in the KV cache: "int8", or as in `dtype`."""
     embedding_size: _builtins.int
     """Numbers in an embedding of EmbeddingService, where a request doesn't ask for fewer: the hidden size."""
+    speculation: _builtins.str
+    """How tokens are drafted: "ngram", "suffix", "draft_model" or "eagle3"; empty where nothing is."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output unless `sampling.ignore_eos` is set."""
@@ -106,10 +109,11 @@ class GetModelResponse(_message.Message):
         quantization: _builtins.str = ...,
         kv_cache_dtype: _builtins.str = ...,
         embedding_size: _builtins.int = ...,
+        speculation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +131,7 @@ class Limits(_message.Message):
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Rows in a step at most; a request of n choices takes n."""
     max_num_batched_tokens: _builtins.int
@@ -139,6 +144,8 @@ class Limits(_message.Message):
     """Tokens in a block of the KV cache."""
     num_kv_blocks: _builtins.int
     """Blocks of the KV cache."""
+    max_draft_tokens: _builtins.int
+    """Tokens that are drafted for a choice in a step at most; 0 where nothing is."""
     def __init__(
         self,
         *,
@@ -148,10 +155,11 @@ class Limits(_message.Message):
         max_queued_tokens: _builtins.int = ...,
         kv_block_size: _builtins.int = ...,
         num_kv_blocks: _builtins.int = ...,
+        max_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_size", b"kv_block_size", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "num_kv_blocks", b"num_kv_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_block_size", b"kv_block_size", "max_draft_tokens", b"max_draft_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_queued_requests", b"max_queued_requests", "max_queued_tokens", b"max_queued_tokens", "num_kv_blocks", b"num_kv_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

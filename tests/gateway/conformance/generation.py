@@ -109,6 +109,7 @@ SAMPLING = (
     Case("include_stop_str_in_output", "keeps it in the text",
          {"stop": "st f", "include_stop_str_in_output": True, "logit_bias": ALWAYS}, stops_at("st f", 2, " first f")),
     Case("stop_token_ids", "ends at these tokens", {"stop_token_ids": [WORD], "logit_bias": ALWAYS}, stops_at(WORD, 1)),
+    Case("max_draft_tokens", "changes when tokens come, never which", {"max_draft_tokens": 4}, repeats_with_its_seed),
     Case("min_tokens", "no end before so many", {"min_tokens": 4, "logit_bias": {str(END): 100}}, has_five_tokens),
     Case("ignore_eos", "goes on past the end", {"ignore_eos": True, "logit_bias": {str(END): 100}}, goes_on),
     Case("ignore_eos", "without it the end ends", {"logit_bias": {str(END): 100}}, stops_at(None, 1)),

@@ -1,0 +1,251 @@
+"""Drafts as operators and callers have them: the flag, a request's bound, and what is told of them."""
+
+import asyncio
+import json
+import re
+import urllib.request
+
+import grpc
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.service.config import ServeConfig, parse_config
+from penstock.service.flags import ConfigError
+from penstock.service.local import LocalServiceError, local_service
+from penstock.service.serve import prepare
+from penstock.service.speculation import MAX_DRAFTS, parse_speculation
+from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
+
+NGRAM = SpeculationConfig(DraftMethod.NGRAM, 4)
+
+
+# The flag -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_flag_has_vllms_keys():
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 1}'
+    expected = SpeculationConfig(DraftMethod.NGRAM, 3, prompt_lookup_max=5, prompt_lookup_min=1)
+    assert parse_config(["--speculative-config", text]).speculation == expected
+    assert ServeConfig().speculation is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"method": "ngram"}', SpeculationConfig(DraftMethod.NGRAM, 8)),
+        ('{"method": "suffix"}', SpeculationConfig(DraftMethod.SUFFIX, 16)),
+        ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculationConfig(DraftMethod.NGRAM, 8, None, 1, 1)),
+        ('{"method": "ngram", "prompt_lookup_min": 9}', SpeculationConfig(DraftMethod.NGRAM, 8, None, 9, 9)),
+        ('{"method": "draft_model", "model": "m"}', SpeculationConfig(DraftMethod.DRAFT_MODEL, 5, "m")),
+        ('{"method": "eagle3", "model": "m"}', SpeculationConfig(DraftMethod.EAGLE3, 5, "m")),
+        (
+            '{"method": "suffix", "suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0}',
+            SpeculationConfig(
+                DraftMethod.SUFFIX, 16, suffix_decoding_max_spec_factor=2, suffix_decoding_min_token_prob=0
+            ),
+        ),
+    ],
+)
+def test_each_method_has_its_default(text, expected):
+    assert parse_speculation(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ngram", "is no JSON .*such as"),
+        ("[" * 100_000, "is no JSON"),
+        ('["ngram"]', "must be an object, such as"),
+        ("{}", "method: is required; there are ngram, suffix, draft_model, eagle3"),
+        ('{"method": "mtp"}', "method: there is no 'mtp'; there are ngram, suffix, draft_model, eagle3"),
+        ('{"method": ["ngram"]}', "method: there is no"),
+        ('{"method": "ngram", "tokens": 3}', "tokens: there is no such key; ngram has num_speculative_tokens, prompt_"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: must be .* 1 to 32; it is 0"),
+        ('{"method": "ngram", "num_speculative_tokens": 33}', "num_speculative_tokens: must be .* 1 to 32; it is 33"),
+        ('{"method": "ngram", "num_speculative_tokens": 2.5}', "num_speculative_tokens: must be a whole number"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: must be a whole number"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": NaN}', "suffix_decoding_min_token_prob: must be a n"),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: is of ngram alone; leave it out"),
+        ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min: must be at most"),
+        ('{"method": "ngram", "model": "m"}', "model: is of draft_model and eagle3 alone"),
+        ('{"method": "eagle3"}', "model: is required by eagle3; give a directory"),
+        ('{"method": "draft_model", "model": 3}', "model: must be a directory"),
+    ],
+)
+def test_what_is_wrong_is_named(text, says):
+    with pytest.raises(ConfigError, match=rf"^--speculative-config: {says}"):
+        parse_config([f"--speculative-config={text}"])
+
+
+def test_a_file_has_it_as_keys_or_as_text(tmp_path):
+    path = tmp_path / "serve.yaml"
+    for value in ({"method": "ngram", "num_speculative_tokens": 3}, '{"method": "ngram", "num_speculative_tokens": 3}'):
+        path.write_text(yaml.safe_dump({"speculative-config": value}))
+        assert parse_config(["--config", str(path)]).speculation == SpeculationConfig(DraftMethod.NGRAM, 3)
+
+
+def test_python_has_it_as_a_dict():
+    with pytest.raises(LocalServiceError, match="there is no 'medusa'"):
+        local_service(speculative_config={"method": "medusa"}).__enter__()
+
+
+def test_the_worker_and_the_callers_are_told():
+    config = ServeConfig(port=0, admin_listen="off", metrics_listen="off", speculative_config='{"method": "suffix"}')
+    prepared = prepare(config)
+    assert prepared.worker.speculation == prepared.server.speculation == SpeculationConfig(DraftMethod.SUFFIX, 16)
+
+
+def test_a_drafter_that_is_not_there_is_refused():
+    text = json.dumps({"method": "draft_model", "model": "/nowhere"})
+    config = ServeConfig(port=0, admin_listen="off", metrics_listen="off", speculative_config=text)
+    with pytest.raises(Exception, match="/nowhere"):
+        prepare(config)
+
+
+# A request ----------------------------------------------------------------------------------------------------------
+
+
+def request(max_tokens=40, **fields):
+    sampling = pb.Sampling(max_tokens=max_tokens, n=fields.pop("n", None))
+    return pb.CompleteRequest(start=pb.Start(text="0123456789", sampling=sampling, **fields))
+
+
+@pytest.fixture
+async def drafting(start_service):
+    """A service that drafts four tokens a step."""
+    return await start_service(speculation=NGRAM, metrics_listen="127.0.0.1:0", admin_listen="127.0.0.1:0")
+
+
+async def test_drafts_change_when_tokens_come_and_never_which(drafting, start_service):
+    plain = await start_service()
+    expected = await plain.generation.Complete(request(n=2))
+    answer = await drafting.generation.Complete(request(n=2))
+    assert [choice.text for choice in answer.choices] == [choice.text for choice in expected.choices]
+    assert drafting.engine.stats().steps < plain.engine.stats().steps
+    assert not expected.finished.HasField("speculation")
+    told = answer.finished.speculation
+    assert 0 < told.accepted_tokens < told.drafted_tokens
+    assert (sum(told.drafted_at), sum(told.accepted_at)) == (told.drafted_tokens, told.accepted_tokens)
+    assert len(told.drafted_at) == 4
+    # The first token of each choice comes with its prompt.
+    assert told.accepted_tokens + told.steps <= answer.finished.usage.output_tokens - 2
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 4), (0, 0), (2, 2), (MAX_DRAFTS, 4)])
+async def test_a_request_may_have_fewer(drafting, asked, most):
+    answer = await drafting.generation.Complete(request(max_draft_tokens=asked))
+    assert len(answer.finished.speculation.drafted_at) == most
+
+
+async def test_more_than_anybody_may_have_is_refused(drafting, details_of):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drafting.generation.Complete(request(max_draft_tokens=MAX_DRAFTS + 1))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details_of(caught.value)["BadRequest"].field_violations[0].field == "max_draft_tokens"
+
+
+async def test_a_service_without_drafts_takes_the_bound(start_service):
+    service = await start_service()
+    answer = await service.generation.Complete(request(max_draft_tokens=8))
+    assert not answer.finished.HasField("speculation")
+
+
+# What is told -------------------------------------------------------------------------------------------------------
+
+
+async def test_everybody_is_told_the_same(drafting, caplog):
+    caplog.set_level("INFO", logger="penstock")
+    answer = await drafting.generation.Complete(request())
+    told = answer.finished.speculation
+    page = await asyncio.to_thread(_read, f"http://{drafting.server.metrics_target}/metrics")
+    values: dict[str, float] = {}
+    positions: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if "position" in sample.labels:
+                positions.setdefault(sample.name, {})[sample.labels["position"]] = sample.value
+            else:
+                values[sample.name] = sample.value
+    assert values["penstock_drafts_total"] == values["vllm:spec_decode_num_drafts_total"] == told.steps
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == told.drafted_tokens
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == told.accepted_tokens
+    accepted_at = {str(place): count for place, count in enumerate(told.accepted_at)}
+    assert positions["penstock_accepted_tokens_total"] == accepted_at
+    assert positions["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted_at
+    assert positions["penstock_drafted_tokens_total"] == dict(zip("0123", told.drafted_at, strict=True))
+
+    stats = await anext(aiter(drafting.admin.WatchStats(admin_pb2.WatchStatsRequest())))
+    assert (stats.drafts, stats.drafted_tokens, stats.accepted_tokens) == (
+        told.steps,
+        told.drafted_tokens,
+        told.accepted_tokens,
+    )
+    [record] = [record for record in caplog.records if record.name == "penstock.service.request_end"]
+    data = vars(record)["data"]
+    assert (data["drafted_tokens"], data["accepted_tokens"]) == (told.drafted_tokens, told.accepted_tokens)
+
+    explained = await drafting.admin.Explain(admin_pb2.ExplainRequest(request_id=answer.request_id))
+    [decoded] = [entry for entry in explained.timeline if entry.kind == admin_pb2.TIMELINE_KIND_DECODED]
+    assert decoded.detail == f"{told.accepted_tokens} of {told.drafted_tokens} drafts accepted"
+
+
+async def test_the_log_tells_of_drafts_from_time_to_time(start_service, caplog):
+    caplog.set_level("INFO", logger="penstock.service.stats_log")
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
+    service = await start_service(executor, speculation=NGRAM, stats_interval_s=0.05)
+    await service.generation.Complete(request(max_tokens=200))
+    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.service.stats_log"]
+    assert re.search(r"; drafted \d+ tokens/s, accepted \d+ %$", lines[0])
+
+
+async def test_the_model_is_described_with_it(drafting, start_service):
+    model = await drafting.model.GetModel(model_pb2.GetModelRequest())
+    assert (model.speculation, model.limits.max_draft_tokens) == ("ngram", 4)
+    plain = await (await start_service()).model.GetModel(model_pb2.GetModelRequest())
+    assert (plain.speculation, plain.limits.max_draft_tokens) == ("", 0)
+
+
+# A grammar that cannot be followed ----------------------------------------------------------------------------------
+
+
+class FailingExecutor(FakeExecutor):
+    """Its worker gives a row up with its tenth token."""
+
+    async def results(self):
+        async for result in super().results():
+            for row in result.rows:
+                if row.num_computed >= 18:
+                    row.failure = "the grammar is too costly"
+            yield result
+
+
+async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, details_of, new_reading):
+    """What it had brought by then stays."""
+    executor = FailingExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"))
+    service = await start_service(executor, SchedulerConfig())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.generation.Complete(request())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "the grammar is too costly"
+    assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "-1"
+    details = details_of(caught.value)
+    assert details["ErrorInfo"].reason == "GRAMMAR"
+    assert details["Finished"].reason == pb.FINISH_REASON_ERROR
+
+    call = service.generation.Generate()
+    start = pb.Start(ref=1, text="0123456789", sampling=pb.Sampling(max_tokens=40))
+    await call.write(pb.GenerateRequest(start=start))
+    await call.done_writing()
+    outcome = (await new_reading().read(call)).outcomes[1]
+    [finished] = outcome.finished
+    assert finished.status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert len(outcome.text) == finished.usage.output_tokens >= 9
+
+
+def _read(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
