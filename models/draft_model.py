@@ -13,39 +13,43 @@ import numpy as np
 from penstock.models.backend import Backend, load_backend
 from penstock.models.batch import Batch
 from penstock.models.checkpoint import check_checkpoint
-from penstock.models.drafting import Wanted
+from penstock.models.drafting import Drafter, Proposal, Wanted
 from penstock.models.errors import ModelError
 from penstock.models.lines import Line
 from penstock.models.rows import Row, RowTable
-from penstock.scheduler.plan import WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+CONFIDENCE = 0.6
+"""In a draft, before anything came of some: that of a model whose choices are the large one's more often than not."""
 WIDE = {"float32": 4, "float64": 8}
 """Bytes of an element, of dtypes that have more than two."""
 
 
-def with_room_for(config: WorkerConfig, model: str) -> WorkerConfig:
-    """The same config, of a worker that leaves room for the keys and values of a draft model too. Raises ModelError."""
-    info = check_checkpoint(Path(model), weights=False)
+def with_room(config: WorkerConfig) -> WorkerConfig:
+    """The same config, of a worker that leaves room for the keys and values of its draft model too. Raises
+    ModelError."""
+    info = check_checkpoint(_directory(config), weights=False)
     dtype = info.dtype if config.dtype == "auto" else config.dtype
     num_bytes = info.spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
     return msgspec.structs.replace(config, block_bytes_beside=num_bytes)
 
 
-def load_draft_model(config: WorkerConfig, model: str, facts: WorkerFacts) -> "DraftModelDrafter":
-    """The draft model of a model that was loaded with ``config`` and has these facts. Raises ModelError."""
-    spec = check_checkpoint(Path(model), weights=False).spec
+def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
+    """The factory of the registry of drafters. Raises ModelError."""
+    facts, model = backend.facts, _directory(config)
+    spec = check_checkpoint(model, weights=False).spec
     num_tokens = min(config.tokenizer_vocab_size or facts.vocab_size, facts.vocab_size)
     if spec.vocab_size < num_tokens:
         raise ModelError(
-            f"--speculative-config: model {model} knows {spec.vocab_size} tokens and the model {num_tokens}: give one "
-            "with the same tokenizer"
+            f"--speculative-config: model: {model} knows {spec.vocab_size} tokens, and the large one {num_tokens}: "
+            "give one with the same tokenizer"
         )
-    backend = load_backend(
+    drafts = load_backend(
         msgspec.structs.replace(
             config,
-            model=model,
+            model=str(model),
             num_blocks=facts.num_blocks,
             max_model_len=min(facts.max_model_len, spec.max_positions),
             tokenizer_vocab_size=num_tokens,
@@ -54,8 +58,14 @@ def load_draft_model(config: WorkerConfig, model: str, facts: WorkerFacts) -> "D
             speculation=None,
         )
     )
-    logger.info("drafts come from %s, %d MiB", model, backend.facts.weight_bytes >> 20)
-    return DraftModelDrafter(backend)
+    logger.info("drafts come from %s, whose weights are %d MiB", model, drafts.facts.weight_bytes >> 20)
+    return DraftModelDrafter(drafts)
+
+
+def _directory(config: WorkerConfig) -> Path:
+    assert config.speculation is not None
+    assert config.speculation.model is not None, "the service wants one"
+    return Path(config.speculation.model)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +91,13 @@ class _Span(NamedTuple):
     """Drafts that are wanted; 0: none yet."""
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """A ``Drafter``: what the draft model chooses, by the same noise where tokens are drawn, so that the two models'
     choices differ only where their distributions do."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._table: RowTable | None = None
         facts = backend.facts
         self._block_size = facts.block_size
         self._max_len = facts.max_model_len
@@ -96,8 +107,12 @@ class DraftModelDrafter:
         """Of each block: whether its page has been written whole, with tokens that are certain, since it was given to
         somebody."""
 
+    def attach(self, table: RowTable) -> None:
+        """All rows, whose blocks are the draft model's too."""
+        self._table = table
+
     def renew(self, block_ids: Sequence[int]) -> None:
-        """The blocks are somebody else's now, or another one's content: whatever the draft model had there is lost."""
+        """Whatever the draft model had there is lost."""
         self._is_whole[list(block_ids)] = False
         self._backend.renew(list(block_ids))
 
@@ -107,8 +122,10 @@ class DraftModelDrafter:
         if draft is not None:
             draft.row.is_dropped = True
 
-    def propose(self, table: RowTable, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
         """For each row up to ``max_drafts`` tokens; none while the draft model has not read the row's history yet."""
+        table = self._table
+        assert table is not None
         drafts = [self._stand(table, row) for row, _ in wanted]
         room = self._max_tokens
         spans: list[_Span] = []
@@ -122,7 +139,7 @@ class DraftModelDrafter:
         while spans:
             self._run(table, spans)
             spans = [_Span(draft, end + 1, most) for draft, end, most in spans if len(draft.drafted) < most]
-        return [draft.drafted.copy() for draft in drafts]
+        return [Proposal(draft.drafted.copy(), [CONFIDENCE] * len(draft.drafted)) for draft in drafts]
 
     def _stand(self, table: RowTable, row: Row) -> _Draft:
         """Where the draft model can go on with a row."""

@@ -4,23 +4,26 @@ from collections.abc import Callable
 from importlib import import_module
 
 from penstock.models.backend import Backend
+from penstock.models.draft_model import with_room
 from penstock.models.drafting import Drafter, Drafting
 from penstock.models.errors import ModelError
 from penstock.models.step_costs import StepCosts
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig, WorkerConfig
+from penstock.scheduler.plan import DraftMethod, WorkerConfig
 
-DrafterFactory = Callable[[SpeculationConfig, Backend], Drafter]
+DrafterFactory = Callable[[WorkerConfig, Backend], Drafter]
 
 DRAFTERS = {
     DraftMethod.NGRAM: "penstock.models.ngram_drafter:load",
     DraftMethod.SUFFIX: "penstock.models.suffix_drafter:load",
+    DraftMethod.DRAFT_MODEL: "penstock.models.draft_model:load",
 }
 
 
-def check_speculation(config: WorkerConfig) -> None:
-    """Raises ModelError where drafts are asked for that cannot be made; before a model is loaded."""
+def check_speculation(config: WorkerConfig) -> WorkerConfig:
+    """The config of a model that leaves room for what its drafter needs. Raises ModelError where drafts are asked for
+    that cannot be made; before a model is loaded."""
     if config.speculation is None:
-        return
+        return config
     if config.speculation.method not in DRAFTERS:
         raise ModelError(
             f"--speculative-config: there is no drafter yet for method {config.speculation.method.value}: "
@@ -31,6 +34,15 @@ def check_speculation(config: WorkerConfig) -> None:
             "--speculative-config: is not for --tensor-parallel-size above 1, since ranks choose by their own clocks "
             "how much to draft, and must choose the same: leave one of the two out"
         )
+    return with_room(config) if config.speculation.method is DraftMethod.DRAFT_MODEL else config
+
+
+def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
+    """The drafter that the config, which was checked, asks for. Raises ModelError."""
+    assert config.speculation is not None
+    module, _, attribute = DRAFTERS[config.speculation.method].partition(":")
+    factory: DrafterFactory = getattr(import_module(module), attribute)
+    return factory(config, backend)
 
 
 def make_drafting(config: WorkerConfig, backend: Backend) -> Drafting | None:
@@ -38,7 +50,5 @@ def make_drafting(config: WorkerConfig, backend: Backend) -> Drafting | None:
     speculation, facts = config.speculation, backend.facts
     if speculation is None:
         return None
-    module, _, attribute = DRAFTERS[speculation.method].partition(":")
-    factory: DrafterFactory = getattr(import_module(module), attribute)
     costs = StepCosts(max(facts.max_num_batched_tokens, facts.max_num_seqs))
-    return Drafting(factory(speculation, backend), speculation.num_speculative_tokens, costs, backend.runs_ahead)
+    return Drafting(make_drafter(config, backend), speculation.num_speculative_tokens, costs, backend.runs_ahead)

@@ -2,10 +2,11 @@
 time, and change nothing."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.models.batch import Batch
 from penstock.models.draft_chances import DraftChances, RowChances
@@ -54,16 +55,22 @@ class Proposal(NamedTuple):
 NO_PROPOSAL = Proposal([], [])
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes drafts. Rows' histories are known whenever it is asked; it finds out itself what is new in them."""
 
+    def attach(self, table: RowTable) -> None:  # noqa: B027
+        """Called once, before all else: all rows. Who drafts from text alone needs no more than it is given later."""
+
+    def renew(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """Blocks have another content than they had. Who keeps nothing by blocks need not know."""
+
+    @abstractmethod
     def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
         """One for each row; none of its tokens is fine."""
-        ...
 
+    @abstractmethod
     def forget(self, row: Row) -> None:
         """The row is dropped; what it output may help others of its tenant. Its last tokens may be ``UNKNOWN``."""
-        ...
 
 
 class RowRecord:
@@ -135,6 +142,14 @@ class Drafting:
         self._step = 0
         self._observed: deque[tuple[Drafted, list[RowResult]]] = deque()
         self._took: deque[tuple[int, float, bool]] = deque()
+
+    def attach(self, table: RowTable) -> None:
+        """Called once, before all else: all rows."""
+        self._drafter.attach(table)
+
+    def renew(self, block_ids: Sequence[int]) -> None:
+        """Blocks have another content than they had."""
+        self._drafter.renew(block_ids)
 
     def measure(self, run: Callable[[int], None], most: int) -> None:
         """Finds out what steps cost: ``run`` computes one of so many tokens, up to ``most``."""

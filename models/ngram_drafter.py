@@ -4,13 +4,13 @@
 from collections.abc import Sequence
 
 from penstock.models.backend import Backend
-from penstock.models.drafting import NO_PROPOSAL, Proposal, Wanted
+from penstock.models.drafting import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.row_indexes import RowIndexes, confidences
 from penstock.models.rows import Row
-from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A ``Drafter``. Looks for the longest end of the row's history, of ``prompt_lookup_min`` (at least 2) to
     ``prompt_lookup_max`` tokens, that occurred before, and proposes what followed it."""
 
@@ -37,6 +37,7 @@ class NgramDrafter:
         return Proposal(drafts, confidences(match.length, len(drafts)))
 
 
-def load(config: SpeculationConfig, backend: Backend) -> NgramDrafter:
+def load(config: WorkerConfig, backend: Backend) -> NgramDrafter:
     """The factory of the registry of drafters."""
-    return NgramDrafter(config)
+    assert config.speculation is not None
+    return NgramDrafter(config.speculation)

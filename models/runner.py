@@ -39,6 +39,8 @@ class Runner:
         self.runs_ahead = backend.runs_ahead
         """Whether the next plan may begin while one is computed."""
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
+        if drafting is not None:
+            drafting.attach(self._rows)
 
     def warm(self) -> None:
         """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
@@ -89,8 +91,10 @@ class Runner:
         if drafting is not None:
             for number in plan.dropped:
                 drafting.forget(rows[number])
-        self._backend.renew(rows.apply(plan))
+        fresh = rows.apply(plan)
+        self._backend.renew(fresh)
         if drafting is not None:
+            drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
                 drafting.add(rows[added.row])
 

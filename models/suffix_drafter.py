@@ -9,11 +9,11 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from penstock.models.backend import Backend
-from penstock.models.drafting import NO_PROPOSAL, Proposal, Wanted
+from penstock.models.drafting import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.row_indexes import MAX_INDEXED, RowIndexes, confidences
 from penstock.models.rows import UNKNOWN, Row
 from penstock.models.token_index import Cursor, TokenIndex
-from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
 
 ENOUGH = 8
 """Places to tell how often a draft followed, where the match is as long as can be."""
@@ -43,7 +43,7 @@ class _Outputs:
         return length
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """A ``Drafter``. Matches are of 2 tokens or more: one alone tells too little."""
 
     def __init__(self, config: SpeculationConfig, max_indexed: int = MAX_INDEXED) -> None:
@@ -154,6 +154,7 @@ def _most_frequent(
     return drafts, shares
 
 
-def load(config: SpeculationConfig, backend: Backend) -> SuffixDrafter:
+def load(config: WorkerConfig, backend: Backend) -> SuffixDrafter:
     """The factory of the registry of drafters."""
-    return SuffixDrafter(config)
+    assert config.speculation is not None
+    return SuffixDrafter(config.speculation)

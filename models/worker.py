@@ -69,7 +69,7 @@ def serve(channel: Channel) -> int:
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
-            check_speculation(config)
+            config = check_speculation(config)
             backend = load_backend(config)
             runner = Runner(backend, make_drafting(config, backend))
             runner.warm()

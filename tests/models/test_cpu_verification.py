@@ -11,7 +11,7 @@ from penstock.models import cpu_backend
 from penstock.models.backend import load_backend
 from penstock.models.batch import build_batch
 from penstock.models.cpu_backend import CpuBackend
-from penstock.models.drafting import Drafted, Drafting, Wanted
+from penstock.models.drafting import Drafted, Drafter, Drafting, Wanted
 from penstock.models.lines import Masks, Words
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
@@ -96,7 +96,7 @@ class Everything(Drafting):
         return Drafted({one.row.number: token_ids for one, token_ids in proposed if token_ids})
 
 
-class HalfKnowing:
+class HalfKnowing(Drafter):
     """Knows each row's answer, but errs in one token of five."""
 
     def __init__(self, answers):

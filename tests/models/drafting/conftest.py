@@ -7,7 +7,7 @@ import pytest
 
 from penstock.models.backend import AtOnce, Backend
 from penstock.models.batch import Batch, BatchResult, Sampled
-from penstock.models.drafting import Drafting, Proposal, Wanted
+from penstock.models.drafting import Drafter, Drafting, Proposal, Wanted
 from penstock.models.rows import Row
 from penstock.models.runner import Runner
 from penstock.models.step_costs import StepCosts
@@ -131,7 +131,7 @@ class Device(AtOnce):
         return BatchResult([Sampled(next_token(line.position, line.row.number), None) for line in batch.lines], [])
 
 
-class Fortune:
+class Fortune(Drafter):
     """A ``Drafter`` whose drafts are right as often as ``is_right(row, position)`` says, and that takes its time."""
 
     def __init__(self, clock: Clock, is_right: Callable[[Row, int], bool], ask_s: float, confidence: float) -> None:

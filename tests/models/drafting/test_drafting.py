@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from penstock.models.batch import build_batch
 from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths
-from penstock.models.drafting import NOTHING, Drafting, Proposal
+from penstock.models.drafting import NOTHING, Drafter, Drafting, Proposal
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
 from penstock.models.step_costs import MEASURE_S, SIZES, StepCosts
@@ -179,7 +179,7 @@ def test_it_is_noticed_when_drafts_begin_to_be_right_and_when_they_cease(simulat
 # --------------------------------------------------------------------------------------------------------------- bounds
 
 
-class Generous:
+class Generous(Drafter):
     """Always has more than it is asked for, and remembers whom it was asked about."""
 
     def __init__(self):

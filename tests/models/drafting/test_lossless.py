@@ -1,12 +1,14 @@
 """Whatever is drafted, the tokens are those of no drafts at all, and on the CPU backend all that is told of them is, to
 the last bit."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.models.backend import load_backend
-from penstock.models.drafters import make_drafting
-from penstock.models.drafting import Drafting, Proposal
+from penstock.models.drafters import make_drafter, make_drafting
+from penstock.models.drafting import Drafter, Drafting, Proposal
+from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
 from penstock.models.ngram_drafter import NgramDrafter
 from penstock.models.step_costs import StepCosts
@@ -44,7 +46,7 @@ def prompts():
     return [phrase * 4, rng.integers(0, VOCAB_SIZE, 30).tolist(), [7] * 20, phrase[:5] * 3 + phrase, [3]]
 
 
-class Knowing:
+class Knowing(Drafter):
     """Knows the answers; or never does, where it is told wrong ones."""
 
     def __init__(self, answers):
@@ -65,10 +67,12 @@ class Knowing:
 class Speculating:
     """A backend, with what it makes of the prompts without drafts."""
 
-    def __init__(self, backend, player, asked):
-        self._backend = backend
+    def __init__(self, config, player, asked):
+        self._config = config
+        self._backend = load_backend(config)
         self._player = player
         self._asked = asked
+        self.path = config.model
         self.plain = self.run(None, 0)
 
     def run(self, drafting, max_drafts, room=1 << 10):
@@ -78,6 +82,11 @@ class Speculating:
     def free(self, drafter, max_drafts):
         """Drafting that takes no time, by a clock that stands still; and drafts hardly any."""
         return Drafting(drafter, max_drafts, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+
+    def drafter(self, method, model, **config):
+        """One that has weights."""
+        speculation = SpeculationConfig(DraftMethod(method), 8, str(model))
+        return make_drafter(msgspec.structs.replace(self._config, speculation=speculation, **config), self._backend)
 
     def chosen(self, method, max_drafts):
         """Drafting as the config asks, by the worker's own clock."""
@@ -99,7 +108,7 @@ def speculating(request, made, tiny_model, worker_config, player, asked):
             request.getfixturevalue("cpu_library")
         dtype = "bfloat16" if name == "cpu" else "float64"
         config = worker_config(tiny_model(variant).path, num_blocks=160, backend=name, dtype=dtype)
-        made[request.param] = Speculating(load_backend(config), player, asked)
+        made[request.param] = Speculating(config, player, asked)
     speculating = made[request.param]
     speculating.is_exact = name == "cpu"
     return speculating
@@ -144,6 +153,26 @@ def test_nothing_changes_by_drafts_that_are_all_right_or_all_wrong(speculating, 
     assert num_wrong > 5 * max_drafts
 
 
+@pytest.mark.parametrize("max_drafts", [1, 4])
+def test_nothing_changes_by_a_draft_model(speculating, tiny_model, max_drafts):
+    """One that always knows, one that never does, and one that takes long prompts in portions."""
+    twin, other = speculating.path, tiny_model("olmo2").path
+    drafter = speculating.drafter("draft_model", twin)
+    for _ in range(2):  # the second time rows and blocks are those that others had
+        told = speculating.run(speculating.free(drafter, max_drafts), max_drafts)
+        num_right, num_wrong = check(speculating, told)
+        assert num_right > 20 * num_wrong
+    check(speculating, speculating.run(speculating.free(speculating.drafter("draft_model", other), 3), 3))
+    slow = speculating.drafter("draft_model", twin, max_num_batched_tokens=16)
+    assert check(speculating, speculating.run(speculating.free(slow, max_drafts), max_drafts))[0] > 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(speculating, tmp_path, build_model):
+    build_model(tmp_path, "Qwen3Config", {"vocab_size": 159})
+    with pytest.raises(ModelError, match="knows 159 tokens, and the large one 160: give one with the same tokenizer"):
+        speculating.drafter("draft_model", tmp_path)
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_nothing_changes_by_what_the_clock_says(speculating, method):
     check(speculating, speculating.run(speculating.chosen(method, 4), 4, room=7))
@@ -171,6 +200,6 @@ async def test_a_worker_drafts_as_its_config_says(cpu_library, tiny_model, worke
     finally:
         await worker.stop()
     refused = WorkerProcess(worker_config("", speculation=SpeculationConfig(DraftMethod.EAGLE3, 4)))
-    with pytest.raises(ExecutorError, match=r"--speculative-config: .*eagle3: give ngram or suffix"):
+    with pytest.raises(ExecutorError, match=r"--speculative-config: .*eagle3: give ngram or suffix or draft_model"):
         await refused.start()
     await refused.stop()
