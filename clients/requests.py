@@ -15,6 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from penstock.clients.chat_messages import CHAT_OPTION_NAMES, ChatMessage, ChatOptions, build_chat, set_chat_option
+from penstock.clients.constraint_option import set_constraint
 from penstock.clients.errors import InvalidOption, shown
 from penstock.v1 import generation_pb2 as pb
 
@@ -63,6 +64,9 @@ class Options(ChatOptions, total=False):
     continue_from: str | None
     """The id of a request that ended with ``may_continue``: what is sent here is added to its prompt and output."""
     retain_ms: int | None
+    constraint: Mapping[str, object] | None
+    """What the output must match: one of ``json_schema`` (a schema or its JSON text), ``any_json`` (True), ``regex``,
+    ``lark``, ``gbnf`` and ``choices`` (texts)."""
     max_draft_tokens: int | None
     """Tokens that may be drafted in a step; 0 is off. Drafts change when tokens come, never which."""
     traceparent: str | None
@@ -188,6 +192,8 @@ def _set_option(start: pb.Start, name: str, value: object) -> None:
         set_field(start.sampling, _SAMPLING[name], value)
     elif name in _OUTPUT:
         set_field(start.output, _OUTPUT[name], value)
+    elif name == "constraint":
+        set_constraint(start.constraint, value)
     elif name in _START:
         set_field(start, _START[name], value)
     else:

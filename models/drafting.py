@@ -197,7 +197,7 @@ class Drafting:
         """Drafts for rows that were chosen, within the plan's bounds. Their tokens must be known."""
         began = self._clock()
         records = [self._records[row] for row, _ in wanted]
-        proposals = self._drafter.propose(wanted)
+        proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
         chances = [
             self._chances.estimate(record.chances, proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)
@@ -286,6 +286,15 @@ class Drafting:
             counts[at] = 1
             records[at].tried_at = self._step
             self._to_try_s -= draft_s
+
+
+def _valid(wanted: Wanted, proposal: Proposal) -> Proposal:
+    """As much of a proposal as the row's grammar allows."""
+    row, most = wanted
+    if row.matcher is None or not proposal.token_ids:
+        return proposal
+    count = row.matcher.num_valid(row.history, proposal.token_ids[:most])
+    return Proposal(proposal.token_ids[:count], proposal.confidences[:count])
 
 
 def _num_tokens(plan: StepPlan) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.matcher import RowMatcher
 from penstock.models.pooled_row import PooledRow
 from penstock.models.token_counts import TokenCounts
 from penstock.models.token_lists import TokenLists
@@ -34,8 +35,9 @@ class Row:
     pooled: PooledRow | None
     """Of a row that gets a vector and no tokens."""
     max_drafts: int = 0
-    grammar: str = ""
     tenant: str = ""
+    matcher: RowMatcher | None = None
+    """Of a row whose output must match a grammar."""
     is_dropped: bool = False
     """Whether a plan has dropped it; a step that began before that may still compute it."""
 
@@ -125,7 +127,6 @@ class RowTable:
             TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
             None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
             added.max_drafts,
-            added.grammar,
             added.tenant,
         )
         self._rows[added.row] = row

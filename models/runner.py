@@ -4,10 +4,14 @@ but its own."""
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.models.backend import Backend
 from penstock.models.batch import Batch, Sampled, build_batch
-from penstock.models.drafting import NOTHING, Drafted, Drafting
+from penstock.models.drafting import NOTHING, Drafted, Drafting, Wanted
 from penstock.models.rows import Row, RowTable
 from penstock.scheduler.plan import (
     AddedRow,
@@ -20,15 +24,23 @@ from penstock.scheduler.plan import (
     TokenLogprobs,
 )
 
+if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+    from penstock.models.grammars import Grammars
+
 
 class Runner:
     """Runs plans on a backend, strictly in order."""
 
     def __init__(
-        self, backend: Backend, drafting: Drafting | None = None, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        backend: Backend,
+        drafting: Drafting | None = None,
+        grammars: "Grammars | None" = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._backend = backend
         self._drafting = drafting
+        self._grammars = grammars
         self._clock = clock
         self._done_at = 0
         self._newest = threading.Event()
@@ -93,6 +105,10 @@ class Runner:
                 drafting.forget(rows[number])
         fresh = rows.apply(plan)
         self._backend.renew(fresh)
+        for added in plan.added:
+            if added.grammar:
+                assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
+                rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens)
         if drafting is not None:
             drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
@@ -102,14 +118,30 @@ class Runner:
         """Drafts follow from what was chosen last, and so does where rows stand whose drafts are computed now."""
         if self._has_drafts:
             self._newest.wait()
-        if self._drafting is None or not (wanted := self._drafting.choose(self._rows, plan)):
+        matched = self._matched(plan)
+        wanted = [] if self._drafting is None else self._drafting.choose(self._rows, plan)
+        if not matched and not wanted:
             return NOTHING
         self._newest.wait()
-        return self._drafting.draft(wanted, plan)
+        forced = _forced(matched, plan.max_drafts)
+        drafted = NOTHING
+        if self._drafting is not None and (others := [one for one in wanted if one.row.number not in forced]):
+            room = plan.max_drafts - sum(map(len, forced.values()))
+            drafted = self._drafting.draft(others, msgspec.structs.replace(plan, max_drafts=room))
+        return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
+
+    def _matched(self, plan: StepPlan) -> list[Wanted]:
+        """Rows that the plan continues, whose grammars may force tokens."""
+        if self._grammars is None or not plan.max_drafts:
+            return []
+        rows = [(self._rows[decode.row], decode.max_tokens - 1) for decode in plan.decodes]
+        return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if row.matcher is not None and most > 0]
 
     def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
         is_fenced = self._newest.is_set()
         batch = build_batch(self._rows, plan, drafted.drafts)
+        if self._grammars is not None and (masks := self._grammars.begin(batch.lines, self._newest)) is not None:
+            batch = replace(batch, masks=masks)
         finish = self._backend.begin(batch)
         ends = batch.ends.tolist()
         places = [_expect(row, end, num) for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)]
@@ -131,6 +163,18 @@ class Runner:
             return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
 
         return result
+
+
+def _forced(matched: list[Wanted], room: int) -> dict[int, Sequence[int]]:
+    """By row number, tokens that grammars force: likelier than anything that a drafter knows. At most so many."""
+    forced: dict[int, Sequence[int]] = {}
+    for row, most in matched:
+        assert row.matcher is not None
+        token_ids = row.matcher.forced(row.history, min(most, room)) if room else ()
+        if token_ids:
+            forced[row.number] = token_ids
+            room -= len(token_ids)
+    return forced
 
 
 def _expect(row: Row, end: int, num_lines: int) -> int:
@@ -157,6 +201,8 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
         else:
             drafts = batch.lines[first + num_lines - 1].drafts
             results.append(_verified(row, drafts, sampled[first : first + num_lines]))
+        if num_lines and row.matcher is not None and row.matcher.fails_at(batch.lines[first].position):
+            results[-1] = RowResult(row.number, row.epoch, row.num_computed, [], failure=row.matcher.failure)
         first += num_lines
     return results
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,6 +31,9 @@ from penstock.models.parallel import PeerLost
 from penstock.models.runner import Runner
 from penstock.models.wire import Channel, Kind, WireError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
+
+if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+    from penstock.models.grammars import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +74,9 @@ def serve(channel: Channel) -> int:
     try:
         with _alive(channel):
             config = check_speculation(config)
+            grammars = _grammars(config)
             backend = load_backend(config)
-            runner = Runner(backend, make_drafting(config, backend))
+            runner = Runner(backend, make_drafting(config, backend), grammars)
             runner.warm()
             gc.freeze()
             channel.send(Kind.FACTS, backend.facts)
@@ -94,6 +99,14 @@ def serve(channel: Channel) -> int:
             channel.send(Kind.FAILED, _summary(error))
         return 1
     return 0
+
+
+def _grammars(config: WorkerConfig) -> "Grammars | None":
+    if config.tokenizer is None:
+        return None
+    from penstock.models.grammars import grammars_of
+
+    return grammars_of(config)
 
 
 def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]], is_heard: bool = True) -> None:

@@ -273,6 +273,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """None: only what grammars force is drafted."""
     tokenizer: str | None = None
     """The directory of the model's tokenizer, which grammars are matched by; None: there are none."""
+    special_tokens: tuple[str, ...] = ()
+    """Of the tokenizer, as the service knows them: no text, and so nothing that a grammar's text can match."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence tokens: what may come when a grammar's text is whole."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are then those of
     all of them together, until each rank is told its own part."""

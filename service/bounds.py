@@ -46,6 +46,8 @@ MAX_NAMED_TENANTS = 16_384
 """With settings of their own: all of them fit in one message."""
 MAX_TOKENS_CAP = 1 << 24
 MAX_LIVE_REQUESTS_CAP = 1 << 20
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_REGEX_BYTES = 64 << 10
 MAX_TOOL_CALLS = 4096
 """In all messages of a conversation: each is a message to look at, on the event loop."""
 
@@ -124,15 +126,15 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "constraint": Nested(),
     },
     "Constraint": {
-        "json_schema": Text(1, 256 << 10),
+        "json_schema": Text(1, MAX_GRAMMAR_BYTES),
         "any_json": Nested(),
-        "regex": Text(1, 64 << 10),
-        "lark": Text(1, 256 << 10),
-        "gbnf": Text(1, 256 << 10),
+        "regex": Text(0, MAX_REGEX_BYTES),
+        "lark": Text(1, MAX_GRAMMAR_BYTES),
+        "gbnf": Text(1, MAX_GRAMMAR_BYTES),
         "choices": Nested(),
     },
     "AnyJson": {},
-    "Choices": {"values": Items(1024, Text(1, 256 << 10), required=True)},
+    "Choices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
     "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
     "Chat": {
         "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),

@@ -19,6 +19,7 @@ from penstock.service.bounds import Validator
 from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.conversations import Kept
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.grammars import GrammarChecks
 from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
@@ -30,6 +31,8 @@ MAX_LOGPROB_ENTRIES = 1 << 22
 MAX_WHOLE_ANSWER = 512_000
 """Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
 what else there is of 64 choices. A log-probability takes one at most."""
+MAX_FORCED_DRAFTS = 16
+"""Tokens of a step that a grammar may force: each takes room in the step, and blocks."""
 _ID_BYTES = 3
 """Ids below 2**21 take no more."""
 
@@ -76,6 +79,7 @@ class Converter:
         *,
         max_retain_s: float,
         max_drafts: int = 0,
+        grammars: GrammarChecks,
     ) -> None:
         """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
         by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
@@ -87,6 +91,7 @@ class Converter:
         self._max_sequence_tokens = max_sequence_tokens
         self._max_retain_s = max_retain_s
         self._max_drafts = max_drafts
+        self._grammars = grammars
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
@@ -98,6 +103,8 @@ class Converter:
             self._pool.check_text(start.text)
         if prompt == "chat":
             check_chat(start.chat, self._tokenizer.shows_tools)
+        if start.HasField("constraint"):
+            _check_constraint(start)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
@@ -126,11 +133,20 @@ class Converter:
     ) -> Request:
         """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
         continues. Raises ServiceError."""
-        work = functools.partial(self._make, start, origin, sink, answer, context)
+        grammar = ""
+        if start.HasField("constraint"):
+            grammar = await self._grammars.grammar(start.constraint, origin.tenant)
+        work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
 
     def _make(
-        self, start: pb.Start, origin: Origin, sink: Callable[[Event], None], answer: Answer, context: Kept | None
+        self,
+        start: pb.Start,
+        origin: Origin,
+        sink: Callable[[Event], None],
+        answer: Answer,
+        context: Kept | None,
+        grammar: str,
     ) -> Request:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
@@ -156,6 +172,7 @@ class Converter:
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start),
+            grammar=grammar,
         )
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
@@ -187,9 +204,8 @@ class Converter:
         return self._max_retain_s if start.continue_from else 0.0
 
     def _drafts(self, start: pb.Start) -> int:
-        if start.HasField("max_draft_tokens"):
-            return min(start.max_draft_tokens, self._max_drafts)
-        return self._max_drafts
+        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if start.HasField("constraint") else self._max_drafts
+        return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 
     def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
         sampling = start.sampling
@@ -272,6 +288,14 @@ class Converter:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         return text_states(self._tokenizer, start.sampling.stop, start.output.include_special_tokens)
+
+
+def _check_constraint(start: pb.Start) -> None:
+    if start.constraint.WhichOneof("kind") is None:
+        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or leave it out")
+    for field in ("ignore_eos", "allowed_token_ids"):
+        if getattr(start.sampling, field):
+            raise invalid("constraint", f"not together with {field}: leave one of them out")
 
 
 class _Cost(NamedTuple):

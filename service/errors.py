@@ -53,6 +53,8 @@ class Reason(Enum):
     TENANT_CAP = auto()
     PREPARATION_FULL = auto()
     READER_TOO_SLOW = auto()
+    NO_GRAMMARS = auto()
+    GRAMMAR = auto()
     DEADLINE = auto()
     CANCELLED = auto()
     DRAINING = auto()
@@ -61,7 +63,6 @@ class Reason(Enum):
     WORKER_DOWN = auto()
     WORKER_DIED = auto()
     KILLED_WORKER = auto()
-    GRAMMAR = auto()
     INTERNAL = auto()
 
 
@@ -130,6 +131,15 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.READER_TOO_SLOW: Entry(
         _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
     ),
+    Reason.NO_GRAMMARS: Entry(
+        _Code.FAILED_PRECONDITION,
+        "output cannot be held to a grammar with this model's tokenizer; leave constraint out",
+    ),
+    Reason.GRAMMAR: Entry(
+        _Code.RESOURCE_EXHAUSTED,
+        "what the output must match became too costly to follow: make the constraint simpler",
+        DONT_RETRY,
+    ),
     Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
     Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
     Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
@@ -143,9 +153,6 @@ CATALOGUE: Mapping[Reason, Entry] = {
         _Code.INTERNAL,
         "the request ended the worker twice while it ran alone; do not send it again, and report it to the service's "
         "operator with the request id",
-    ),
-    Reason.GRAMMAR: Entry(
-        _Code.RESOURCE_EXHAUSTED, "what the output must match became too costly to follow; simplify it", DONT_RETRY
     ),
     Reason.INTERNAL: Entry(_Code.INTERNAL, "an error of the service; report it to its operator with the request id"),
 }

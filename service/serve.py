@@ -179,8 +179,9 @@ def prepare(config: ServeConfig) -> Prepared:
         conversation_tokens=config.conversation_tokens,
         drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,
+        checks_grammars_soon=True,
     )
-    worker = replace(_worker_config(config, path, tokenizer.vocab_size, machine), speculation=speculation)
+    worker = replace(_worker_config(config, path, tokenizer, machine), speculation=speculation)
     return Prepared(server, worker, tokenizer, http, http_options(config))
 
 
@@ -197,7 +198,7 @@ def http_options(config: ServeConfig) -> Sequence[str]:
     )
 
 
-def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, machine: Machine) -> WorkerConfig:
+def _worker_config(config: ServeConfig, path: Path, tokenizer: Tokenizer, machine: Machine) -> WorkerConfig:
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
@@ -231,7 +232,10 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer_vocab_size: int, m
         num_threads=config.threads or machine.num_threads(),
         cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
-        tokenizer_vocab_size=tokenizer_vocab_size,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        tokenizer=str(tokenizer.directory.resolve()),
+        special_tokens=tokenizer.special_tokens,
+        eos_token_ids=tokenizer.eos_token_ids,
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,

@@ -31,6 +31,7 @@ from penstock.service.convert import Converter
 from penstock.service.embed_inputs import EmbedConverter
 from penstock.service.embedding import EmbeddingService
 from penstock.service.generation import GenerationService
+from penstock.service.grammars import GrammarChecks
 from penstock.service.guard import StatusInterceptor
 from penstock.service.health import Health
 from penstock.service.http_gateway import HttpGateway
@@ -117,6 +118,8 @@ class ServerConfig:
     """How long running requests may go on after SIGTERM."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
+    checks_grammars_soon: bool = False
+    """Whether the process that checks grammars starts with the service, and not with the first of them."""
     stats_interval_s: float = INTERVAL_S
     """Between two lines of the log on what the engine does."""
 
@@ -281,6 +284,9 @@ class _Running:
             max_prompt_tokens=facts.max_model_len - 1,
             num_threads=config.tokenizer_threads,
         )
+        self.grammars = GrammarChecks(tokenizer)
+        if config.checks_grammars_soon:
+            self.grammars.warm()
         self._config = config
         self._engine = engine
         self._facts = facts
@@ -302,6 +308,7 @@ class _Running:
             max_sequence_tokens,
             max_retain_s=conversations.ttl_s,
             max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+            grammars=self.grammars,
         )
         surroundings = Surroundings(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
@@ -369,6 +376,7 @@ class _Running:
     def close(self) -> None:
         """Ends threads, and sends the last spans and numbers."""
         self.pool.close()
+        self.grammars.close()
         if self._outlets is not None:
             self._outlets.stop()
         self._exporter.close()

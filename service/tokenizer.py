@@ -39,7 +39,10 @@ class Tokenizer:
         library = files.library
         library.no_truncation()
         library.no_padding()
-        library.add_special_tokens(sorted(t for t in files.special_tokens if library.token_to_id(t) is not None))
+        self.directory = files.path.parent
+        self.special_tokens = tuple(sorted(t for t in files.special_tokens if library.token_to_id(t) is not None))
+        """Those that the configuration names, and tokenizer.json has."""
+        library.add_special_tokens(list(self.special_tokens))
         self.vocab_size = max(library.get_vocab().values(), default=-1) + 1
         """Token ids lie below it; added tokens count, aliases of our own do not."""
         self.eos_token_ids = tuple(sorted(i for i in files.eos_token_ids if 0 <= i < self.vocab_size))

@@ -20,6 +20,7 @@ from penstock.clients.gateway.chat_request import (
 )
 from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
@@ -53,6 +54,7 @@ def make_router() -> APIRouter:
         check_chat(body, caller)
         new_parser, shows_specials = await parser_maker(body, caller)
         start = build_chat_start(body, request.headers, caller)
+        await fill_calls(start, body, caller)
         if shows_specials:
             start.output.include_special_tokens = True
         prompt_token_ids: Sequence[int] | None = None

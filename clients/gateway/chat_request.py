@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping
 
-from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.constraints import fill_constraint, grammar_fields
+from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling
 from penstock.clients.gateway.schemas_chat import ChatRequest, Message, MessageToolCall, TextPart
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
-from penstock.clients.gateway.unsupported import NOT_YET
 from penstock.v1 import generation_pb2 as pb
 
 _ROLES = {"developer": "system"}
@@ -21,10 +21,6 @@ def check_chat(body: ChatRequest, caller: Caller) -> None:
     """Raises GatewayError for what cannot be done, or makes no sense together."""
     check_stream_fields(body)
     check_model(body.model, caller)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise _not_yet("response_format", "of another type than text")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise _not_yet("tool_choice", 'other than "auto" and "none"')
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "only with logprobs: true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -45,6 +41,7 @@ def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Call
     fill_sampling(start.sampling, body, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fill_output(start.output, body, logprobs, body.prompt_logprobs)
+    fill_constraint(start, body)
     return start
 
 
@@ -88,6 +85,7 @@ def max_tokens_name(body: ChatRequest) -> str:
 def renamed_fields(body: ChatRequest) -> Mapping[str, str]:
     """The caller's names of the contract's fields."""
     return {
+        **grammar_fields(body),
         "chat": "messages",
         "token_ids": "messages",
         "max_tokens": max_tokens_name(body),
@@ -121,7 +119,3 @@ def content_text(content: str | list[TextPart] | None, where: str) -> str:
         if part.text is None or part.type not in _TEXT_PARTS:
             raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
     return "\n".join(part.text for part in content if part.text is not None)
-
-
-def _not_yet(field: str, what: str) -> GatewayError:
-    return invalid(field, f"{what} {NOT_YET}", code="unsupported_parameter")

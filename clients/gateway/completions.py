@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.answering import AnswerResponse
+from penstock.clients.gateway.constraints import fill_constraint, grammar_fields
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.exchange import Arrival, Exchange
 from penstock.clients.gateway.json_object import Json
@@ -58,7 +59,7 @@ def make_router() -> APIRouter:
             CompletionWriter(body, prompts, caller),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            renamed=RENAMED,
+            renamed={**RENAMED, **grammar_fields(body)},
         )
 
     return router
@@ -96,6 +97,7 @@ def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], 
     fill_sampling(start.sampling, body, 1 if body.max_tokens == 0 else body.max_tokens)
     wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     fill_output(start.output, body, body.logprobs, max(wanted, default=None))
+    fill_constraint(start, body)
     return start
 
 

@@ -245,6 +245,7 @@ def _caller_name(field: str, renamed: Mapping[str, str]) -> str:
     for prefix in _PREFIXES:
         field = field.removeprefix(prefix)
     field = re.sub(r"^token_ids\.ids(\[\d+\])?", "token_ids", field)
+    field = re.sub(r"^constraint\.\w+", "constraint", field)
     head, dot, rest = field.partition(".")
     name, bracket, index = head.partition("[")
     return f"{renamed.get(name, name)}{bracket}{index}{dot}{rest}"

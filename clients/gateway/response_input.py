@@ -7,8 +7,10 @@ from penstock.clients.gateway.schemas_chat import (
     CalledFunction,
     ChatRequest,
     FunctionTool as ChatFunction,
+    JsonSchema,
     Message,
     MessageToolCall,
+    ResponseFormat,
     Tool,
 )
 from penstock.clients.gateway.schemas_common import SamplingBody
@@ -21,7 +23,6 @@ from penstock.clients.gateway.schemas_responses import (
     ResponsesRequest,
     TextPart,
 )
-from penstock.clients.gateway.unsupported import NOT_YET
 
 RENAMED = {
     "chat": "input",
@@ -35,8 +36,6 @@ RENAMED = {
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request to /v1/chat/completions. Raises GatewayError."""
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise invalid("text.format", f"{body.text.format.type} {NOT_YET}", code="unsupported_parameter")
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
     return ChatRequest.model_construct(
         **{name: getattr(body, name) for name in SamplingBody.model_fields},
@@ -46,10 +45,20 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         top_logprobs=body.top_logprobs,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
         tool_choice=_tool_choice(body),
+        response_format=_response_format(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None:
+        return None
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        raise invalid("text.format.type", "must be text, json_object or json_schema")
+    return ResponseFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema))
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:

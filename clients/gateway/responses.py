@@ -13,13 +13,16 @@ from penstock.clients.events import Finished, Usage
 from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.chat_reader import ChatReader
 from penstock.clients.gateway.chat_request import build_chat_start, check_chat
+from penstock.clients.gateway.constraints import grammar_fields
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.response_events import ResponseEvents
 from penstock.clients.gateway.response_input import RENAMED, as_chat
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas_chat import ChatRequest
 from penstock.clients.gateway.schemas_responses import ResponsesRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1.tokenizer_pb2 import TokenizeRequest
@@ -45,6 +48,7 @@ def make_router() -> APIRouter:
         check_chat(chat, caller)
         new_parser, shows_specials = await parser_maker(chat, caller)
         start = build_chat_start(chat, request.headers, caller)
+        await fill_calls(start, chat, caller)
         if shows_specials:
             start.output.include_special_tokens = True
         reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
@@ -53,11 +57,17 @@ def make_router() -> APIRouter:
             ResponseWriter(body, caller, reader),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            renamed=RENAMED,
+            renamed=_renamed(chat),
             ends_with_done=False,
         )
 
     return router
+
+
+def _renamed(chat: ChatRequest) -> dict[str, str]:
+    """The caller's names of the contract's fields."""
+    names = {"response_format": "text.format"}
+    return RENAMED | {field: names.get(name, name) for field, name in grammar_fields(chat).items()}
 
 
 class ResponseWriter:

@@ -77,12 +77,22 @@ Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 """At most as many as the contract takes: each is an object here, many times its size in a body."""
 
 
+class JsonSchema(BaseModel):
+    """A JSON schema with a name."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
 class ResponseFormat(BaseModel):
     """What form the answer must have."""
 
     model_config = _LENIENT
 
-    type: str
+    type: str = Field(description="text, json_object or json_schema.")
+    json_schema: JsonSchema | None = Field(None, description="The answer is held to it, with or without `strict`.")
 
 
 class ChatRequest(GenerationBody):
@@ -96,9 +106,11 @@ class ChatRequest(GenerationBody):
     logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
     top_logprobs: UInt32 | None = Field(None, description="And with so many alternatives, to 20.")
     tools: Tools | None = Field(None, description="What the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='"auto", "none", "required" or a function. Default: "auto" with tools.'
+    )
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
-    response_format: ResponseFormat | None = Field(None, description='Of type "text"; others are not supported yet.')
+    response_format: ResponseFormat | None = Field(None, description="What form the answer must have.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
     include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")

@@ -40,6 +40,10 @@ def few(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+FewTexts = Annotated[list[str], Field(max_length=_MAX_ENTRIES, fail_fast=True)]
+"""At most as many as the contract takes: each is an object here."""
+
+
 class StreamOptions(BaseModel):
     """What a streamed answer tells besides."""
 
@@ -63,6 +67,18 @@ class Body(BaseModel):
     @classmethod
     def _know_fields(cls, body: Any) -> Any:
         return without_foreign_fields(body, cls.model_fields)
+
+
+class StructuredOutputs(BaseModel):
+    """What the output must match: one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(None, description="A regular expression, of the whole output.")
+    choice: FewTexts | None = Field(None, description="One of these.")
+    grammar: str | None = Field(None, description="A grammar in the form of Lark or GBNF.")
+    json_object: bool | None = Field(None, description="True: any JSON object.")
 
 
 class SamplingBody(Body):
@@ -96,6 +112,11 @@ class SamplingBody(Body):
     max_draft_tokens: UInt32 | None = Field(
         None, description="Tokens that may be drafted in a step, which changes when tokens come, never which; 0: none."
     )
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="Of structured_outputs.regex.")
+    guided_choice: FewTexts | None = Field(None, description="Of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="Of structured_outputs.grammar.")
 
 
 class GenerationBody(SamplingBody):

@@ -128,9 +128,10 @@ FunctionTools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=Tr
 class TextFormat(BaseModel):
     """What form the answer must have."""
 
-    model_config = _LENIENT
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
-    type: str
+    type: str = Field(description="text, json_object or json_schema.")
+    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Of json_schema.")
 
 
 class TextConfig(BaseModel):
@@ -138,7 +139,7 @@ class TextConfig(BaseModel):
 
     model_config = _KNOWN
 
-    format: TextFormat | None = Field(None, description='Of type "text"; others are not supported yet.')
+    format: TextFormat | None = Field(None, description="What form the answer must have.")
     verbosity: Literal["medium"] | None = None
 
 
@@ -189,7 +190,9 @@ class ResponsesRequest(SamplingBody):
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
     tools: FunctionTools | None = Field(None, description="What the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none". Default: "auto" with tools.')
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='"auto", "none", "required" or a function. Default: "auto" with tools.'
+    )
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None

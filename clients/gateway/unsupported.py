@@ -15,14 +15,9 @@ NOT_YET = "is not supported by this service yet"
 
 _GRAMMARS = dict.fromkeys(
     (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
         "guided_decoding_backend",
         "guided_whitespace_pattern",
         "structural_tag",
-        "structured_outputs",
     ),
     (None,),
 )

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.clients import InvalidOption
 from penstock.clients.requests import OPTION_NAMES, Options, build_start, start_from_line
-from penstock.v1 import generation_pb2 as pb
+from penstock.v1 import constraint_pb2, generation_pb2 as pb
 
 
 def test_options_are_the_contracts_fields():
@@ -111,3 +111,29 @@ def test_a_line_takes_defaults_that_it_does_not_name():
 def test_a_bad_line_is_refused_by_field(line, says):
     with pytest.raises(InvalidOption, match=f"^{says}"):
         start_from_line({"id": 1, **line}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"json_schema": {"type": "null"}}, constraint_pb2.Constraint(json_schema='{"type": "null"}')),
+        ({"json_schema": "{}"}, constraint_pb2.Constraint(json_schema="{}")),
+        ({"any_json": True}, constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())),
+        ({"regex": "a+"}, constraint_pb2.Constraint(regex="a+")),
+        ({"lark": 'start: "a"'}, constraint_pb2.Constraint(lark='start: "a"')),
+        ({"gbnf": 'root ::= "a"'}, constraint_pb2.Constraint(gbnf='root ::= "a"')),
+        ({"choices": ["a", "b"]}, constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=["a", "b"]))),
+    ],
+)
+def test_a_constraint_is_an_object_with_one_field(given, made):
+    assert build_start("a", {"constraint": given}).constraint == made
+    assert start_from_line({"prompt": "a", "constraint": given}, {}).constraint == made
+
+
+@pytest.mark.parametrize(
+    "given", [5, {}, {"regex": "a", "lark": "b"}, {"regex": 5}, {"choices": "ab"}, {"choices": [5]}, {"xml": "a"}]
+)
+def test_what_is_no_constraint_is_refused_by_its_name(given):
+    with pytest.raises(InvalidOption) as refused:
+        build_start("a", {"constraint": given})
+    assert refused.value.field.startswith("constraint")

@@ -74,7 +74,7 @@ from penstock.scheduler.plan import StepResult
 class Runner:
     runs_ahead = False
 
-    def __init__(self, backend, drafting):
+    def __init__(self, backend, drafting, grammars):
         pass
 
     def warm(self):

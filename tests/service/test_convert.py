@@ -20,6 +20,7 @@ from penstock.service.convert import (
     Origin,
 )
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.grammars import GrammarChecks
 from penstock.service.text import IdsOnly
 from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
@@ -36,7 +37,14 @@ def make_converter(byte_tokenizer):
         pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
         pools.append(pool)
         validator = Validator(ModelLimits(tokenizer.vocab_size, max_model_len))
-        return Converter(validator, pool, "bytes", max_sequence_tokens or max_model_len, max_retain_s=600.0)
+        return Converter(
+            validator,
+            pool,
+            "bytes",
+            max_sequence_tokens or max_model_len,
+            max_retain_s=600.0,
+            grammars=GrammarChecks(tokenizer),
+        )
 
     yield make
     for pool in pools:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from penstock.service import bound_kinds as kinds, bounds
 from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+from penstock.v1 import admin_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
@@ -181,10 +181,10 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             name = type(bad).__name__.lower()
             getattr(start, name).CopyFrom(bad)
             path = f"{name}.{path}"
-        case pb.Constraint():
+        case constraint_pb2.Constraint():
             start.constraint.CopyFrom(bad)
             path = f"constraint.{path}"
-        case pb.Choices():
+        case constraint_pb2.Choices():
             start.constraint.choices.CopyFrom(bad)
             path = f"constraint.choices.{path}"
         case pb.TokenIds():

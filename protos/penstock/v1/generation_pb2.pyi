@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
+from penstock.v1 import constraint_pb2 as _constraint_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -416,7 +417,7 @@ class Start(_message.Message):
         """What is sent back. Default: text alone."""
 
     @_builtins.property
-    def constraint(self) -> Global___Constraint:
+    def constraint(self) -> _constraint_pb2.Constraint:
         """What each choice's output must match. Default: anything."""
 
     def __init__(
@@ -435,7 +436,7 @@ class Start(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         retain_ms: _builtins.int | None = ...,
-        constraint: Global___Constraint | None = ...,
+        constraint: _constraint_pb2.Constraint | None = ...,
         max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
@@ -464,99 +465,6 @@ class Start(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
-
-@_typing.final
-class Constraint(_message.Message):
-    """What output must match: only tokens that lead to a match are chosen, and at its end only the model's end of sequence.
-    An output that is cut off (`max_tokens`, `stop`, a deadline) is the beginning of a match. Not with `ignore_eos` or
-    `allowed_token_ids`. What cannot be compiled within the service's bounds on size, time and memory is INVALID_ARGUMENT;
-    what turns out to be too costly to follow later ends the request with RESOURCE_EXHAUSTED.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
-    ANY_JSON_FIELD_NUMBER: _builtins.int
-    REGEX_FIELD_NUMBER: _builtins.int
-    LARK_FIELD_NUMBER: _builtins.int
-    GBNF_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
-    json_schema: _builtins.str
-    """JSON that a schema describes: the schema's JSON text. At most 256 KiB."""
-    regex: _builtins.str
-    """A regular expression, which the whole output matches; without look-around and back-references. At most 64 KiB."""
-    lark: _builtins.str
-    """A context-free grammar in the form of Lark, whose rule `start` the output matches. At most 256 KiB."""
-    gbnf: _builtins.str
-    """The same in the form of llama.cpp, GBNF, with the rule `root`. At most 256 KiB."""
-    @_builtins.property
-    def any_json(self) -> Global___AnyJson:
-        """Any JSON object."""
-
-    @_builtins.property
-    def choices(self) -> Global___Choices:
-        """One of some strings."""
-
-    def __init__(
-        self,
-        *,
-        json_schema: _builtins.str = ...,
-        any_json: Global___AnyJson | None = ...,
-        regex: _builtins.str = ...,
-        lark: _builtins.str = ...,
-        gbnf: _builtins.str = ...,
-        choices: Global___Choices | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "any_json", "regex", "lark", "gbnf", "choices"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
-
-Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
-
-@_typing.final
-class AnyJson(_message.Message):
-    """Any JSON object."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AnyJson: _TypeAlias = AnyJson  # noqa: Y015
-
-@_typing.final
-class Choices(_message.Message):
-    """Strings, one of which is the output."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALUES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """1 to 1,024, none empty, together at most 256 KiB of UTF-8."""
-
-    def __init__(
-        self,
-        *,
-        values: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

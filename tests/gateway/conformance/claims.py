@@ -48,6 +48,13 @@ def stops_at(reason: str | int | None, output_tokens: int, text: str = "") -> Ho
     return stops
 
 
+def is_said(text: str) -> Holds:
+    def is_it(answer: Answer, ask: Ask) -> None:
+        assert answer.text == text
+
+    return is_it
+
+
 def goes_on(answer: Answer, ask: Ask) -> None:
     assert (answer.output_tokens, answer.end) == (NUM_TOKENS, ("length", None))
 

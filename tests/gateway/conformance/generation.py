@@ -41,6 +41,7 @@ from .claims import (
     has_two_prompts,
     has_two_words_alone,
     is_greedy,
+    is_said,
     is_the_word,
     lacks_the_word,
     leaves_it_in_the_text,
@@ -77,7 +78,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is a"}, {"t
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 NO_OPTIONS = {"stream_options": None}
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"const": "first"}}}
 
 OF_ALL = (
     Case("priority", "lower runs first, under --scheduling-policy priority", {"priority": -5}),
@@ -117,13 +118,26 @@ SAMPLING = (
          {"skip_special_tokens": False, "ignore_eos": True, "logit_bias": {str(END): 100}}, shows_the_end),
     Case("skip_special_tokens", "they are left out",
          {"skip_special_tokens": True, "ignore_eos": True, "logit_bias": {str(END): 100}}, shows_no_end),
+    Case("structured_outputs", "regex, choice, grammar (Lark or GBNF), json or json_object: what the text matches",
+         {"structured_outputs": {"regex": "ver[y] first"}}, is_said("very first")),
+    Case("structured_outputs", "two of them", {"structured_outputs": {"regex": "a", "json_object": True}},
+         support=REFUSED),
+    *(
+        Case(name, "an older name", {name: value}, is_said(text))
+        for name, value, text in (
+            ("guided_choice", ["very first"], "very first"),
+            ("guided_grammar", 'root ::= "very" " first"', "very first"),
+            ("guided_json", {"const": "first"}, '"first"'),
+            ("guided_regex", "ver[y] first", "very first"),
+        )
+    ),
     *(
         Case(name, "", {name: value}, support=REFUSED)
         for name, value in {
-            "cache_salt": "x", "guided_choice": ["a"], "guided_decoding_backend": "a", "guided_grammar": "a",
-            "guided_json": {}, "guided_regex": "a", "guided_whitespace_pattern": "a", "kv_transfer_params": {"a": 1},
+            "cache_salt": "x", "guided_decoding_backend": "a", "guided_whitespace_pattern": "a",
+            "kv_transfer_params": {"a": 1},
             "length_penalty": 2.0, "logits_processors": ["a"], "repetition_detection": {"a": 1},
-            "spaces_between_special_tokens": False, "structural_tag": "a", "structured_outputs": {"regex": "a"},
+            "spaces_between_special_tokens": False, "structural_tag": "a",
             "truncate_prompt_tokens": 5, "use_beam_search": True, "vllm_xargs": {"a": 1},
         }.items()
     ),
@@ -175,9 +189,12 @@ OF_CHAT = (
     Case("tool_choice", "auto", {**says(CALL), "tool_choice": "auto"}, has_a_call, service="scripted"),
     Case("tool_choice", "none: text stays text", {**says(CALL), "tool_choice": "none"}, leaves_it_in_the_text,
          service="scripted"),
-    Case("tool_choice", "required", {**says(CALL), "tool_choice": "required"}, support=REFUSED, service="scripted"),
+    Case("tool_choice", "required", {**says(CALL), "tool_choice": "required"}, has_a_call, service="scripted"),
     Case("tool_choice", "a named function",
-         {**says(CALL), "tool_choice": {"type": "function", "function": {"name": "time"}}}, support=REFUSED,
+         {**says(CALL), "tool_choice": {"type": "function", "function": {"name": "time"}}}, has_a_call,
+         service="scripted"),
+    Case("tool_choice", "a function that is not there",
+         {**says(CALL), "tool_choice": {"type": "function", "function": {"name": "space"}}}, support=REFUSED,
          service="scripted"),
     Case("parallel_tool_calls", "false keeps the first call alone",
          {**says(CALL + OTHER_CALL), "parallel_tool_calls": False}, has_a_call, service="scripted"),
@@ -185,8 +202,9 @@ OF_CHAT = (
     Case("include_reasoning", "false leaves it out", {**says(REASONED), "include_reasoning": False}, has_no_reasoning,
          service="scripted"),
     Case("response_format", "text", {"response_format": {"type": "text"}}),
-    Case("response_format", "json_object", {"response_format": {"type": "json_object"}}, support=REFUSED),
-    Case("response_format", "json_schema", {"response_format": SCHEMA}, support=REFUSED),
+    Case("response_format", "json_object", {"response_format": {"type": "json_object"}}),
+    Case("response_format", "json_schema", {"response_format": SCHEMA}, is_said('"first"')),
+    Case("response_format", "other types", {"response_format": {"type": "xml"}}, support=REFUSED),
     Case("continue_final_message", "the output goes on with it", CONTINUED, has_a_shorter_prompt),
     Case("echo", "puts that message before the output", {**CONTINUED, "echo": True}, begins_with_the_message),
     Case("add_generation_prompt", "false opens no turn", {"add_generation_prompt": False}, has_a_shorter_prompt),

@@ -13,6 +13,7 @@ from .claims import (
     has_no_logprobs,
     has_reasoning,
     has_two_calls,
+    is_said,
     leaves_it_in_the_text,
     limits_the_output,
     reads_as_system,
@@ -24,7 +25,7 @@ IGNORED, REFUSED = Support.IGNORED, Support.REFUSED
 FUNCTIONS = [{"type": "function", "name": name, "parameters": {}} for name in TOOL_NAMES]
 INCLUDE = {"include": ["message.output_text.logprobs"]}
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
-SCHEMA = {"format": {"type": "json_schema", "name": "any", "schema": {}}}
+SCHEMA = {"format": {"type": "json_schema", "name": "word", "schema": {"const": "first"}}}
 
 
 def says(text: str) -> dict[str, Any]:
@@ -71,7 +72,9 @@ OWN = (
          {"stream_options": {"include_obfuscation": False}}),
     Case("stream_options", "other options", {"stream_options": {"include_usage": True}}, support=REFUSED),
     Case("text", "format: text", {"text": {"format": {"type": "text"}, "verbosity": "medium"}}, has_no_logprobs),
-    Case("text", "format: others", {"text": SCHEMA}, support=REFUSED),
+    Case("text", "format: json_schema", {"text": SCHEMA}, is_said('"first"')),
+    Case("text", "format: json_object", {"text": {"format": {"type": "json_object"}}}),
+    Case("text", "format: others", {"text": {"format": {"type": "xml"}}}, support=REFUSED),
     Case("text", "verbosity: other than medium", {"text": {"verbosity": "low"}}, support=REFUSED),
     Case("tools", "a call, where the chat template shows tools", says(CALL), has_a_call, service="scripted"),
     Case("tools", "several calls", says(CALL + OTHER_CALL), has_two_calls, service="scripted"),
@@ -80,9 +83,9 @@ OWN = (
     Case("tool_choice", "auto", {**says(CALL), "tool_choice": "auto"}, has_a_call, service="scripted"),
     Case("tool_choice", "none: text stays text", {**says(CALL), "tool_choice": "none"}, leaves_it_in_the_text,
          service="scripted"),
-    Case("tool_choice", "required", {**says(CALL), "tool_choice": "required"}, support=REFUSED, service="scripted"),
+    Case("tool_choice", "required", {**says(CALL), "tool_choice": "required"}, has_a_call, service="scripted"),
     Case("tool_choice", "a named function", {**says(CALL), "tool_choice": {"type": "function", "name": "time"}},
-         support=REFUSED, service="scripted"),
+         has_a_call, service="scripted"),
     Case("background", "false", {"background": False}),
     Case("background", "true", {"background": True}, support=REFUSED),
     Case("store", "false", {"store": False}),

@@ -54,7 +54,7 @@ class Player:
     """Plays the scheduler: rows begin all at once, and are continued until each has its tokens."""
 
     def __init__(self, backend: Backend, drafting: Drafting | None, clock: Callable[[], int] = lambda: 0) -> None:
-        self.runner = Runner(backend, drafting, clock)
+        self.runner = Runner(backend, drafting, clock=clock)
         self._facts = backend.facts
         self._epoch = 0
 

@@ -271,7 +271,7 @@ def test_a_step_without_drafts_waits_for_one_that_has_some(simulation, monkeypat
     world.device.runs_ahead = True
     table = new_table()
     drafting = drafting_of(world.drafter, table)
-    runner = Runner(world.device, drafting, world.clock.nanoseconds)
+    runner = Runner(world.device, drafting, clock=world.clock.nanoseconds)
     added = AddedRow(0, 0, [1, 2], 2, 0, [0], SamplingParams(temperature=0.0), max_drafts=4)
     runner.begin(StepPlan(0, [], [added], [], [Chunk(0, 0, 2)], []))()
     finish = runner.begin(StepPlan(1, [], [], [], [], [Decode(0, 5)], max_drafts=4))

@@ -1,0 +1,107 @@
+"""What an answer must match, by the names that OpenAI and vLLM have for it, as the contract's ``Constraint``. Whether
+it can be kept is the service's to say."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.schemas_chat import ChatRequest, ResponseFormat
+from penstock.clients.gateway.schemas_common import GenerationBody, StructuredOutputs
+from penstock.v1 import constraint_pb2, generation_pb2 as pb
+
+_KINDS = "json, regex, choice, grammar or json_object"
+
+
+def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
+    """From vLLM's fields, and from ``response_format`` where a body has it. Raises GatewayError."""
+    found = dict(_named(body))
+    if len(found) > 1:
+        first, second = list(found)[:2]
+        raise invalid(second, f"not together with {first}: send one of them")
+    for constraint in found.values():
+        start.constraint.CopyFrom(constraint)
+
+
+def _named(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
+    """The constraints of a body, by the fields that have them."""
+    found = []
+    if body.structured_outputs is not None:
+        found.append(("structured_outputs", _structured(body.structured_outputs)))
+    if body.guided_json is not None:
+        found.append(("guided_json", _schema("guided_json", body.guided_json)))
+    if body.guided_regex is not None:
+        found.append(("guided_regex", constraint_pb2.Constraint(regex=body.guided_regex)))
+    if body.guided_choice is not None:
+        found.append(
+            ("guided_choice", constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=body.guided_choice)))
+        )
+    if body.guided_grammar is not None:
+        found.append(("guided_grammar", _grammar(body.guided_grammar)))
+    if isinstance(body, ChatRequest) and body.response_format is not None:
+        wanted = _response_format(body.response_format)
+        if wanted is not None:
+            found.append(("response_format", wanted))
+    return found
+
+
+def _structured(given: StructuredOutputs) -> constraint_pb2.Constraint:
+    options: Mapping[str, Any] = given.model_dump(exclude_none=True)
+    if options.get("json_object") is False:
+        options = {name: value for name, value in options.items() if name != "json_object"}
+    if len(options) != 1:
+        raise invalid("structured_outputs", f"must have one of {_KINDS}")
+    [(name, value)] = options.items()
+    match name:
+        case "json_schema":
+            return _schema("structured_outputs.json", value)
+        case "regex":
+            return constraint_pb2.Constraint(regex=value)
+        case "choice":
+            return constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=value))
+        case "grammar":
+            return _grammar(value)
+    return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
+
+
+def _response_format(given: ResponseFormat) -> constraint_pb2.Constraint | None:
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
+        case "json_schema":
+            if given.json_schema is None:
+                raise invalid("response_format.json_schema", "is required: an object with name and schema")
+            schema = given.json_schema.json_schema
+            if schema is None:
+                return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
+            return _schema("response_format.json_schema.schema", schema)
+    raise invalid("response_format.type", "must be text, json_object or json_schema")
+
+
+def _schema(field: str, schema: str | Mapping[str, Any]) -> constraint_pb2.Constraint:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return constraint_pb2.Constraint(json_schema=text)
+    except (ValueError, RecursionError):
+        raise invalid(field, "is no JSON schema") from None
+
+
+def _grammar(text: str) -> constraint_pb2.Constraint:
+    """Lark, or GBNF: only that has rules with ``::=``."""
+    return constraint_pb2.Constraint(gbnf=text) if "::=" in text else constraint_pb2.Constraint(lark=text)
+
+
+def grammar_fields(body: GenerationBody) -> Mapping[str, str]:
+    """The caller's names of the contract's fields."""
+    names = [name for name, _ in _safely(body)]
+    name = names[0] if names else "tool_choice"
+    return {"constraint": name}
+
+
+def _safely(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
+    try:
+        return _named(body)
+    except GatewayError:
+        return []

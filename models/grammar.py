@@ -1,0 +1,164 @@
+"""Grammars for llguidance: from what callers write to its own form, and from that to a matcher. The same code checks a
+grammar before its request is taken, in a process of its own, and compiles it in the worker."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+"""Of the work that a grammar takes at its start and in each step, and of a matcher's memory: a state takes 1 to 2 kB,
+and each row has its own. The others are the library's."""
+WHITESPACE = r"(?:\x20|\r?\n[\x20\x09]{0,40})"
+"""Between the parts of a JSON text, unless a schema says otherwise: as JSON is usually set. Where anything goes, weak
+models write blanks without end."""
+MAX_REASON = 160
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be used. The text says what is wrong with it, in one line."""
+
+
+def read_tokenizer(
+    directory: str, special_tokens: Sequence[str], vocab_size: int, eos_token_ids: Sequence[int]
+) -> LLTokenizer:
+    """What matchers know of a vocabulary, from a model's directory. Masks have ``vocab_size`` bits; ``special_tokens``
+    are special even where tokenizer.json only has them in its vocabulary. Raises ValueError for a tokenizer whose
+    tokens the library cannot tell the bytes of."""
+    library = tokenizers.Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    library.no_truncation()
+    library.no_padding()
+    library.add_special_tokens([token for token in special_tokens if library.token_to_id(token) is not None])
+    return LLTokenizer(library.to_str(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of an output, which has been asked once what may come: so its copies know already what
+    takes long to find out. Raises GrammarError."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(reason_of(matcher))
+    return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Why a matcher can go on no more."""
+    error = matcher.get_error()
+    return "no text can match it" if error.startswith("NoExtension") else one_line(error)
+
+
+def one_line(message: str) -> str:
+    """What the library says, without the lines that show where."""
+    lines = [line.strip() for line in message.splitlines()] or [""]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
+
+
+_KEYWORDS = frozenset(
+    """
+    additionalItems allOf anyOf const contains dependencies dependentRequired dependentSchemas else enum
+    exclusiveMaximum exclusiveMinimum false format if items lenient maxContains maxItems maxLength
+    maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
+    patternProperties prefixItems properties propertyNames required schema then true type unevaluatedItems
+    unevaluatedProperties uniqueItems
+    """.split()  # noqa: SIM905 - a list of words
+)
+"""Of JSON Schema, by which its authors need to be told what is wrong."""
+_TRIVIAL = 2
+_CUT = re.compile(r"…(\W\w{0,2}){0,3}(…(\W\w{0,2}){0,3})*…")
+
+
+def discreet(message: str, text: str) -> str:
+    """The message without the words that are a caller's own: no status repeats what callers write."""
+    theirs = {word for word in re.findall(r"\w+", text) if len(word) > _TRIVIAL} - _KEYWORDS
+    return _CUT.sub("…", re.sub(r"\w+", lambda word: "…" if word[0] in theirs else word[0], message))
+
+
+# What callers write ---------------------------------------------------------------------------------------------------
+
+
+def to_grammar(kind: str, text: str, special_tokens: Sequence[str] = ()) -> str:
+    """A grammar in the library's form. ``kind`` is a field of the contract's ``Constraint``; ``choices`` are given as
+    the JSON text of a list. Raises GrammarError; what is left to find out the compiler says."""
+    try:
+        grammar = _CONVERTERS[kind](text)
+    except RecursionError:
+        raise GrammarError("it is nested too deep") from None
+    # Where the library knows what text must come it tokenizes it, and takes what spells a special token for that token.
+    plain = grammar.replace("\\", "")
+    is_safe = not any(token in plain for token in special_tokens)
+    return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
+
+
+def _json_schema(text: str) -> str:
+    try:
+        schema = json.loads(text, parse_constant=_no_number)
+    except ValueError as error:
+        raise GrammarError(f"is no JSON: {error}") from None
+    if isinstance(schema, dict):
+        schema["x-guidance"] = _json_options(schema.get("x-guidance"))
+    return f"start: %json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _json_options(given: object) -> dict[str, Any]:
+    """Those of the schema's own ``x-guidance``, but that what is not understood is never passed over."""
+    options: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    has_whitespace = "whitespace_pattern" in options or "whitespace_flexible" in options
+    return {**({} if has_whitespace else {"whitespace_pattern": WHITESPACE}), **options, "lenient": False}
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def _regex(text: str) -> str:
+    return f"start: /{regex_to_lark(text, '')}/" if text else 'start: ""'
+
+
+def _any_json(text: str) -> str:
+    return _json_schema('{"type": "object"}')
+
+
+def _gbnf(text: str) -> str:
+    try:
+        return str(gbnf_to_lark(_UNICODE.sub(_as_itself, text)))
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter has no narrower one
+        raise GrammarError(one_line(str(error))) from None
+
+
+_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _as_itself(match: re.Match[str]) -> str:
+    """A letter for its escape, which the converter cuts the zeros of."""
+    digits = match[1] or match[2]
+    character = chr(int(digits, 16)) if digits and int(digits, 16) <= 0x10FFFF else ""
+    return character if character.isalnum() else match[0]
+
+
+def _choices(text: str) -> str:
+    return "start: " + " | ".join(map(quoted, json.loads(text)))
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
+
+
+_CONVERTERS: Mapping[str, Callable[[str], str]] = {
+    "json_schema": _json_schema,
+    "any_json": _any_json,
+    "regex": _regex,
+    "lark": str,
+    "gbnf": _gbnf,
+    "choices": _choices,
+}

@@ -1,0 +1,261 @@
+"""Rows whose output must match a grammar: masks, drafts, rollback, and what becomes of a row that cannot go on."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.models.backend import load_backend
+from penstock.models.drafting import Drafter, Drafting, Proposal
+from penstock.models.grammar import GrammarError, compile_grammar, discreet, read_tokenizer, to_grammar
+from penstock.models.grammars import Grammars, grammars_of
+from penstock.models.matcher import FAILURE
+from penstock.models.runner import Runner
+from penstock.models.step_costs import StepCosts
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+EOS = (4093, 4095)
+VOCAB_SIZE = 4096
+SEEDED = SamplingParams(temperature=1.0, seed=5, stop_token_ids=EOS)
+JSON = to_grammar(
+    "json_schema",
+    '{"type": "object", "properties": {"fruit": {"enum": ["apple", "pear"]}, "number": {"type": "integer",'
+    ' "minimum": 0, "maximum": 999}}, "required": ["fruit", "number"], "additionalProperties": false,'
+    ' "x-guidance": {"whitespace_flexible": false}}',
+)
+JSON_TEXT = re.compile(r'\{"fruit":"(apple|pear)","number":\d{1,3}\}')
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return read_tokenizer(str(DEMO), (), VOCAB_SIZE, EOS)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return WorkerConfig(
+        str(DEMO),
+        backend="reference",
+        kv_cache_bytes=8 << 20,
+        max_model_len=512,
+        tokenizer=str(DEMO),
+        tokenizer_vocab_size=VOCAB_SIZE,
+        eos_token_ids=EOS,
+    )
+
+
+@pytest.fixture(scope="module")
+def backend(config):
+    return load_backend(config)
+
+
+@pytest.fixture
+def make_runner(config, backend):
+    def make(drafter=None, grammars=None):
+        return Runner(backend, drafter and free(drafter), grammars or grammars_of(config))
+
+    return make
+
+
+class Row:
+    """Computes one row, a plan after another."""
+
+    def __init__(self, runner, prompt, sampling, grammar, number=0, max_drafts=0, output=()):
+        self.runner, self.number, self.max_drafts = runner, number, max_drafts
+        self.history = [*prompt, *output]
+        self.num_prompt = len(prompt)
+        self.failure = ""
+        self.num_drafted = self.num_steps = 0
+        blocks = list(range(number * 16, number * 16 + 16))
+        self.added = [
+            AddedRow(number, 0, self.history.copy(), len(prompt), 0, blocks, sampling, None, max_drafts, grammar)
+        ]
+        self.chunks = [Chunk(number, 0, len(self.history))]
+
+    def step(self):
+        added, chunks, self.added, self.chunks = self.added, self.chunks, [], []
+        decodes = [] if chunks else [Decode(self.number, 1 + self.max_drafts)]
+        plan = StepPlan(0, [], added, [], chunks, decodes, max_drafts=0 if chunks else self.max_drafts)
+        [result] = self.runner.run(plan).rows
+        self.history += result.token_ids
+        self.failure = result.failure
+        self.num_drafted += result.num_drafted
+        self.num_steps += 1
+
+    def run(self, max_tokens=120):
+        while not self.failure and len(self.history) < self.num_prompt + max_tokens:
+            self.step()
+            for index, token_id in enumerate(self.output):
+                if token_id in EOS:
+                    del self.history[self.num_prompt + index + 1 :]
+                    return self
+        return self
+
+    @property
+    def output(self):
+        return self.history[self.num_prompt :]
+
+    def drop(self):
+        self.runner.run(StepPlan(0, [self.number], [], [], [], []))
+        return self
+
+
+def free(drafter):
+    """Drafting that takes no time, by a clock that stands still."""
+    return Drafting(drafter, 8, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+
+
+class Repeats(Drafter):
+    """A drafter that always proposes the same."""
+
+    def __init__(self, *token_ids):
+        self.token_ids = list(token_ids)
+
+    def propose(self, wanted):
+        return [Proposal(self.token_ids, [0.9] * len(self.token_ids)) for _ in wanted]
+
+    def forget(self, row):
+        pass
+
+
+def prompt_of(tokenizer, text="The fruit:"):
+    return tokenizer.tokenize_str(text)
+
+
+def test_an_output_matches_and_ends_with_the_grammar(make_runner, tokenizer):
+    row = Row(make_runner(), prompt_of(tokenizer), SEEDED, JSON).run()
+    assert row.output[-1] in EOS
+    assert JSON_TEXT.fullmatch(tokenizer.decode_str(row.output[:-1]))
+
+
+def test_forced_tokens_are_drafted_and_change_nothing(make_runner, tokenizer):
+    plain = Row(make_runner(), prompt_of(tokenizer), SEEDED, JSON).run()
+    fast = Row(make_runner(), prompt_of(tokenizer), SEEDED, JSON, max_drafts=8).run()
+    assert fast.output == plain.output
+    assert fast.num_drafted > 0
+    assert fast.num_steps < plain.num_steps
+
+
+def test_a_drafter_that_is_wrong_changes_nothing(make_runner, tokenizer):
+    """Its drafts match the grammar at some positions, and nowhere what is chosen."""
+    grammar = to_grammar("regex", "[ab]{20}c")
+    plain = Row(make_runner(), prompt_of(tokenizer), SEEDED, grammar).run()
+    drafts = tokenizer.tokenize_str("b") * 3 + tokenizer.tokenize_str("c") * 3
+    drafted = Row(make_runner(Repeats(*drafts)), prompt_of(tokenizer), SEEDED, grammar, max_drafts=6).run()
+    assert drafted.output == plain.output
+    assert 0 < drafted.num_drafted <= 3 * drafted.num_steps  # c may not come before the end
+
+
+def test_a_row_goes_on_after_a_preemption_or_a_crash(make_runner, tokenizer):
+    """Its output so far comes with it; the matcher is made anew."""
+    runner = make_runner()
+    whole = Row(runner, prompt_of(tokenizer), SEEDED, JSON).run().drop()
+    for length in range(1, len(whole.output), 4):
+        again = Row(runner, prompt_of(tokenizer), SEEDED, JSON, output=whole.output[:length]).run().drop()
+        assert again.output == whole.output
+
+
+def test_copies_of_a_grammar_go_their_own_ways(make_runner, tokenizer):
+    runner = make_runner()
+    alone = [
+        Row(runner, prompt_of(tokenizer), SamplingParams(seed=seed, stop_token_ids=EOS), JSON).run().drop()
+        for seed in (1, 2, 3)
+    ]
+    together = [
+        Row(runner, prompt_of(tokenizer), SamplingParams(seed=seed, stop_token_ids=EOS), JSON, number)
+        for number, seed in enumerate((1, 2, 3))
+    ]
+    while any(row.output[-1:] == [] or row.output[-1] not in EOS for row in together):
+        for row in together:
+            if not row.output or row.output[-1] not in EOS:
+                row.step()
+    assert [row.output for row in together] == [row.output for row in alone]
+    assert len({tuple(row.output) for row in together}) > 1
+
+
+def test_a_row_that_cannot_go_on_says_so_and_no_other_notices(config, make_runner, tokenizer):
+    """Its matcher is in error; the other's output is what it is alone."""
+    runner = make_runner()
+    alone = Row(make_runner(), prompt_of(tokenizer), SEEDED, JSON).run()
+    other = Row(runner, prompt_of(tokenizer), SEEDED, JSON, number=1)
+    other.step()
+    broken = Row(runner, prompt_of(tokenizer), SEEDED, to_grammar("regex", "a+"))
+    broken.step()
+    row = runner._rows[0]
+    row.matcher._matcher.consume_token(EOS[0] - 1)
+    broken.step()
+    assert broken.failure == FAILURE
+    assert len(broken.output) == 1
+    assert other.run().output == alone.output
+
+
+def test_a_grammar_that_does_not_compile_ends_its_row(make_runner, tokenizer):
+    row = Row(make_runner(), prompt_of(tokenizer), SEEDED, to_grammar("regex", "(?=a)b"))
+    row.step()
+    assert (row.failure, row.output) == (FAILURE, [])
+
+
+def test_a_grammar_is_compiled_once(config, tokenizer):
+    grammars = Grammars(lambda: tokenizer)
+    first, second = grammars.matcher(JSON, 1), grammars.matcher(JSON, 2)
+    assert first._compiled is second._compiled
+    assert first.at([5], 1) is not second.at([5, 5], 2)
+
+
+def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
+    """Against the library's own matcher, fed draft by draft."""
+    seen = []
+
+    class Watched(Grammars):
+        def begin(self, lines, known):
+            masks = super().begin(lines, known)
+            if masks is not None:
+                seen.append((lines, masks))
+            return masks
+
+    drafts = tokenizer.tokenize_str('{"name"')
+    runner = make_runner(Repeats(*drafts), Watched(lambda: tokenizer))
+    grammar = to_grammar("regex", '.*"name".*')
+    row = Row(runner, prompt_of(tokenizer), SEEDED, grammar, max_drafts=6)
+    row.step()
+    row.step()
+    lines, masks = seen[-1]
+    assert len(lines) == 1 + len(drafts)
+    assert masks.lines == list(range(len(lines)))
+    matcher = compile_grammar(tokenizer, grammar)
+    matcher.consume_tokens(row.output[:1])
+    for words, draft in zip(masks.words.result(), [*drafts, None], strict=True):
+        assert words.tobytes() == matcher.compute_bitmask()[: words.nbytes]
+        if draft is not None:
+            assert matcher.consume_token(draft)
+
+
+def test_rows_without_a_grammar_are_left_alone(make_runner, tokenizer):
+    runner = make_runner()
+    free = Row(make_runner(), prompt_of(tokenizer), SEEDED, "").run(20)
+    beside = Row(runner, prompt_of(tokenizer), SEEDED, "", number=1)
+    beside.step()
+    Row(runner, prompt_of(tokenizer), SEEDED, JSON).run()
+    assert beside.run(20).output == free.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("choices", '["<|im_end|>"]'), ("regex", r"<\|im_end\|>"), ("json_schema", '{"const": "<|im_end|>"}')],
+)
+def test_what_spells_a_special_token_is_text(make_runner, tokenizer, kind, text):
+    grammar = to_grammar(kind, text, ["<|im_end|>"])
+    row = Row(make_runner(), prompt_of(tokenizer), SEEDED, grammar).run()
+    assert tokenizer.decode_str(row.output[:-1]).strip('"') == "<|im_end|>"
+
+
+def test_errors_tell_nothing_that_callers_wrote():
+    said = 'at 1(8): invalid regex "canary-of-mine" and "not", canaries'
+    assert discreet(said, "canary-of-mine not: regexes") == 'at 1(8): invalid regex "…" and "not", canaries'
+
+
+def test_what_is_not_understood_is_never_passed_over(tokenizer):
+    schema = '{"type": "array", "uniqueItems": true, "x-guidance": {"lenient": true}}'
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        compile_grammar(tokenizer, to_grammar("json_schema", schema))

@@ -1,0 +1,80 @@
+"""The process that checks grammars, as the service sees it: remembered answers, and what becomes of it when it dies."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.grammars import GrammarChecks
+from penstock.v1 import constraint_pb2
+
+
+@pytest.fixture
+async def checks(byte_tokenizer):
+    checks = GrammarChecks(byte_tokenizer)
+    yield checks
+    checks.close()
+
+
+async def test_an_answer_is_remembered(checks):
+    first = await checks.grammar(constraint_pb2.Constraint(regex="a+"), "one")
+    checks._end(checks._process)
+    assert await checks.grammar(constraint_pb2.Constraint(regex="a+"), "other") == first
+    assert checks._process.poll() is not None  # nobody needed it
+
+
+async def test_a_refusal_is_remembered_too(checks):
+    for _ in range(2):
+        with pytest.raises(ServiceError, match="look-around") as refused:
+            await checks.grammar(constraint_pb2.Constraint(regex="(?=a)b"), "one")
+        assert (refused.value.reason, refused.value.field) == (Reason.INVALID_FIELD, "constraint.regex")
+        checks._end(checks._process)
+
+
+async def test_a_process_that_died_is_replaced(checks):
+    await checks.grammar(constraint_pb2.Constraint(regex="a"), "one")
+    os.kill(checks._process.pid, signal.SIGKILL)
+    assert await checks.grammar(constraint_pb2.Constraint(regex="b"), "one")
+
+
+async def test_what_takes_too_long_is_refused_and_the_process_goes_on(checks):
+    """The library itself would take minutes."""
+    with pytest.raises(ServiceError, match="takes more than"):
+        await checks.grammar(constraint_pb2.Constraint(regex="((((a{100}){100}){100}){100}){100}"), "one")
+    process = checks._process
+    assert await checks.grammar(constraint_pb2.Constraint(regex="a{100}"), "one")
+    assert checks._process is process
+
+
+async def test_a_tokenizer_that_is_none_for_grammars_is_said_so(checks, tmp_path):
+    checks._told["directory"] = str(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ServiceError) as refused:
+            await checks.grammar(constraint_pb2.Constraint(regex="a"), "one")
+        assert refused.value.reason is Reason.NO_GRAMMARS
+
+
+async def test_many_that_ask_the_same_ask_once(checks):
+    asked = []
+    answer = checks._answer
+
+    def watched(question):
+        asked.append(question)
+        return answer(question)
+
+    checks._answer = watched
+    await asyncio.gather(
+        *(checks.grammar(constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson()), "one") for _ in range(8))
+    )
+    assert len(asked) == 1
+
+
+async def test_a_service_can_stop_in_the_midst_of_it(checks):
+    checks.warm()
+    asking = asyncio.ensure_future(checks.grammar(constraint_pb2.Constraint(regex="a"), "one"))
+    await asyncio.sleep(0)
+    checks.close()
+    with pytest.raises((asyncio.CancelledError, ServiceError, RuntimeError)):
+        await asking
