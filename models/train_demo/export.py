@@ -1,26 +1,28 @@
-"""Writes and reads the demo model as a Hugging Face folder: config.json, generation_config.json, model.safetensors.
+"""Writes and reads the demo model as a Hugging Face folder: config.json, generation_config.json, model.safetensors; and
+an EAGLE-3 head as the published ones are.
 
-The parameters' names are those of transformers' Qwen3ForCausalLM already, so nothing is renamed.
+The parameters' names are those of transformers' Qwen3ForCausalLM already, and a head's those of the published
+checkpoints, so nothing is renamed.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from penstock.models.train_demo.eagle3 import Head, HeadShape
 from penstock.models.train_demo.network import Decoder, Shape
 from penstock.models.train_demo.tokenize_corpus import END_OF_TEXT, IM_END, special_id
 
 
-def write_config(shape: Shape, out: Path) -> None:
-    """Writes config.json and generation_config.json; the tokenizer must be in `out` already."""
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    end_of_text, end_of_turn = special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+def common_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
+    """What config.json says of every decoder."""
+    return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -35,13 +37,23 @@ def write_config(shape: Shape, out: Path) -> None:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": special_id(tokenizer, IM_END),
+        "pad_token_id": special_id(tokenizer, END_OF_TEXT),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_config(shape: Shape, tokenizer: Tokenizer, out: Path) -> None:
+    """Writes config.json and generation_config.json."""
+    end_of_text, end_of_turn = special_id(tokenizer, END_OF_TEXT), special_id(tokenizer, IM_END)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **common_config(shape, tokenizer),
         "tie_word_embeddings": True,
         "use_cache": True,
         "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": end_of_turn,
-        "pad_token_id": end_of_text,
-        "torch_dtype": "bfloat16",
     }
     generation = {
         "do_sample": True,
@@ -54,10 +66,25 @@ def write_config(shape: Shape, out: Path) -> None:
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def write_weights(model: Decoder, out: Path) -> int:
-    """Writes model.safetensors in bf16; returns its size in bytes."""
+def write_head_config(shape: HeadShape, tokenizer: Tokenizer, out: Path) -> None:
+    """Writes a head's config.json."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **common_config(shape, tokenizer),
+        "tie_word_embeddings": False,
+        "mlp_bias": False,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_weights(state: Mapping[str, Tensor], out: Path) -> int:
+    """Writes model.safetensors, floats in bf16; returns its size in bytes."""
     tensors = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in model.state_dict().items()
+        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in state.items()
     }
     new = out / "model.new"
     save_file(tensors, new, metadata={"format": "pt"})
@@ -66,25 +93,41 @@ def write_weights(model: Decoder, out: Path) -> int:
     return (out / "model.safetensors").stat().st_size
 
 
-def read_shape(folder: Path) -> Shape:
-    """The sizes that config.json states."""
-    config = json.loads((folder / "config.json").read_text())
-    return Shape(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        max_positions=config["max_position_embeddings"],
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-    )
+def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that config.json states, as `Shape` names them."""
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "max_positions": config["max_position_embeddings"],
+        "rope_theta": config["rope_theta"],
+        "norm_eps": config["rms_norm_eps"],
+    }
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder, floats widened to fp32."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def read_model(folder: Path) -> Decoder:
-    """The model of a folder, its bf16 weights widened to fp32."""
-    model = Decoder(read_shape(folder))
-    model.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+    """The model of a folder."""
+    model = Decoder(Shape(**read_shape(json.loads((folder / "config.json").read_text()))))
+    model.load_state_dict(read_weights(folder))
     return model
+
+
+def read_head(folder: Path) -> Head:
+    """The EAGLE-3 head of a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    shape = HeadShape(**read_shape(config), draft_vocab_size=config["draft_vocab_size"], aux_layers=layers)
+    tensors = read_weights(folder)
+    head = Head(shape, tensors["t2d"].nonzero().squeeze(1))
+    head.load_state_dict(tensors)
+    return head

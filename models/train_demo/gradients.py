@@ -4,15 +4,22 @@ On a CPU each thread computes with one core. Where a kernel is split over all co
 that other work holds back; here only the end of a step does, and a run of low priority loses little beside other work.
 """
 
+import argparse
 import ctypes
 import queue
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.models.train_demo.network import Decoder, rotary_tables
+from penstock.models.train_demo.network import Network, rotary_tables
+
+Trained = TypeVar("Trained", bound=Network)
+Loss = Callable[[Trained, Tensor, Tensor, Tensor], Tensor]
+"""Of a network, ids `(rows, length + 1)` and the rotary tables of `length` positions: a mean in nats."""
 
 
 def keep_freed_memory() -> None:
@@ -25,21 +32,25 @@ def keep_freed_memory() -> None:
         libc.mallopt(-2, 2**28)  # M_TOP_PAD
 
 
-class Gradients:
+class Gradients(Generic[Trained]):
     """Adds a batch's gradient to `model`'s parameters. The replicas share parameters with it, not gradients."""
 
-    def __init__(self, model: Decoder, device: str, threads: int, micro_tokens: int) -> None:
+    def __init__(
+        self, model: Trained, make_replica: Callable[[], Trained], loss: Loss[Trained], args: argparse.Namespace
+    ) -> None:
         self.model = model
-        self.device = device
-        self.micro_tokens = micro_tokens
+        self.loss = loss
+        self.device: str = args.device
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.micro_tokens: int = args.micro_tokens
         self.replicas = [model]
-        num_workers = threads if device == "cpu" else 1
+        num_workers = args.threads if args.device == "cpu" else 1
         for _ in range(num_workers - 1):
-            replica = Decoder(model.shape)
+            replica = make_replica()
             for mine, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 mine.data = shared.data
             self.replicas.append(replica)
-        self.free: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[Trained] = queue.SimpleQueue()
         for replica in self.replicas:
             self.free.put(replica)
         self.pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -51,8 +62,8 @@ class Gradients:
 
         def add_part(part: Tensor) -> float:
             replica = self.free.get()
-            with torch.autocast(self.device, torch.bfloat16):
-                loss = replica.loss(part.to(self.device), cos, sin) * (len(part) / len(batch))
+            with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
+                loss = self.loss(replica, part.to(self.device), cos, sin) * (len(part) / len(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             self.free.put(replica)
             return loss.item()

@@ -27,6 +27,12 @@ class Shape:
     norm_eps: float = 1e-6
 
 
+class Network(nn.Module):
+    """What can be trained: a module that knows its sizes."""
+
+    shape: Shape
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension, in fp32."""
 
@@ -147,18 +153,23 @@ class Trunk(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+def init_weights(network: nn.Module) -> None:
+    """Small random matrices, and zeros where a layer adds to the stream."""
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+
+
+class Decoder(Network):
     """The trunk and its head, which is the embedding matrix itself."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
+        init_weights(self)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Logits `(batch, length, vocab_size)`."""

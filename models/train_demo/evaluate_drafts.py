@@ -1,0 +1,194 @@
+"""How many drafts of the demo model's drafters are right: the sibling's (train_draft.py) and the EAGLE-3 head's.
+
+The demo model answers prompts from held-out documents (their first 64 tokens) and chats (up to the first answer), once
+greedily and once at temperature 1, by `penstock generate`. A drafter then guesses from every prefix of an answer what a
+step would ask it for: k tokens, greedily, or with the noise that the answer was sampled with. Printed is how many of
+them are right before the first wrong one, a mean over steps, a step beginning where the one before ended; one more is
+the tokens of a step. The last lines are the demo model's own guesses, of which all are right but for rounding.
+
+Examples:
+    python evaluate_drafts.py
+    python evaluate_drafts.py --prompts 40 --draft /data/draft --eagle3 /data/eagle3
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+
+from penstock.kernels.reference_sampling import keyed_gumbel
+from penstock.models.train_demo.continuations import answer
+from penstock.models.train_demo.eagle3 import Head, target_states, unrolled
+from penstock.models.train_demo.export import read_head, read_model
+from penstock.models.train_demo.network import Decoder, rotary_tables
+from penstock.models.train_demo.prepare import DEFAULT_WORK
+from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER, VOCAB_SIZE
+
+PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 64, 256, 8
+COUNTS = range(1, MAX_DRAFTS + 1)
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+@dataclass
+class Output:
+    """What the demo model wrote after a prompt, and how."""
+
+    kind: str
+    """Documents or chats."""
+    ids: Tensor
+    """Of prompt and output, (length,)."""
+    start: int
+    """Where the output begins."""
+    seed: int | None
+    """Of sampling at temperature 1; None: greedy."""
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """What is added to the logits of each position's token, `(length + MAX_DRAFTS + 2, VOCAB_SIZE)`; zeros outside
+        the output, and where it is greedy."""
+        length = len(self.ids)
+        noise = torch.zeros(length + MAX_DRAFTS + 2, VOCAB_SIZE)
+        if self.seed is not None:
+            positions = torch.arange(self.start, length)[:, None]
+            noise[self.start : length] = keyed_gumbel(torch.tensor(self.seed), positions, torch.arange(VOCAB_SIZE))
+        return noise
+
+
+Drafter = Callable[[Output], Tensor]
+"""Row m and column s of what it gives, (length, MAX_DRAFTS): whether draft s after m tokens is right if those before
+are."""
+
+
+def prompts(path: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, list[int]]]:
+    """`count` prompts of a .jsonl file's documents, spread evenly, and whether they are documents or chats."""
+    lines = path.read_text().splitlines()
+    for line in lines[:: max(1, len(lines) // count)][:count]:
+        text = json.loads(line)["text"]
+        question, is_chat, _ = text.partition(ASSISTANT)
+        ids = tokenizer.encode(question + is_chat, add_special_tokens=False).ids
+        yield ("chats", ids) if is_chat else ("documents", ids[:PROMPT_TOKENS])
+
+
+def model_drafter(model: Decoder) -> Drafter:
+    """Of a model with the demo model's tokenizer. A draft is right if its choice after the right prefix is."""
+
+    def right(output: Output) -> Tensor:
+        length = len(output.ids)
+        logits = model(output.ids[None], *rotary_tables(model.shape, length))[0]
+        chosen = (logits + output.noise[1 : length + 1]).argmax(-1)
+        hits = torch.zeros(length + MAX_DRAFTS, dtype=torch.bool)
+        hits[1:length] = chosen[:-1] == output.ids[1:]
+        return hits.unfold(0, MAX_DRAFTS, 1)[:length]
+
+    return right
+
+
+def head_drafter(head: Head, target: Decoder) -> Drafter:
+    """Of an EAGLE-3 head."""
+
+    def right(output: Output) -> Tensor:
+        length = len(output.ids)
+        padded = torch.full((length + MAX_DRAFTS + 2,), -1)
+        padded[:length] = output.ids
+        tables = rotary_tables(head.shape, len(padded))
+        noise = output.noise[:, head.draft_ids]
+        known = padded.clamp(min=0)[None]
+        features, _ = target_states(target, known, *tables, head.shape.aux_layers)
+        found = torch.zeros(length + 2, MAX_DRAFTS, dtype=torch.bool)
+        logits = unrolled(head, features, target.model.embed_tokens(known), *tables, MAX_DRAFTS)
+        for s, part in enumerate(logits):  # row t is of token t + 2 + s, which is draft s after t + 2 tokens
+            guesses = head.draft_ids[(part[0, :length] + noise[s + 2 : s + 2 + length]).argmax(-1)]
+            found[2:, s] = guesses == padded[s + 2 : s + 2 + length]
+        return found[:length]
+
+    return right
+
+
+def count_accepted(right: Tensor, start: int, num_drafts: int) -> tuple[int, int]:
+    """Accepted drafts and steps of an output that begins at `start`; `right` is what a drafter gives."""
+    runs = right[:, :num_drafts].int().cumprod(1).sum(1).tolist()
+    accepted = steps = 0
+    position = start
+    while position < len(runs):
+        accepted += runs[position]
+        steps += 1
+        position += runs[position] + 1
+    return accepted, steps
+
+
+@dataclass
+class Steps:
+    """Sums over outputs, by the number of drafts that a step asks for."""
+
+    tokens: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    number: Counter[int] = field(default_factory=Counter)
+
+    def add(self, right: Tensor, start: int) -> None:
+        self.tokens += len(right) - start
+        for k in COUNTS:
+            accepted, steps = count_accepted(right, start, k)
+            self.accepted[k] += accepted
+            self.number[k] += steps
+
+
+def outputs(args: argparse.Namespace) -> list[Output]:
+    """What the demo model answers, greedily and sampled."""
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    asked = list(prompts(args.work / "heldout.jsonl", tokenizer, args.prompts))
+    cases = [(kind, ids, seed) for kind, ids in asked for seed in (None, 0)]
+    requests = [
+        {"id": number, "prompt_token_ids": ids, "max_tokens": NEW_TOKENS, "seed": number}
+        | {"temperature": 0.0 if seed is None else 1.0, "top_p": 1.0}
+        for number, (_, ids, seed) in enumerate(cases)
+    ]
+    answers = answer(args.model, requests, args.work, "drafts")
+    return [
+        Output(kind, torch.tensor(ids + more), len(ids), None if seed is None else number)
+        for number, ((kind, ids, seed), more) in enumerate(zip(cases, answers, strict=True))
+        if more
+    ]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
+    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
+    for name in ("draft", "eagle3"):
+        folder = DEMO_FOLDER.with_name(f"demo_{name}")
+        parser.add_argument(f"--{name}", type=Path, default=folder, help=f"its drafter (default: models/{folder.name})")
+    parser.add_argument("--prompts", type=int, default=100, help="held-out documents and chats (default: 100)")
+    args = parser.parse_args()
+    written = outputs(args)
+    target = read_model(args.model)
+    drafters = {
+        args.draft.name: model_drafter(read_model(args.draft)),
+        args.eagle3.name: head_drafter(read_head(args.eagle3), target),
+        args.model.name: model_drafter(target),
+    }
+    tallies: defaultdict[tuple[str, str, str], Steps] = defaultdict(Steps)
+    for output in tqdm(written, unit="output"):
+        choice = "greedy" if output.seed is None else "temperature 1"
+        for name, drafter in drafters.items():
+            tallies[name, output.kind, choice].add(drafter(output), output.start)
+        del output.noise  # of some megabytes
+    print("| drafter | text | choice | tokens |", *(f"k = {k} |" for k in COUNTS))
+    print("|---|---|---|---:|" + "---:|" * MAX_DRAFTS)
+    for name in drafters:
+        for (_, kind, choice), steps in sorted(item for item in tallies.items() if item[0][0] == name):
+            means = (f"{steps.accepted[k] / steps.number[k]:.2f} |" for k in COUNTS)
+            print(f"| {name} | {kind} | {choice} | {steps.tokens:,} |", *means)
+
+
+if __name__ == "__main__":
+    main()

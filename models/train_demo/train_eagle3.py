@@ -1,0 +1,119 @@
+"""Trains an EAGLE-3 head for the demo model, which drafts from the demo model's own states (eagle3.py).
+
+The demo model is frozen. At every position four drafts are unrolled, each from the output of the one before, and learn
+the demo model's distribution; half the time on text of the corpus, half the time on what the demo model wrote itself
+(continuations.py). The ids that can be drafted are those that it wrote most often. The head begins with the highest
+features passed on as they are, and with the demo model's own rows as its lm_head. How it is trained, and when a
+checkpoint is written, is told in trainer.py. The finished head is written to --out.
+
+Examples:
+    nice -n 19 python train_eagle3.py
+    python train_eagle3.py --minutes 2 --device cuda --dtype bfloat16 --micro-tokens 8192 --out /data/eagle3
+    python train_eagle3.py --export-only
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.models.train_demo.eagle3 import Head, HeadShape, target_states, unrolled
+from penstock.models.train_demo.evaluate import windows
+from penstock.models.train_demo.export import read_model, write_head_config, write_weights
+from penstock.models.train_demo.gradients import Loss
+from penstock.models.train_demo.network import Decoder, rotary_tables
+from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER
+from penstock.models.train_demo.trainer import Ids, Trainer, read_tokens, train, training_parser, use_cores
+
+STAGES = ((0.0, 256), (0.8, 512))
+NUM_DRAFTS = 4
+DECAY = 0.8  # of a draft's weight in the loss, from one to the next: a later one counts only if those before were right
+
+
+def frequent_ids(tokens: Ids, shape: HeadShape) -> Tensor:
+    """The ids that occur most often, ascending."""
+    counts = np.bincount(tokens, minlength=shape.vocab_size)
+    chosen = np.sort(np.argsort(-counts, kind="stable")[: shape.draft_vocab_size])
+    print(f"{len(chosen):,} ids can be drafted: {counts[chosen].sum() / counts.sum():.1%} of what the model writes")
+    return torch.from_numpy(chosen)
+
+
+def new_head(target: Decoder, shape: HeadShape, draft_ids: Tensor) -> Head:
+    """An untrained head that repeats the target's highest features and predicts with the target's own rows."""
+    head = Head(shape, draft_ids)
+    head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+    head.norm.weight.data.copy_(target.model.norm.weight)
+    head.lm_head.weight.data.copy_(target.model.embed_tokens.weight[draft_ids.to(target.model.norm.weight.device)])
+    return head
+
+
+def unrolled_loss(target: Decoder) -> Loss[Head]:
+    """The loss -sum_i p_i log q_i of each draft, with the target's probabilities p of the ids that can be drafted and
+    the head's q; a mean over positions, and over drafts weighted by powers of `DECAY`."""
+
+    def loss(head: Head, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        tokens = tokens[:, :-1]
+        with torch.no_grad():
+            features, logits = target_states(target, tokens, cos, sin, head.shape.aux_layers)
+            wanted = logits.float().softmax(-1)[..., head.draft_ids]
+            embeds = target.model.embed_tokens(tokens)
+        total = torch.zeros((), device=tokens.device)
+        for s, logits in enumerate(unrolled(head, features, embeds, cos, sin, NUM_DRAFTS)):
+            part = wanted[:, s + 1 : s + 1 + logits.shape[1]]
+            total = total + DECAY**s * functional.cross_entropy(logits.flatten(0, 1).float(), part.flatten(0, 1))
+        return total / sum(DECAY**s for s in range(NUM_DRAFTS))
+
+    return loss
+
+
+def agreement(target: Decoder, ids: Tensor) -> Callable[[Head], Mapping[str, float]]:
+    """Measures in how many of the positions of `ids`, (rows, length), a head's best token is the target's, for the
+    first draft and the last one trained."""
+    cos, sin = (table.to(ids.device) for table in rotary_tables(target.shape, ids.shape[1]))
+
+    @torch.inference_mode()
+    def measure(head: Head) -> Mapping[str, float]:
+        right: list[list[Tensor]] = [[] for _ in range(NUM_DRAFTS)]
+        for part in torch.split(ids, 4):
+            features, logits = target_states(target, part, cos, sin, head.shape.aux_layers)
+            best = logits.argmax(-1)
+            for s, guess in enumerate(unrolled(head, features, target.model.embed_tokens(part), cos, sin, NUM_DRAFTS)):
+                right[s].append(head.draft_ids[guess.argmax(-1)] == best[:, s + 1 : s + 1 + guess.shape[1]])
+        shares = [float(torch.cat(parts).float().mean()) for parts in right]
+        return {"agreement": shares[0], f"agreement_{NUM_DRAFTS}": shares[-1]}
+
+    return measure
+
+
+def main() -> None:
+    """Trains within the budget and writes the head."""
+    parser = training_parser(__doc__, run="eagle3", minutes=25.0, dtype="float32")
+    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
+    parser.add_argument(
+        "--out", type=Path, default=DEMO_FOLDER.with_name("demo_eagle3"), help="where to (default: models/demo_eagle3)"
+    )
+    parser.set_defaults(batch_tokens=2048)  # so few tokens are read that many small updates go further
+    args = parser.parse_args()
+    use_cores()
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    target = read_model(args.model).to(args.device).requires_grad_(requires_grad=False)
+    written = read_tokens(args.work / "continuations.bin")
+    shape = HeadShape()
+    draft_ids = frequent_ids(written, shape)
+    trainer = Trainer(lambda: new_head(target, shape, draft_ids), unrolled_loss(target), STAGES, args)
+    if not args.export_only:
+        sample = windows(args.work / "heldout.jsonl", tokenizer, 256, 60)
+        ids = torch.tensor([window.ids for window in sample if len(window.ids) == 257], device=args.device)
+        train(trainer, [read_tokens(args.work / "train.bin"), written], agreement(target, ids))
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_head_config(shape, tokenizer, args.out)
+    size = write_weights(trainer.model.state_dict(), args.out)
+    print(f"step {trainer.progress.step}, {trainer.progress.tokens:,} tokens, model.safetensors {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

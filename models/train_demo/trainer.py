@@ -1,0 +1,248 @@
+"""Trains a network within a budget of minutes; stops and resumes at any time.
+
+The learning rate is warmed up, stays, and falls to zero over the last quarter of the budget: progress is measured in
+time spent training, so the end is planned whatever the machine does beside it. Matrices are updated by Muon, the rest
+by AdamW. A checkpoint is written every few minutes and when stopped by Ctrl-C; the same run goes on from it. It knows
+neither what the networks are nor what they learn: that is a function which gives a loss.
+"""
+
+import argparse
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Generic, NoReturn
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from penstock.models.train_demo.gradients import Gradients, Loss, Trained, keep_freed_memory
+from penstock.models.train_demo.prepare import DEFAULT_WORK
+
+Ids = np.ndarray[tuple[int], np.dtype[np.uint16]]
+
+Stages = Sequence[tuple[float, int]]  # from a progress on, sequences of so many tokens
+WARMUP_STEPS = 100
+DECAY_FROM = 0.75
+
+
+@dataclass
+class Progress:
+    """What a checkpoint says of the run so far; `block` counts the blocks read at the present length."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    length: int = 0
+    block: int = 0
+
+
+def rate_factor(progress: float, step: int) -> float:
+    """The learning rate relative to its peak: linear up in `WARMUP_STEPS`, flat, linear down from `DECAY_FROM` to 1."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, max(0.0, 1.0 - progress) / (1.0 - DECAY_FROM))
+
+
+def sequence_length(stages: Stages, progress: float) -> int:
+    """The length of the stage that `progress`, from 0 to 1, lies in."""
+    return max(length for start, length in stages if progress >= start)
+
+
+class Blocks:
+    """The corpus cut into blocks of `length + 1` ids, in an order that depends on the epoch's number and `length`."""
+
+    def __init__(self, tokens: Ids, length: int) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.per_epoch = (len(tokens) - 1) // length
+        self.orders: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+
+    def draw(self, first: int, rows: int) -> Tensor:
+        """Blocks `first` to `first + rows`, counted through the epochs; int64 of shape (rows, length + 1)."""
+        picked = []
+        for number in range(first, first + rows):
+            epoch, index = divmod(number, self.per_epoch)
+            if epoch not in self.orders:
+                self.orders[epoch] = np.random.default_rng(epoch * 10_000 + self.length).permutation(self.per_epoch)
+            start = int(self.orders[epoch][index]) * self.length
+            picked.append(self.tokens[start : start + self.length + 1].astype(np.int64))
+        return torch.from_numpy(np.stack(picked))
+
+
+def is_inner(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix between hidden states, not one that ids lead to or come from."""
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+
+
+class Trainer(Generic[Trained]):
+    """The model, its optimisers and where the run stands. `make` gives the model as it is at the beginning."""
+
+    def __init__(
+        self, make: Callable[[], Trained], loss: Loss[Trained], stages: Stages, args: argparse.Namespace
+    ) -> None:
+        torch.manual_seed(1)
+        self.args = args
+        self.stages = stages
+        self.model = make().to(args.device)
+        inner = [p for name, p in self.model.named_parameters() if is_inner(name, p)]
+        outer = [p for name, p in self.model.named_parameters() if not is_inner(name, p)]
+        # Two optimisers for the matrices, so that two threads can update them.
+        matrices = [
+            torch.optim.Muon(half, lr=args.matrix_rate, momentum=0.95, weight_decay=0.05)
+            for half in (inner[::2], inner[1::2])
+        ]
+        others = torch.optim.AdamW(outer, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (*matrices, others)
+        self.peaks = (args.matrix_rate, args.matrix_rate, args.rate)
+        self.gradients = Gradients(self.model, make, loss, args)
+        self.progress = Progress()
+        self.path: Path = args.work / f"{args.run}.safetensors"
+        if self.path.exists():
+            self.load()
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the run: parameters, and what the optimisers remember of each."""
+        tensors = dict(self.model.state_dict())
+        for number, optimizer in enumerate(self.optimizers):
+            for index, memory in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in memory.items()}
+        return tensors
+
+    def save(self) -> None:
+        """Writes the checkpoint under another name, then moves it to its own."""
+        new = self.path.with_suffix(".new")
+        save_file(self.state(), new, metadata={"progress": json.dumps(asdict(self.progress))})
+        new.replace(self.path)
+
+    def load(self) -> None:
+        """Goes on from the checkpoint."""
+        with safe_open(self.path, framework="pt", device=self.args.device) as saved:
+            self.progress = Progress(**json.loads(saved.metadata()["progress"]))
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+        self.model.load_state_dict(
+            {name: value for name, value in tensors.items() if not name.startswith("optimizer.")}
+        )
+        for number, optimizer in enumerate(self.optimizers):
+            whole = optimizer.state_dict()
+            for name, value in tensors.items():
+                if name.startswith(f"optimizer.{number}."):
+                    _, _, index, key = name.split(".")
+                    whole["state"].setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict(whole)
+
+    def step(self, batch: Tensor, factor: float) -> float:
+        """One update on `batch`, ids of shape (rows, length + 1); returns the mean loss in nats."""
+        loss = self.gradients.add(batch)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+        list(self.gradients.pool.map(lambda optimizer: optimizer.step(), self.optimizers))
+        self.model.zero_grad()
+        return loss
+
+    def run(self, sources: Sequence[Ids]) -> Iterator[float]:
+        """Trains until the budget is spent, on as much of each source, yielding each step's loss."""
+        budget = self.args.minutes * 60
+        now = self.progress
+        length = now.length or sequence_length(self.stages, 0.0)
+        blocks = [Blocks(tokens, length) for tokens in sources]
+        while now.seconds < budget:
+            began = time.monotonic()
+            done = now.seconds / budget
+            length = sequence_length(self.stages, done)
+            if length != blocks[0].length:
+                blocks, now.block = [Blocks(tokens, length) for tokens in sources], 0
+            now.length = length
+            rows = max(1, self.args.batch_tokens // length // len(sources))
+            batch = torch.cat([part.draw(now.block, rows) for part in blocks])
+            loss = self.step(batch, rate_factor(done, now.step))
+            now.block += rows
+            now.step += 1
+            now.tokens += len(batch) * length
+            now.seconds += time.monotonic() - began
+            yield loss
+
+
+def progress_bar(progress: Progress, minutes: float) -> "tqdm[NoReturn]":
+    """A bar that counts minutes of the budget, those of earlier runs too."""
+    return tqdm(total=minutes, initial=round(progress.seconds / 60, 2), unit="min")
+
+
+def train(
+    trainer: Trainer[Trained], sources: Sequence[Ids], measure_heldout: Callable[[Trained], Mapping[str, float]]
+) -> None:
+    """Runs to the end of the budget or to a signal, with a progress bar, a log, held-out figures and checkpoints."""
+    args = trainer.args
+    stopped: list[int] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        stopped.append(signum)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    last_save, average = time.monotonic(), 0.0
+    now = trainer.progress
+    with (args.work / f"{args.run}.log").open("a") as log, progress_bar(now, args.minutes) as bar:
+
+        def write_log(more: Mapping[str, float]) -> None:
+            log.write(json.dumps({**asdict(now), "loss": average, **more}) + "\n")
+            log.flush()
+
+        for loss in trainer.run(sources):
+            average = loss if average == 0.0 else 0.95 * average + 0.05 * loss
+            bar.n = round(now.seconds / 60, 2)
+            bar.set_postfix(step=now.step, loss=f"{average:.3f}", tokens=f"{now.tokens / 1e6:.1f}M", refresh=False)
+            bar.update(0)
+            if now.step % 20 == 0:
+                write_log({})
+            if stopped or time.monotonic() - last_save > args.save_every * 60:
+                write_log(measure_heldout(trainer.model))
+                trainer.save()
+                last_save = time.monotonic()
+            if stopped:
+                raise SystemExit(f"stopped at step {now.step}; the same command goes on")
+        write_log(measure_heldout(trainer.model))
+    trainer.save()
+
+
+def read_tokens(path: Path) -> Ids:
+    """A .bin file's token ids, not read before they are used."""
+    return np.memmap(path, dtype=np.uint16, mode="r")
+
+
+def training_parser(description: str | None, run: str, minutes: float, dtype: str) -> argparse.ArgumentParser:
+    """The flags that every training script has; `run`, `minutes` and `dtype` are defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder of the corpus (default: %(default)s)")
+    parser.add_argument("--run", default=run, help="name of the checkpoint and log (default: %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=minutes,
+        help="training time in all, over all resumes (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default=dtype, help="of the products (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: 2)")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in an update (default: %(default)s)")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="tokens computed at once (default: %(default)s)")
+    parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon (default: 0.02)")
+    parser.add_argument("--rate", type=float, default=0.003, help="peak learning rate of AdamW (default: 0.003)")
+    parser.add_argument("--save-every", type=float, default=3.0, help="minutes between checkpoints (default: 3)")
+    parser.add_argument("--export-only", action="store_true", help="write the checkpoint's weights and stop")
+    return parser
+
+
+def use_cores() -> None:
+    """A core computes a micro-batch; kernels are not split."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
