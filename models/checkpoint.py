@@ -26,6 +26,8 @@ from penstock.models.tensor_views import find_views
 
 DEMO = "demo"
 """The name of the built-in model."""
+DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
+"""Built in too: a draft model and a head for it."""
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -86,13 +88,14 @@ class CheckpointInfo:
 
 
 def resolve_model(name: str) -> Path:
-    """The directory of a model: a path, ``demo``, or the id of a repository on the Hugging Face hub.
+    """The directory of a model: a path, ``demo`` or one of its drafters, or the id of a repository on the Hugging Face
+    hub.
 
     An id is fetched into huggingface_hub's cache unless it is there; HF_HUB_OFFLINE=1 asks the cache alone. Raises
     ModelError.
     """
-    if name == DEMO:
-        return Path(__file__).parent / "demo"
+    if name in (DEMO, *DEMO_DRAFTERS):
+        return Path(__file__).parent / name
     path = Path(name).expanduser()
     if path.is_dir():
         return path

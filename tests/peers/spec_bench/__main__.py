@@ -25,14 +25,14 @@ from tempfile import TemporaryDirectory
 from cpu_bench.runners.penstock_service import service
 
 from penstock.clients import AsyncClient, Delta, Finished
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.models.checkpoint import DEMO, DEMO_DRAFTERS, resolve_model
 from spec_bench.widen import widen
 from spec_bench.workloads import Text, texts
 
 NONE = "none"
-FOLDERS = {"draft_model": "demo_draft", "eagle3": "demo_eagle3"}
-"""Of methods with weights: beside the demo model."""
-METHODS = ("ngram", "suffix", *FOLDERS)
+MODELS = dict(zip(("draft_model", "eagle3"), DEMO_DRAFTERS, strict=True))
+"""Of methods with weights."""
+METHODS = ("ngram", "suffix", *MODELS)
 TARGETS = ("demo", "wide")
 
 
@@ -91,8 +91,8 @@ class Bench:
         model, flags = self._model(target), []
         if method != NONE:
             config = {"method": method, "num_speculative_tokens": self._arguments.max_drafts}
-            if method in FOLDERS:
-                config["model"] = str(resolve_model(DEMO).parent / FOLDERS[method])
+            if method in MODELS:
+                config["model"] = MODELS[method]
             flags = ["--speculative-config", json.dumps(config)]
         with TemporaryDirectory() as folder, service(str(model), folder, flags) as (_, address, _, _):
             for concurrency in self._arguments.concurrency:
