@@ -25,7 +25,7 @@ from penstock.models.cuda_linears import CudaLinears, stored_bytes
 from penstock.models.cuda_model import CudaModel
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
-from penstock.models.cuda_shape import shape_of
+from penstock.models.cuda_shape import max_drafts, shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
 from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
@@ -49,12 +49,12 @@ class StepMemory:
     """What steps need besides weights and pages; taken before the KV cache gets what is left."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        sampler, sequences = shape.sampler(), shape.max_sequences
-        self.sampler = CudaSampler(sampler, sequences, device)
-        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, shape.max_pages, device)
-        self.inputs = StepInputs(sequences, shape.max_tokens, device)
-        self.outputs = StepOutputs(sequences, device)
-        self.max_tokens = shape.max_tokens
+        sampler, sequences, lines = shape.sampler(), shape.max_sequences, shape.max_lines
+        self.shape = shape
+        self.sampler = CudaSampler(sampler, lines, device)
+        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, lines, shape.max_pages, device)
+        self.inputs = StepInputs(sequences, shape.max_tokens, lines, device)
+        self.outputs = StepOutputs(sequences, lines, device)
 
 
 class CudaBackend:
@@ -71,7 +71,7 @@ class CudaBackend:
         self._memory = memory
         self._host_pages = host_pages
         self._device = model.device
-        self._graphs = StepGraphs(self._compute, self._device)
+        self._graphs = StepGraphs(self._forward, self._choose, self._device)
         memory.rows.on_moved = self._graphs.clear
         self._copies: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -95,20 +95,21 @@ class CudaBackend:
         graphs."""
         with launches.warming():
             for size in self._warm_sizes():
-                self._compute(size)
-            self._graphs.capture(graph_sizes(self.facts.max_num_seqs, self._memory.max_tokens, self._device))
+                self._choose(size, self._forward(size))
+            self._graphs.capture(graph_sizes(self._memory.shape, self._device))
 
     def _warm_sizes(self) -> Iterator[Size]:
         """Of steps of every form, besides those of the graphs."""
-        most, tokens = self.facts.max_num_seqs, self._memory.max_tokens
-        wanted = {2, *(number for number in self._model.changes() if number <= tokens)}
+        shape = self._memory.shape
+        most, tokens, verified = shape.max_sequences, shape.max_tokens, shape.max_queries[-1]
+        wanted = {number for number in (2, verified + 1, *self._model.changes()) if number <= tokens}
         if self._device.type == "cuda":
             wanted.add(tokens)  # which also takes the memory that so large a step needs
             # ``prepare`` has a form for each power of 2.
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
-                yield Size(sequences, tokens, sequences, any_longer=True)
+                yield Size(sequences, tokens, shape.max_lines, tokens)
         for number in sorted(wanted):
-            yield Size(1, number, 1, any_longer=True)
+            yield Size(1, number, 1, number)
 
     @torch.inference_mode()
     def begin(self, batch: Batch) -> Finish:
@@ -120,9 +121,11 @@ class CudaBackend:
         memory.inputs.write(batch, graph or size, memory.rows)
         parts = []
         if graph:
-            self._graphs.run(graph)
+            self._graphs.run(graph, lambda: self._await_masks(batch))
         else:
-            hidden = self._compute(size)
+            hidden = self._forward(size)
+            self._await_masks(batch)
+            self._choose(size, hidden)
             add_to_vectors(batch, hidden)
             parts = prompt_parts(batch, hidden, self._wide_logits, self._spec.vocab_size)
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
@@ -148,22 +151,30 @@ class CudaBackend:
         snapshot.record_stream(self._copies)
         return host, ready
 
-    def _compute(self, size: Size) -> Tensor:
-        """Launches a step of that size on what the inputs hold; returns the hidden states."""
-        memory, model = self._memory, self._model
+    def _await_masks(self, batch: Batch) -> None:
+        """While the layers run. They may follow from tokens of the step before, which another thread learns."""
+        if batch.masks is not None:
+            self._memory.rows.write_masks(batch.masks.words.result())
+
+    def _forward(self, size: Size) -> Tensor:
+        """Launches the layers of a step of that size on what the inputs hold; returns the hidden states."""
+        rows = self._memory.rows.rows
+        step = self._memory.inputs.step(size)
+        prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
+        ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
+        return self._model.forward(step, ragged, size.longest)
+
+    def _choose(self, size: Size, hidden: Tensor) -> None:
+        """Launches the rest of it: tokens are chosen, and rows move on by what they keep."""
+        memory = self._memory
         rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
-        step = inputs.step(size)
-        prepare(rows.rows, step, PAGE_SLOTS, self._spec.vocab_size)
-        ragged = RaggedRows(rows.rows.tables, step.rows, step.query_starts, step.contexts)
-        hidden = model.forward(step, ragged, any_longer=size.any_longer)
         kept = inputs.part("kept_before", size.sequences)
         last = outputs.part("last", size.sequences).fill_(-1)
         if size.lines:
-            logits = model.logits(hidden.index_select(0, inputs.part("line_tokens", size.lines)))
+            logits = self._model.logits(hidden.index_select(0, inputs.part("line_tokens", size.lines)))
             accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
             kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
-        commit(rows.rows, step, kept, last)
-        return hidden
+        commit(rows.rows, inputs.step(size), kept, last)
 
     def _wide_logits(self, hidden: Tensor) -> Tensor:
         # A copy, as a part of the hidden states may begin where no kernel reads.
@@ -230,6 +241,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         # A row of a block is what the runner warms up with.
         max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
         deterministic=config.deterministic,
+        max_drafts=max_drafts(config),
     )
     memory = StepMemory(shape, device)
     linears.take_room(dtype, shape.max_tokens)

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, by their size. Where there is no CUDA a graph is a call."""
+"""CUDA graphs of steps, by their size. Where there is no CUDA a graph is a call."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,60 +6,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.cuda.shapes import Shape
 from penstock.models.cuda_step import Size
 
 SMALL_STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Sequences; above, multiples of 32."""
+VERIFYING_STEPS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of steps in which sequences have drafts, however many each, and nothing longer."""
 MIXED_STEPS = (64, 128, 256, 512)
 """Tokens of steps with longer sequences in them. In larger ones computing takes longer than launching."""
 
 
-def graph_sizes(max_sequences: int, max_tokens: int, device: torch.device) -> list[Size]:
-    """All that are captured, the smallest first. In the interpreter, where what fills a graph up takes as long as what
-    counts, only a few that show that it does no harm."""
+def graph_sizes(shape: Shape, device: torch.device) -> list[Size]:
+    """All that are captured, of each kind the smallest first. In the interpreter, where what fills a graph up takes as
+    long as what counts, only a few that show that it does no harm."""
+    most, verified = shape.max_sequences, shape.max_queries[-1]
     if device.type != "cuda":
-        return [Size(number, number, number, any_longer=False) for number in (1, 2, 4) if number <= max_sequences]
-    steps = {number for number in (*SMALL_STEPS, *range(96, max_sequences, 32)) if number < max_sequences}
-    decoding = [Size(number, number, number, any_longer=False) for number in sorted({*steps, max_sequences})]
-    mixed = [
-        Size(min(max_sequences, tokens), tokens, min(max_sequences, tokens), any_longer=True)
-        for tokens in MIXED_STEPS
-        if tokens <= max_tokens
+        sizes = [Size(number, number, number, 1) for number in (1, 2, 4) if number <= most]
+        return [*sizes, Size(min(most, 4), 4, 4, verified)] if shape.max_lines >= 4 and verified > 1 else sizes
+    steps = {number for number in (*SMALL_STEPS, *range(96, most, 32)) if number < most}
+    decoding = [Size(number, number, number, 1) for number in sorted({*steps, most})]
+    verifying = [
+        Size(min(most, tokens), tokens, tokens, verified)
+        for tokens in VERIFYING_STEPS
+        if verified > 1 and tokens <= shape.max_lines
     ]
-    return decoding + mixed
+    mixed = [
+        Size(min(most, tokens), tokens, min(most, tokens), tokens)
+        for tokens in MIXED_STEPS
+        if tokens <= shape.max_tokens
+    ]
+    return decoding + verifying + mixed
 
 
 class StepGraphs:
-    """Steps that are launched as one."""
+    """Steps that are launched as two: the layers, and what chooses the tokens, which may have to wait for masks."""
 
-    def __init__(self, compute: Callable[[Size], Tensor], device: torch.device) -> None:
-        """``compute`` launches a step of a size, on inputs that always lie at the same place."""
-        self._compute = compute
+    def __init__(
+        self, forward: Callable[[Size], Tensor], choose: Callable[[Size, Tensor], None], device: torch.device
+    ) -> None:
+        """Each launches a half of a step of a size, on inputs that always lie at the same place. ``choose`` gets what
+        ``forward`` returns."""
+        self._forward = forward
+        self._choose = choose
         self._device = device
         self._sizes: list[Size] = []
-        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         self._pool: Any = None
 
     def capture(self, sizes: Iterable[Size]) -> None:
         """Runs each once, so that nothing is set up while it is captured, and captures it; the largest first, since the
         others then find room in its memory. Inputs must be those of a step of no sequences."""
         self._sizes = list(sizes)
-        for size in reversed(self._sizes):
-            self._compute(size)
+        for size in sorted(self._sizes, key=lambda size: size.tokens, reverse=True):
+            self._choose(size, self._forward(size))
             self._capture(size)
 
     def find(self, size: Size) -> Size | None:
         """The smallest that a step fits into."""
         return next((known for known in self._sizes if size.fits(known)), None)
 
-    def run(self, size: Size) -> None:
-        """Computes a step of one of the sizes."""
+    def run(self, size: Size, wait: Callable[[], None]) -> None:
+        """Computes a step of one of the sizes; ``wait`` is called before tokens are chosen."""
         if self._device.type != "cuda":
-            self._compute(size)
+            hidden = self._forward(size)
+            wait()
+            self._choose(size, hidden)
             return
         if size not in self._graphs:
             self._capture(size)
-        self._graphs[size].replay()
+        layers, rest = self._graphs[size]
+        layers.replay()
+        wait()
+        rest.replay()
 
     def clear(self) -> None:
         """Tensors that steps use have moved: each is captured anew when it is run."""
@@ -68,9 +87,12 @@ class StepGraphs:
     def _capture(self, size: Size) -> None:
         if self._device.type != "cuda":
             return
-        graph = torch.cuda.CUDAGraph()
+        layers, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Of this thread alone: another one waits for the results of steps before.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._compute(size)
-        self._pool = graph.pool()
-        self._graphs[size] = graph
+        with torch.cuda.graph(layers, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = self._forward(size)
+        self._pool = layers.pool()
+        # While the hidden states are held, nothing else of this step takes their memory.
+        with torch.cuda.graph(rest, pool=self._pool, capture_error_mode="thread_local"):
+            self._choose(size, hidden)
+        self._graphs[size] = layers, rest

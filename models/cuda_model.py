@@ -5,7 +5,7 @@ Nothing here waits for the device or looks at what lies there, so that a CUDA gr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ INTERPRETED_PROGRAMS = 2
 
 @dataclass(frozen=True)
 class Attention:
-    """What layers of one window share."""
+    """What layers of one window share, in steps whose decoding rows have up to so many queries."""
 
     shape: DecodeShape
     starts: WorkStarts
@@ -80,10 +80,9 @@ class CudaModel:
             rope: rotations(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
             for rope in set(spec.ropes)
         }
-        self._attention = {
-            decode.attention.window: _attention(decode, shape.max_sequences, self.device)
-            for decode in shape.attention()
-        }
+        self._attention: dict[int | None, list[Attention]] = {window: [] for window in shape.windows}
+        for decode in shape.attention():
+            self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
         self._mixture: tuple[ExpertsShape, ExpertsRoom] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
@@ -95,11 +94,11 @@ class CudaModel:
             for page, layer in zip(pages, weights.layers, strict=True)
         ]
 
-    def forward(self, step: StepTensors, rows: RaggedRows, *, any_longer: bool) -> Tensor:
+    def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Tensor:
         """Runs the layers, writing the keys and values of every token that has a slot; returns (T, hidden) after the
-        last norm. ``any_longer``: there may be sequences of more than one token."""
+        last norm. ``longest``: tokens that a sequence has at most."""
         spec, weights = self._spec, self._weights
-        starts = self._plan(rows)
+        attention = self._plan(rows, longest)
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -111,7 +110,7 @@ class CudaModel:
         for index, layer in enumerate(weights.layers):
             y = self._normed(x, delta, after, layer.before_attention)
             self._write_kv(index, layer, y, step, query)
-            self._attend(index, query, rows, starts, mixed, any_longer=any_longer)
+            self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
             delta = layer.output(mixed.flatten(1))
             self._parallel.all_reduce(delta)
             y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
@@ -131,14 +130,16 @@ class CudaModel:
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(widened(logits), cap)
 
-    def _plan(self, rows: RaggedRows) -> Mapping[int | None, WorkStarts]:
+    def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, Attention]:
         """Divides the step's attention, for each window."""
-        starts = {}
-        for window, attention in self._attention.items():
+        planned = {}
+        for window, forms in self._attention.items():
+            attention = next((form for form in forms if longest <= form.shape.max_queries), forms[-1])
             end = rows.num_sequences + 1
-            starts[window] = WorkStarts(attention.starts.units[:end], attention.starts.tiles[:end])
-            plan_attention(attention.shape, rows, starts[window])
-        return starts
+            starts = WorkStarts(attention.starts.units[:end], attention.starts.tiles[:end])
+            plan_attention(attention.shape, rows, starts)
+            planned[window] = replace(attention, starts=starts)
+        return planned
 
     def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
         """x += after(delta), in place; returns before(x). Either may be no norm."""
@@ -189,27 +190,18 @@ class CudaModel:
         )
 
     def _attend(
-        self,
-        index: int,
-        query: Tensor,
-        rows: RaggedRows,
-        starts: Mapping[int | None, WorkStarts],
-        mixed: Tensor,
-        *,
-        any_longer: bool,
+        self, index: int, query: Tensor, rows: RaggedRows, attention: Attention, mixed: Tensor, longest: int
     ) -> None:
         """Attention of one layer, (T, H, D) to the same."""
-        window = self._spec.windows[index]
-        attention = self._attention[window]
         paged_attention(
             attention.shape,
             query,
             self._kv[index],
             rows,
-            starts[window],
+            attention.starts,
             attention.workspace,
             mixed,
-            any_longer=any_longer,
+            any_longer=longest > attention.shape.max_queries,
         )
 
     def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:

@@ -38,9 +38,11 @@ class CudaRows:
         shape: SamplerShape,
         num_rows: int,
         num_lines: int,
+        max_masks: int,
         max_pages: int,
         device: torch.device,
     ) -> None:
+        """``num_lines``: rows that can run. ``max_masks``: of a step."""
         self._shape = shape
         self._device = device
         self.on_moved: Callable[[], None] = lambda: None
@@ -51,19 +53,24 @@ class CudaRows:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.rows = DeviceRows(
-            tables=zeros(num_rows, max_pages) - 1, lengths=zeros(num_rows), next_tokens=zeros(num_rows)
+            tables=zeros(num_rows, max_pages) - 1,
+            lengths=zeros(num_rows),
+            next_tokens=zeros(num_rows),
+            histories=zeros(num_rows, shape.max_history),
         )
-        self.masks = zeros(num_lines, shape.mask_words)
-        """(lines, ceil(V / 32)) int32: allowed tokens."""
+        self.masks = zeros(num_lines + max_masks, shape.mask_words)
+        """(lines + masks, ceil(V / 32)) int32: tokens that rows allow, and behind them those that grammars allow in the
+        newest step."""
         self.sampler = SamplerRows(
             numbers=zeros(num_rows, NUM_NUMBERS.value, dtype=torch.float64),
             integers=zeros(num_rows, NUM_INTEGERS.value, dtype=torch.int64),
-            histories=zeros(num_rows, shape.max_history),
+            histories=self.rows.histories,
             counts=zeros(num_lines, shape.vocab_size),
             biases=zeros(num_lines, shape.vocab_size, dtype=torch.float32),
             word_starts=self._words.starts,
             word_tokens=self._words.tokens,
         )
+        self._num_lines = num_lines
         self._known: list[Row | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
         self._free_lines = list(range(num_lines))
@@ -79,9 +86,19 @@ class CudaRows:
         if extended:
             self._extend(extended, batch.table)
 
-    def mask_line(self, row: Row) -> int:
-        """Which line of ``masks`` tells what the row allows; -1: everything."""
-        return -1 if row.lists.allowed is None else self._lines[row]
+    def mask_lines(self, batch: Batch) -> list[int]:
+        """Which line of ``masks`` tells what each of the batch's lines allows; -1: everything."""
+        masks = [-1 if line.lists.allowed is None else self._lines[line.row] for line in batch.lines]
+        if batch.masks is not None:
+            for place, index in enumerate(batch.masks.lines):
+                masks[index] = self._num_lines + place
+        return masks
+
+    def write_masks(self, words: NDArray[np.uint32]) -> None:
+        """What grammars allow in the newest step: (masks, at least ceil(V / 32))."""
+        assert words.shape[1] >= self._shape.mask_words, "a mask has a bit for every token"
+        own = np.ascontiguousarray(words[:, : self._shape.mask_words]).view(np.int32)
+        self.masks[self._num_lines :][: len(own)].copy_(self._copied(own), non_blocking=True)
 
     def num_top(self, wanted: int) -> int:
         """How many likeliest tokens there are, where so many are wanted."""
@@ -93,8 +110,9 @@ class CudaRows:
             self._num_blocks[row.number] = row.num_blocks
         for row in added:
             self._take_line(row)
-            if any(len(word) > 1 for word in row.sampling.bad_words):
-                history = self._copied(np.array(row.history, dtype=np.int32))
+            if row.num_computed and any(len(word) > 1 for word in row.sampling.bad_words):
+                # What is computed from here on is noted on the device.
+                history = self._copied(np.array(row.history[: row.num_computed], dtype=np.int32))
                 self.sampler.histories[row.number, : len(history)].copy_(history, non_blocking=True)
         self._add_words(added)
         numbers = self._copied([row.number for row in added])
@@ -175,7 +193,6 @@ class CudaRows:
         return integer_line(
             sampling.seed,
             sampling.top_k if 0 < sampling.top_k < self._shape.vocab_size else 0,
-            fallback=0 if row.lists.allowed is None else int(row.lists.allowed.min()),
             counts=-1 if row.counts is None else line,
             biases=line if len(row.lists.bias) else -1,
             free_from=row.num_prompt_tokens + sampling.min_tokens,

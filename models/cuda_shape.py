@@ -6,11 +6,15 @@ from penstock.kernels.cuda.shapes import Mixture, Shape
 from penstock.models.cuda_model import logits_dtype
 from penstock.models.loader import ACTIVATION_NAMES
 from penstock.models.spec import Experts, ModelSpec, NormPlacement, QkNorm
+from penstock.scheduler.plan import WorkerConfig
+
+FORCED_DRAFTS = 16
+"""Of a row in a step, that its grammar forces."""
 
 
 def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
-    max_tokens: int, *, deterministic: bool,
+    max_tokens: int, *, deterministic: bool, max_drafts: int = 0,
 ) -> Shape:  # fmt: skip
     """The shape whose ``ahead.variants`` a backend launches."""
     experts = spec.experts
@@ -45,9 +49,15 @@ def shape_of(
         max_positions=max_model_len,
         max_sequences=max_num_seqs,
         max_tokens=max_tokens,
-        max_queries=(1,),
+        max_drafts=max_drafts,
         deterministic=deterministic,
     )
+
+
+def max_drafts(config: WorkerConfig) -> int:
+    """Of a row in a step: what a drafter proposes, or what a grammar forces."""
+    proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    return proposed if config.tokenizer is None else max(proposed, FORCED_DRAFTS)
 
 
 def _mixture(experts: Experts) -> Mixture:

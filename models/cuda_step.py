@@ -31,14 +31,14 @@ class Size:
     tokens: int
     lines: int
     """Of logits; 0 only where nothing is sampled."""
-    any_longer: bool
-    """Sequences of more than one token are allowed."""
+    longest: int
+    """Tokens that a sequence has at most."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Size":
         """Just that of a batch."""
         sequences, tokens = len(batch.rows), len(batch.token_ids)
-        return cls(sequences, tokens, len(batch.lines), tokens > sequences)
+        return cls(sequences, tokens, len(batch.lines), int((batch.ends - batch.starts).max()))
 
     def fits(self, other: "Size") -> bool:
         """Whether a step of this size fits into one of the other."""
@@ -46,7 +46,7 @@ class Size:
             self.sequences <= other.sequences
             and self.tokens <= other.tokens
             and self.lines <= other.lines
-            and self.any_longer <= other.any_longer
+            and self.longest <= other.longest
         )
 
 
@@ -64,17 +64,18 @@ class _Layout:
 class StepInputs:
     """What the host tells of a step."""
 
-    def __init__(self, max_sequences: int, max_tokens: int, device: torch.device) -> None:
-        each = dict.fromkeys(
-            ("rows", "num_queries", "kept_before", "line_tokens", "line_rows", "line_positions", "masks", "num_top"),
-            max_sequences,
+    def __init__(self, max_sequences: int, max_tokens: int, max_lines: int, device: torch.device) -> None:
+        of_sequences = dict.fromkeys(("rows", "num_queries", "kept_before"), max_sequences)
+        of_lines = dict.fromkeys(
+            ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_lines
         )
         # What a step of few tokens has comes first, since the copy ends with its last token.
-        self._layout = _Layout({"num_lines": 1, "line_starts": max_sequences + 1, **each, "given": max_tokens})
+        self._layout = _Layout(
+            {"num_lines": 1, "line_starts": max_sequences + 1, **of_sequences, **of_lines, "given": max_tokens}
+        )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._parts = {name: self._array[part] for name, part in self._layout.parts.items()}
-        self._none = torch.zeros(max_sequences, dtype=torch.int32, device=device)
-        self._no_drafts = torch.full((max_sequences,), -1, dtype=torch.int32, device=device)
+        self._max_lines = max_lines
         # What the device makes of it.
         self._tokens = torch.zeros(2, -(-max_tokens // ALIGNMENT) * ALIGNMENT, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
@@ -102,7 +103,7 @@ class StepInputs:
             num_lines=part["num_lines"],
             rows=part["line_rows"][:end],
             positions=part["line_positions"][:end],
-            num_drafts=self._none[:end],
+            num_drafts=part["num_drafts"][:end],
             masks=part["masks"][:end],
             mask_words=mask_words,
         )
@@ -111,16 +112,13 @@ class StepInputs:
         """The beginning of another part."""
         return self._parts[name][:length]
 
-    def no_drafts(self, size: Size) -> Tensor:
-        """(lines,): no line takes for granted what another one samples."""
-        return self._no_drafts[: size.lines]
-
     def clear(self) -> None:
         """A step of no sequences, as a warm-up runs it."""
         self._array.zero_()
 
     def write(self, batch: Batch, size: Size, rows: CudaRows) -> None:
         """The batch as a step of that size."""
+        assert len(batch.lines) <= self._max_lines, "more is drafted for rows than the config says"
         end = self._layout.parts["given"].start + size.tokens
         pinned = self._array.is_cuda
         host = torch.zeros(end, dtype=torch.int32, pin_memory=pinned)
@@ -147,24 +145,31 @@ def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str,
     yield "line_tokens", batch.line_tokens.astype(np.int32)
     yield "line_rows", [line.row.number for line in lines]
     yield "line_positions", [line.position for line in lines]
-    yield "masks", [rows.mask_line(line.row) for line in lines]
+    yield "masks", rows.mask_lines(batch)
     yield "num_top", [-1 if (wanted := line.sampling.logprobs) is None else rows.num_top(wanted) for line in lines]
+    if len(lines) > np.count_nonzero(num_lines):
+        # Each of a row's lines takes one more for granted, the tokens that are computed behind its own.
+        yield (
+            "num_drafts",
+            (np.arange(len(lines)) - np.repeat(line_starts[: len(num_lines)], num_lines)).astype(np.int32),
+        )
+        yield "drafts", batch.token_ids[np.minimum(batch.line_tokens + 1, len(batch.token_ids) - 1)].astype(np.int32)
     yield "given", batch.token_ids.astype(np.int32)
 
 
 class StepOutputs:
     """What the device tells of a step."""
 
-    def __init__(self, max_sequences: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, max_lines: int, device: torch.device) -> None:
         self._layout = _Layout(
             {
-                "token_ids": max_sequences,
+                "token_ids": max_lines,
                 "accepted": max_sequences,
                 "kept": max_sequences,
                 "last": max_sequences,
-                "chosen": max_sequences,
-                "top_ids": max_sequences * MAX_TOP,
-                "top": max_sequences * MAX_TOP,
+                "chosen": max_lines,
+                "top_ids": max_lines * MAX_TOP,
+                "top": max_lines * MAX_TOP,
             }
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)

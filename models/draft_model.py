@@ -17,10 +17,13 @@ from penstock.models.drafting import Drafter, Proposal, Wanted
 from penstock.models.errors import ModelError
 from penstock.models.lines import Line
 from penstock.models.rows import Row, RowTable
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
+CATCHING_UP = SpeculationConfig(DraftMethod.DRAFT_MODEL, num_speculative_tokens=1)
+"""Of the draft model itself, which has no drafts: where all of its own were right it has yet to read the last of them,
+and the large model's token, so that steps of two tokens a row are as frequent as if one were drafted."""
 CONFIDENCE = 0.6
 """In a draft, before anything came of some: that of a model whose choices are the large one's more often than not."""
 WIDE = {"float32": 4, "float64": 8}
@@ -55,7 +58,8 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
             tokenizer_vocab_size=num_tokens,
             quantization="none",
             host_kv_cache_bytes=0,
-            speculation=None,
+            speculation=CATCHING_UP,
+            tokenizer=None,
         )
     )
     logger.info("drafts come from %s, whose weights are %d MiB", model, drafts.facts.weight_bytes >> 20)
@@ -155,7 +159,8 @@ class DraftModelDrafter(Drafter):
             if num_right is None:
                 num_right = min(len(draft.drafted), len(came))
             num_computed = min(draft.num_computed, draft.num_known + num_right, len(row.history) - 1)
-            if num_computed == draft.num_computed:
+            # What penalties count is counted anew: the backend's own counts are of what it chose itself.
+            if num_computed == draft.num_computed and row.counts is None:
                 draft.num_known, draft.drafted, draft.row.num_blocks = len(row.history), [], row.num_blocks
                 return draft
             draft.row.is_dropped = True

@@ -68,10 +68,11 @@ def variants(shape: Shape) -> Iterator[Variant]:
         )
     )
     sequences = MIN_SEQUENCES  # and a form for each power of 2 up to the first that is enough
-    yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
+    of_rows = (shape.max_pages, shape.max_positions, shape.slots, shape.vocab_size)
+    yield prepare_variant(sequences, *of_rows)
     while sequences < shape.max_sequences:
         sequences *= 2
-        yield prepare_variant(sequences, shape.max_pages, shape.slots, shape.vocab_size)
+        yield prepare_variant(sequences, *of_rows)
     for attention in shape.attention():
         yield from attention_variants(attention)
     sampler = shape.sampler()

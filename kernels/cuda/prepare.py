@@ -29,6 +29,9 @@ class DeviceRows:
     """(R,) int32: tokens whose keys and values stand in the pages."""
     next_tokens: Tensor
     """(R,) int32: the token after these, where it was sampled."""
+    histories: Tensor
+    """(R, L) int32: the tokens of every position that a step computed, rejected drafts as well, until other tokens are
+    computed there."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def _prepare(
     tables,
     lengths,
     next_tokens,
+    histories,
     token_ids,
     positions,
     slots,
@@ -69,6 +73,7 @@ def _prepare(
     num_sequences,
     num_tokens,
     MAX_PAGES: tl.constexpr,
+    MAX_HISTORY: tl.constexpr,
     SLOTS: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
@@ -96,6 +101,8 @@ def _prepare(
     row = tl.load(rows + owner, mask=owned, other=0)
     position = tl.load(lengths + row, mask=owned, other=0) + tokens - start
     tabled = owned & (position < MAX_PAGES * SLOTS)
+    past = row.to(tl.int64) * MAX_HISTORY + position
+    noted = owned & (position < MAX_HISTORY)
     # Neither a token nor a position out of range must ever be an address.
     position = tl.where(owned, tl.minimum(position, MAX_PAGES * SLOTS - 1), 0)
     known = tl.load(given + tokens, mask=owned, other=0)
@@ -104,6 +111,7 @@ def _prepare(
     page = tl.load(tables + row.to(tl.int64) * MAX_PAGES + position // SLOTS, mask=tabled, other=-1).to(tl.int64)
     slot = tl.where(page < 0, -1, page * SLOTS + position % SLOTS)
     tl.store(token_ids + tokens, token, mask=inside)
+    tl.store(histories + past, token, mask=noted)
     tl.store(positions + tokens, position, mask=inside)
     tl.store(slots + tokens, slot, mask=inside)
 
@@ -121,16 +129,17 @@ def _commit(rows, num_kept, sampled, lengths, next_tokens, num_sequences, BLOCK:
     tl.store(next_tokens + row, token, mask=moved & (token >= 0))
 
 
-def prepare_variant(num_sequences: int, max_pages: int, slots: int, vocab_size: int) -> Variant:
-    """The variant of ``prepare`` for so many sequences, and tables of so many pages of so many slots. It is the same
-    for all numbers of sequences up to ``MIN_SEQUENCES``, and up to each power of 2 above."""
-    return _prepare_variant(max(triton.next_power_of_2(num_sequences), MIN_SEQUENCES), max_pages, slots, vocab_size)
+def prepare_variant(num_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> Variant:
+    """The variant of ``prepare`` for so many sequences, histories of so many tokens, and tables of so many pages of so
+    many slots. It is the same for all numbers of sequences up to ``MIN_SEQUENCES``, and up to each power of 2 above."""
+    block_sequences = max(triton.next_power_of_2(num_sequences), MIN_SEQUENCES)
+    return _prepare_variant(block_sequences, max_pages, max_history, slots, vocab_size)
 
 
 @cache
-def _prepare_variant(block_sequences: int, max_pages: int, slots: int, vocab_size: int) -> Variant:
+def _prepare_variant(block_sequences: int, max_pages: int, max_history: int, slots: int, vocab_size: int) -> Variant:
     block_tokens = max(BLOCK // block_sequences, 1)
-    names = ("rows", "num_queries", "given", "tables", "lengths", "next_tokens", "token_ids", "positions")
+    names = ("rows", "num_queries", "given", "tables", "lengths", "next_tokens", "histories", "token_ids", "positions")
     return Variant(
         _prepare,
         {
@@ -143,6 +152,7 @@ def _prepare_variant(block_sequences: int, max_pages: int, slots: int, vocab_siz
         },
         {
             "MAX_PAGES": max_pages,
+            "MAX_HISTORY": max_history,
             "SLOTS": slots,
             "VOCAB": vocab_size,
             "BLOCK_SEQUENCES": block_sequences,
@@ -161,12 +171,14 @@ def commit_variant() -> Variant:
 
 
 def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) -> None:
-    """Fills in what a step's sequences, tokens and rows say, for pages of so many slots.
+    """Fills in what a step's sequences, tokens and rows say, for pages of so many slots; and notes the tokens in the
+    rows' histories.
 
     A sequence's tokens stand behind the row's length. Token ids outside the vocabulary become the nearest within, and
     so do positions and contexts beyond what a table can hold. A token for which the row has no page is stored nowhere.
     """
     (sequences,), (tokens,), (num_rows, max_pages) = step.rows.shape, step.given.shape, rows.tables.shape
+    max_history = rows.histories.shape[1]
     for tensor in (step.num_queries, step.rows, step.contexts):
         check(tensor, (sequences,), torch.int32)
     for tensor in (step.given, step.token_ids, step.positions):
@@ -174,9 +186,10 @@ def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) ->
     check(step.slots, (tokens,), torch.int64)
     check(step.query_starts, (sequences + 1,), torch.int32)
     check(rows.tables, (num_rows, max_pages), torch.int32)
+    check(rows.histories, (num_rows, max_history), torch.int32)
     for tensor in (rows.lengths, rows.next_tokens):
         check(tensor, (num_rows,), torch.int32)
-    variant = prepare_variant(sequences, max_pages, slots, vocab_size)
+    variant = prepare_variant(sequences, max_pages, max_history, slots, vocab_size)
     variant.launch(
         (triton.cdiv(tokens, variant.constants["BLOCK_TOKENS"]),),
         step.rows,
@@ -185,6 +198,7 @@ def prepare(rows: DeviceRows, step: StepTensors, slots: int, vocab_size: int) ->
         rows.tables,
         rows.lengths,
         rows.next_tokens,
+        rows.histories,
         step.token_ids,
         step.positions,
         step.slots,

@@ -147,7 +147,7 @@ def product_kernel(
     begin = part * num_blocks // PARTS
     end = (part + 1) * num_blocks // PARTS
     num_groups: tl.constexpr = 1 if GROUP == 0 else (COLUMNS + GROUP - 1) // GROUP
-    of_rows = scales + read * num_groups
+    of_rows = None if scales is None else scales + read * num_groups
     if zeros is None:
         of_tokens = None if input_scales is None else input_scales + tokens * num_groups
         filled: tl.constexpr = ROW_SIZE % BLOCK_K == 0

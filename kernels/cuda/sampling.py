@@ -95,7 +95,7 @@ def sample(
     """Writes the token of each line to ``token_ids`` (N,) int32.
 
     ``logits`` is (N, stride), of which the first V of a line count. They are not changed. A line whose best logit is no
-    finite number, as a broken model computes, gets its row's fallback.
+    finite number, as a broken model computes, gets the lowest token that its mask allows, or 0.
     """
     num_lines = len(lines.rows)
     check(logits, (num_lines, shape.stride), shape.dtype)

@@ -4,8 +4,9 @@ from the softmax of scores."""
 import triton
 import triton.language as tl
 
+from penstock.kernels.cuda.sampling_masks import lowest_of
 from penstock.kernels.cuda.sampling_noise import gumbel, noise_stream
-from penstock.kernels.cuda.sampling_rows import FALLBACK, LEAST_SCORE, NUM_INTEGERS, NUM_NUMBERS, SEED, TEMPERATURE
+from penstock.kernels.cuda.sampling_rows import LEAST_SCORE, NUM_INTEGERS, NUM_NUMBERS, SEED, TEMPERATURE
 from penstock.kernels.cuda.sampling_scores import best_of_line, is_number, key_of, line_of, load_scores
 
 
@@ -54,8 +55,9 @@ def draw(
 def choose(
     num_lines,
     rows,
+    masks,
+    mask_words,
     numbers,
-    integers,
     num_forbidden,
     best,
     best_ids,
@@ -78,5 +80,8 @@ def choose(
             _sum, part = tl.max(sums, axis=0, return_indices=True, return_indices_tie_break_left=True)
             token = tl.load(drawn_ids + line * SLICES + part)
     else:
-        token = tl.load(integers + row * NUM_INTEGERS + FALLBACK).to(tl.int32)
+        token = tl.zeros([], tl.int32)
+        masked = tl.load(masks + line).to(tl.int64)
+        if masked >= 0:
+            token = lowest_of(mask_words + masked * ((VOCAB + 31) // 32), VOCAB)
     tl.store(token_ids + line, token)

@@ -1,4 +1,5 @@
-"""Which tokens must not come next in a line: stops that come too early, and what would complete a bad word."""
+"""Masks of tokens: which must not come next in a line, being stops that come too early or what would complete a bad
+word; and the lowest of those that may."""
 
 import triton
 import triton.language as tl
@@ -61,3 +62,18 @@ def forbid(
         count += tl.sum(there.to(tl.int32), axis=0)
         at += BLOCK_WORDS
     tl.store(num_forbidden + line, count)
+
+
+@triton.jit
+def lowest_of(mask, VOCAB: tl.constexpr):
+    """The lowest token whose bit is set, 0 where none is; int32."""
+    MASK_WORDS: tl.constexpr = (VOCAB + 31) // 32
+    first = tl.full([], MASK_WORDS, tl.int32)
+    for begin in range(0, MASK_WORDS, BLOCK_MASK):
+        places = begin + tl.arange(0, BLOCK_MASK)
+        words = tl.load(mask + places, mask=places < MASK_WORDS, other=0)
+        first = tl.minimum(first, tl.min(tl.where(words != 0, places, MASK_WORDS), axis=0))
+    bits = tl.arange(0, 32)
+    is_set = ((tl.load(mask + first, mask=first < MASK_WORDS, other=0) >> bits) & 1) != 0
+    lowest = tl.min(tl.where(is_set, 32 * first + bits, VOCAB), axis=0)
+    return tl.where(lowest < VOCAB, lowest, 0)

@@ -21,16 +21,15 @@ PRESENCE = tl.constexpr(4)
 FREQUENCY = tl.constexpr(5)
 """Columns of ``SamplerRows.numbers``."""
 
-NUM_INTEGERS = tl.constexpr(16)
+NUM_INTEGERS = tl.constexpr(8)
 SEED = tl.constexpr(0)
 TOP_K = tl.constexpr(1)
-FALLBACK = tl.constexpr(2)
-COUNTS = tl.constexpr(3)
-BIASES = tl.constexpr(4)
-FREE_FROM = tl.constexpr(5)
-FIRST_STOP = tl.constexpr(6)
-FIRST_WORD = tl.constexpr(7)
-WORDS_END = tl.constexpr(8)
+COUNTS = tl.constexpr(2)
+BIASES = tl.constexpr(3)
+FREE_FROM = tl.constexpr(4)
+FIRST_STOP = tl.constexpr(5)
+FIRST_WORD = tl.constexpr(6)
+WORDS_END = tl.constexpr(7)
 """Columns of ``SamplerRows.integers``."""
 
 
@@ -85,9 +84,10 @@ class SamplerRows:
     numbers: Tensor
     """(R, 8) float64, each line by ``number_line``."""
     integers: Tensor
-    """(R, 16) int64, each line by ``integer_line``."""
+    """(R, 8) int64, each line by ``integer_line``."""
     histories: Tensor
-    """(R, L) int32: what stands before each line's position, drafts included. Read of rows with words or drafts."""
+    """(R, L) int32: what stands before each line's position, drafts included. Read of rows with words, and of drafts
+    where tokens are counted."""
     counts: Tensor
     """(C, V) int32: 0 for a token that is not in a row's prompt or output, else 1 more than its output has of it. A row
     with penalties has a line of its own; drafts do not count."""
@@ -161,7 +161,6 @@ def number_line(
 def integer_line(
     seed: int,
     top_k: int,
-    fallback: int = 0,
     counts: int = -1,
     biases: int = -1,
     free_from: int = 0,
@@ -169,13 +168,12 @@ def integer_line(
 ) -> list[int]:
     """A row's line of ``SamplerRows.integers``.
 
-    ``seed`` has 64 bits. ``fallback`` is the token where a model computes no numbers. ``counts`` and ``biases`` are the
-    row's lines there, negative if it has none. ``words`` are the first stop, the first bad word behind the stops, and
-    the end of these; stops are forbidden before position ``free_from``.
+    ``seed`` has 64 bits. ``counts`` and ``biases`` are the row's lines there, negative if it has none. ``words`` are
+    the first stop, the first bad word behind the stops, and the end of these; stops are forbidden before position
+    ``free_from``.
     """
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    used = [signed, top_k, fallback, counts, biases, free_from, *words]
-    return used + [0] * (NUM_INTEGERS.value - len(used))
+    return [signed, top_k, counts, biases, free_from, *words]
 
 
 ROOM: dict[str, tuple[torch.dtype, *tuple[int | str, ...]]] = {

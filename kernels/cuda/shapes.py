@@ -9,6 +9,11 @@ from penstock.kernels.cuda.attention_common import AttentionShape
 from penstock.kernels.cuda.attention_plan import DecodeShape
 from penstock.kernels.cuda.sampling_rows import SamplerShape
 
+MEASURED_LINES = 64
+"""Of the largest step that is measured to know what drafts cost; however few rows there may be."""
+MAX_VERIFIED = 16
+"""Queries of a row: with more, its keys and values would have to be read more than once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
@@ -76,8 +81,8 @@ class Shape:
     """Of a step."""
     slots: int = 16
     """Of a page."""
-    max_queries: tuple[int, ...] = (1, 16)
-    """Of a row that decodes: one token, or one and the most drafts."""
+    max_drafts: int = 15
+    """Of a row that decodes; 0: nothing is drafted."""
     deterministic: bool = False
     """A token's results are the same bits in every batch."""
 
@@ -86,8 +91,20 @@ class Shape:
         """Of a row."""
         return -(-self.max_positions // self.slots)
 
+    @property
+    def max_lines(self) -> int:
+        """Of logits, of a step: each sequence has one, and one more for each draft."""
+        if not self.max_drafts:
+            return self.max_sequences
+        return min(self.max_tokens, max(MEASURED_LINES, self.max_sequences * (1 + self.max_drafts)))
+
+    @property
+    def max_queries(self) -> list[int]:
+        """Of a row that decodes: one token, or one and its drafts. Rows of more are computed like prompts."""
+        return sorted({1, min(1 + self.max_drafts, MAX_VERIFIED)})
+
     def attention(self) -> Iterator[DecodeShape]:
-        """Of each kind of layer, for each number of queries."""
+        """Of each kind of layer, for each number of queries, ascending."""
         for window in self.windows:
             layer = AttentionShape(
                 num_heads=self.num_heads,

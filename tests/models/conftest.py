@@ -363,7 +363,7 @@ def without_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return without_model
 
 
-@pytest.fixture(name="worker_config")
+@pytest.fixture(scope="session", name="worker_config")
 def worker_config_fixture() -> Callable[..., WorkerConfig]:
     """``worker_config`` for test modules, which cannot import a conftest."""
     return worker_config

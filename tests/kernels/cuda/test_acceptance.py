@@ -2,11 +2,11 @@
 
 import torch
 
-from penstock.kernels.cuda.acceptance import MAX_LINES, accept
+from penstock.kernels.cuda.acceptance import BLOCK, accept
 from penstock.kernels.cuda.sampling_rows import SamplerRows, SamplerShape, integer_line
 from penstock.models.token_counts import TokenCounts
 
-VOCAB, MAX_HISTORY = 40, 100
+VOCAB = 40
 
 
 def make_rows(counts, device):
@@ -16,7 +16,7 @@ def make_rows(counts, device):
     return SamplerRows(
         numbers=empty,
         integers=torch.tensor(lines, dtype=torch.int64, device=device),
-        histories=torch.full((num_rows, MAX_HISTORY), -1, dtype=torch.int32, device=device),
+        histories=empty,
         counts=counts,
         biases=empty,
         word_starts=empty,
@@ -33,7 +33,9 @@ def test_what_is_kept_is_counted(device):
         ([], []),
         ([5, 6, 7], [5, 9]),
         ([1, 2], [2]),
-        ([4] * MAX_LINES, [4] * (MAX_LINES - 1)),
+        ([4] * BLOCK, [4] * (BLOCK - 1)),
+        ([4] * (2 * BLOCK + 1), [4] * (2 * BLOCK)),
+        ([5] * (2 * BLOCK), [5] * (BLOCK + 1) + [6] + [5] * (BLOCK - 3)),
         ([3, 3, 3], [3, 3]),
         # A draft behind the last line is none.
         ([8, 9], [8, 9]),
@@ -48,8 +50,8 @@ def test_what_is_kept_is_counted(device):
     def whole(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    numbers = [7, 1, 2, 3, 4, 5, 6, 0]
-    counts = torch.zeros(8, VOCAB, dtype=torch.int32, device=device)
+    numbers = [7, 1, 2, 3, 4, 9, 8, 5, 6, 0]
+    counts = torch.zeros(len(numbers), VOCAB, dtype=torch.int32, device=device)
     counts[:, prompt] = 1
     rows = make_rows(counts, device)
     starts = [0]
@@ -58,10 +60,9 @@ def test_what_is_kept_is_counted(device):
     token_ids = [token_id for tokens, _ in sequences for token_id in tokens]
     drafts = [token_id for tokens, drafts in sequences for token_id in [*drafts, -1][: len(tokens)]]
     line_rows = [row for row, (tokens, _) in zip(numbers, sequences, strict=True) for _ in tokens]
-    positions = [10 * row + i for row, (tokens, _) in zip(numbers, sequences, strict=True) for i in range(len(tokens))]
-    kept, last = whole([-9] * 8), whole([-9] * 8)
-    shape = SamplerShape(VOCAB, torch.float32, VOCAB, MAX_HISTORY, slice=64)
-    accept(shape, rows, whole(starts), whole(line_rows), whole(positions), whole(drafts), whole(token_ids), kept, last)
+    kept, last = whole([-9] * len(numbers)), whole([-9] * len(numbers))
+    shape = SamplerShape(VOCAB, torch.float32, VOCAB, 100, slice=64)
+    accept(shape, rows, whole(starts), whole(line_rows), whole(drafts), whole(token_ids), kept, last)
     assert kept.tolist() == expected
     assert last.tolist() == [tokens[k - 1] if k else -9 for k, (tokens, _) in zip(expected, sequences, strict=True)]
     for row, k, (tokens, _) in zip(numbers, expected, sequences, strict=True):
@@ -69,6 +70,3 @@ def test_what_is_kept_is_counted(device):
         wanted = torch.zeros(VOCAB, dtype=torch.int32)
         wanted[reference.ids] = torch.from_numpy(reference.output + 1).int()
         assert rows.counts[row].tolist() == wanted.tolist()
-        history = [-1] * MAX_HISTORY
-        history[10 * row : 10 * row + k] = tokens[:k]
-        assert rows.histories[row].tolist() == history[:MAX_HISTORY]

@@ -10,6 +10,7 @@ from penstock.kernels.cuda.prepare import DeviceRows, StepTensors, commit, prepa
 
 PAGE_SLOTS = 16
 VOCAB = 1000
+MAX_HISTORY = 59
 
 
 def ints(values, device, dtype=torch.int32):
@@ -17,7 +18,9 @@ def ints(values, device, dtype=torch.int32):
 
 
 def make_rows(tables, lengths, next_tokens, device):
-    return DeviceRows(ints(tables, device), ints(lengths, device), ints(next_tokens, device))
+    """Histories are a little shorter than what the tables could hold."""
+    histories = torch.full((len(lengths), MAX_HISTORY), -7, dtype=torch.int32, device=device)
+    return DeviceRows(ints(tables, device), ints(lengths, device), ints(next_tokens, device), histories)
 
 
 def make_step(rows, num_queries, given, device):
@@ -37,12 +40,18 @@ def make_step(rows, num_queries, given, device):
 
 def check_prepare(case, device):
     rows, num_queries, given, tables, lengths, next_tokens = case
-    step = make_step(rows, num_queries, given, device)
-    prepare(make_rows(tables, lengths, next_tokens, device), step, PAGE_SLOTS, VOCAB)
+    step, state = make_step(rows, num_queries, given, device), make_rows(tables, lengths, next_tokens, device)
+    prepare(state, step, PAGE_SLOTS, VOCAB)
     expected = reference_cuda.prepare(rows, num_queries, given, tables, lengths, next_tokens, PAGE_SLOTS, VOCAB)
     made = (step.token_ids, step.positions, step.slots, step.query_starts, step.contexts)
     for name, have, want in zip(("ids", "positions", "slots", "starts", "contexts"), made, expected, strict=True):
         assert have.tolist() == want, name
+    histories = [[-7] * MAX_HISTORY for _ in lengths]
+    token_ids = iter(expected[0])
+    for row, count in zip(rows, num_queries, strict=True):
+        for position in range(lengths[row], lengths[row] + count):
+            histories[row][position : position + 1] = [next(token_ids)][: max(0, MAX_HISTORY - position)]
+    assert state.histories.tolist() == histories
 
 
 def random_case(num_rows, num_sequences, num_padding, max_queries, max_pages, seed):

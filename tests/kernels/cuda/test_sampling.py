@@ -59,7 +59,7 @@ class Batch:
         self.shape, self.rows, self._spare, self._num_drafts = shape, rows, num_spare, num_drafts
         num_rows, vocab_size = len(rows) + 1, shape.vocab_size
         self.numbers = [[math.nan] * 8] + [[]] * len(rows)
-        self.integers = [[-(1 << 40)] * 16] + [[]] * len(rows)
+        self.integers = [[-(1 << 40)] * 8] + [[]] * len(rows)
         self.histories = torch.full((num_rows, MAX_HISTORY), -77, dtype=torch.int32)
         self.counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32)
         self.biases = torch.zeros((num_rows, vocab_size))
@@ -91,7 +91,6 @@ class Batch:
         self.integers[number] = integer_line(
             p.seed,
             p.top_k,
-            fallback=0 if p.allowed_token_ids is None else min(p.allowed_token_ids),
             counts=-1 if row.counts is None else number,
             biases=number if p.logit_bias else -1,
             free_from=row.num_prompt_tokens + p.min_tokens,
@@ -279,7 +278,7 @@ def test_edges():
                         bad_words=((2, 3, 5), (5, 3, 5)), logit_bias=((3, 100.0),)), 3),
         (SamplingParams(temperature=0.0), 0),
         (SamplingParams(allowed_token_ids=(4, 7), top_p=0.5), 4),
-        (SamplingParams(top_k=3), 0),
+        (SamplingParams(allowed_token_ids=(1201, 1236), top_k=3), 1201),
         # What is masked may be broken.
         (SamplingParams(allowed_token_ids=(7, 8, 9), top_k=1), 7),
         (SamplingParams(temperature=0.0, bad_words=((2, 3, 700), (1, 2, 3, 12)),

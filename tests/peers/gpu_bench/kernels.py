@@ -169,7 +169,7 @@ def preparation(model: Model, sizes: Sizes, device: torch.device) -> Case:
         return torch.full(size, value, dtype=dtype, device=device)
 
     next_tokens = torch.randint(shape.vocab_size, (batch,), dtype=torch.int32, device=device)
-    rows = DeviceRows(tables, lengths.clone(), next_tokens)
+    rows = DeviceRows(tables, lengths.clone(), next_tokens, integers(batch, context + 1))
     step = StepTensors(
         rows=torch.randperm(batch, dtype=torch.int32, device=device),
         num_queries=integers(batch, value=1),

@@ -116,9 +116,8 @@ def acceptance(model: Model, sizes: Sizes, device: torch.device) -> Case:
     drafts[kept - 1 :: each] += 1
     starts = torch.arange(0, lines + 1, each, dtype=torch.int32, device=device)
     line_rows = torch.arange(sequences, dtype=torch.int32, device=device).repeat_interleave(each)
-    positions = torch.arange(each, dtype=torch.int32, device=device).repeat(sequences)
     num_kept, last = (_integers(sequences, device=device) for _ in range(2))
-    run = partial(accept, shape, rows, starts, line_rows, positions, drafts, token_ids, num_kept, last)
+    run = partial(accept, shape, rows, starts, line_rows, drafts, token_ids, num_kept, last)
 
     def error() -> float:
         run()
