@@ -78,7 +78,7 @@ _OUTPUT = pb.Output.DESCRIPTOR.fields_by_name
 _START = {
     name: field
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
-    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms", "constraint"}
+    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
 _UPDATE = pb.Update.DESCRIPTOR.fields_by_name
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")

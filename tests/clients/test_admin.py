@@ -203,7 +203,8 @@ class TestSettings:
             # Twice, so that the second ones find the prefixes of the first.
             together = [pool.submit(complete, prompt) for prompt in prompts * 2]
             for number, change in enumerate(cycle(changes)):
-                if all(answer.done() for answer in together) and number >= len(changes):
+                # Only with what the last change gives back: a tenant's limits, once given, are taken again.
+                if number and number % len(changes) == 0 and all(answer.done() for answer in together):
                     break
                 run(capsys, "settings", *change)
         assert [answer.result() for answer in together] == alone * 2

@@ -18,7 +18,7 @@ from penstock.v1 import admin_pb2, constraint_pb2, embedding_pb2, generation_pb2
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096)
 REFUSED_WITHIN_S = 0.010
-MODULES = (admin_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
+MODULES = (admin_pb2, constraint_pb2, embedding_pb2, pb, model_pb2, tokenizer_pb2)
 
 
 def request_messages() -> dict[str, Descriptor]:
