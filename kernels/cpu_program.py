@@ -57,9 +57,9 @@ class Layer(Structure):
 
     _fields_ = (
         ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
-        ("mlp_post_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p), ("sinks", c_void_p),
-        ("window", c_int32), ("rope", c_int32), ("qkv", Linear), ("output", Linear), ("gate_up", Linear),
-        ("down", Linear), ("router", Linear), ("experts", c_void_p),
+        ("mlp_post_norm", c_void_p), ("hidden_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", Linear), ("output", Linear),
+        ("gate_up", Linear), ("down", Linear), ("router", Linear), ("experts", c_void_p),
     )  # fmt: skip
 
 
@@ -75,7 +75,8 @@ class Model(Structure):
         ("activation", c_int32), ("block_size", c_int32), ("norm_eps", c_float), ("embedding_scale", c_float),
         ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
         ("gate_alpha", c_float), ("gate_limit", c_float),
-        ("embedding_format", c_int32), ("embedding", c_void_p), ("head", Linear), ("norm", c_void_p),
+        ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
+        ("fc", Linear), ("head", Linear), ("norm", c_void_p),
         ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
     )  # fmt: skip
 
@@ -90,7 +91,9 @@ class Step(Structure):
         ("tokens", c_void_p), ("room", c_int64), ("top_ids", c_void_p), ("tops", c_void_p), ("scored", c_void_p),
         ("targets", c_void_p), ("num_tops", c_void_p), ("scored_room", c_int64), ("chosen", c_void_p),
         ("scored_top_ids", c_void_p), ("scored_tops", c_void_p), ("num_vectors", c_int32), ("num_pooled", c_int32),
-        ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p),
+        ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p), ("num_features", c_int32),
+        ("feature_layers", c_void_p), ("features", c_void_p), ("features_in", c_void_p), ("hidden", c_void_p),
+        ("hidden_out", c_void_p),
     )  # fmt: skip
 
 

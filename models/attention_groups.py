@@ -6,13 +6,39 @@ The work is done once a step for each kind of window, not once a layer.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.reference import visible
-from penstock.models.batch import Batch
+from penstock.models.batch import Ids
+
+
+class Ragged(Protocol):
+    """T tokens of R rows, as in a batch."""
+
+    @property
+    def ends(self) -> Ids:
+        """(R,): position after each row's last token."""
+        ...
+
+    @property
+    def token_starts(self) -> Ids:
+        """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
+        ...
+
+    @property
+    def positions(self) -> Ids:
+        """(T,)."""
+        ...
+
+    @property
+    def tables(self) -> Ids:
+        """(R, at least the blocks of the longest row)."""
+        ...
+
 
 MAX_GATHERED_TOKENS = 1 << 18
 """Keys copied at a time for rows with one token: bounds the memory of a step."""
@@ -34,13 +60,13 @@ class AttentionGroup:
 
 
 def attention_groups(
-    batch: Batch, window: int | None, num_blocks: int, block_size: int, device: torch.device
+    batch: Ragged, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> list[AttentionGroup]:
     """Groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
     return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
 
 
-def _neighbours(batch: Batch, block_size: int) -> Iterator[slice]:
+def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:
     """Rows of the batch that form a group: those with one token while the shortest has about half the keys of the
     longest, so that little is gathered for nothing; each of the others alone."""
     ends, num_tokens = batch.ends.tolist(), np.diff(batch.token_starts).tolist()
@@ -59,7 +85,7 @@ def _neighbours(batch: Batch, block_size: int) -> Iterator[slice]:
 
 
 def _group(
-    batch: Batch, rows: slice, window: int | None, num_blocks: int, block_size: int, device: torch.device
+    batch: Ragged, rows: slice, window: int | None, num_blocks: int, block_size: int, device: torch.device
 ) -> AttentionGroup:
     num_rows = rows.stop - rows.start
     token_start, token_end = int(batch.token_starts[rows.start]), int(batch.token_starts[rows.stop])

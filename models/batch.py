@@ -41,6 +41,8 @@ class Batch:
     """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
     masks: Masks | None = None
     """None: no line has a grammar."""
+    feature_layers: tuple[int, ...] = ()
+    """Before these layers the hidden states of all tokens are wanted."""
 
     # What not every backend needs is found out when it is asked for, before the next plan: a step of a small model is
     # short.
@@ -117,9 +119,16 @@ class BatchResult(NamedTuple):
     sampled: list[Sampled]
     """Of each line, in their order."""
     prompt_logprobs: list[PromptLogprobsPart]
+    features: NDArray[np.float32] | None = None
+    """(T, feature layers, hidden), where some are wanted."""
 
 
-def build_batch(table: RowTable, plan: StepPlan, drafts: Mapping[int, Sequence[int]] = MappingProxyType({})) -> Batch:
+def build_batch(
+    table: RowTable,
+    plan: StepPlan,
+    drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    feature_layers: tuple[int, ...] = (),
+) -> Batch:
     """The batch of a plan that was applied to the rows. Each row may be named once. ``drafts``: by the row's number,
     what may follow the histories of rows that are continued."""
     spans = [(table[chunk.row], chunk.start, chunk.end, NO_DRAFTS) for chunk in plan.chunks]
@@ -159,4 +168,5 @@ def build_batch(table: RowTable, plan: StepPlan, drafts: Mapping[int, Sequence[i
         table=table,
         lines=lines,
         num_lines=num_lines,
+        feature_layers=feature_layers,
     )

@@ -130,7 +130,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     model that the config describes. Reads no tensor. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
-    config = _read_json(path / CONFIG)
+    config = read_json(path / CONFIG)
     try:
         spec = spec_from_config(config)
         quantization = quantization_from_config(config)
@@ -138,7 +138,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {})
-    entries = _entries(path)
+    entries = read_entries(path)
     if f"{_BASE}{_TABLE}" not in entries and _TABLE in entries:
         # Models for embeddings are saved so, without a head. What takes its place here is never asked for a vector.
         spec = replace(spec, tied_embeddings=True)
@@ -148,7 +148,8 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     return CheckpointInfo(path, config, spec, _match(spec, entries, quantized, path), quantization, quantized)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A file that holds an object. Raises ModelError."""
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB: this is no such file")
@@ -164,8 +165,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _entries(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of all shards."""
+def read_entries(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of all shards, by name. Raises ModelError."""
     if (path / INDEX).is_file():
         return _indexed_entries(path)
     if (path / SINGLE).is_file():
@@ -178,7 +179,7 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
 
 def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
     index = path / INDEX
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is missing or empty: download it again")
     for name, shard in weight_map.items():

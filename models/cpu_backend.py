@@ -75,7 +75,8 @@ class CpuBackend(AtOnce):
         num_threads: int,
     ) -> None:
         self.facts = facts
-        self._kept = (model, pages)
+        self.model = model
+        self._pages = pages
         self._program = program
         self._num_logits = num_logits
         self._num_threads = num_threads
@@ -104,6 +105,7 @@ class CpuBackend(AtOnce):
         spans, pooled_spans = list(batch.prompt_spans()), list(batch.pooled_spans())
         scores = _Scores(spans, self._num_logits) if spans else self._no_scores
         pooled = _Pooled(pooled_spans) if pooled_spans else self._not_pooled
+        features = _Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
         step = Step(
             num_tokens=len(batch.token_ids),
@@ -123,6 +125,7 @@ class CpuBackend(AtOnce):
             tops=address(tops),
             **scores.fields,
             **pooled.fields,
+            **(features.fields if features else {}),
         )
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
         if batch.masks is None:
@@ -133,7 +136,8 @@ class CpuBackend(AtOnce):
             assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
             sampling.mask(batch.masks.lines, masks)
             self._program.finish()
-        return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts())
+        recorded = None if features is None else features.array
+        return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts(), recorded)
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""
@@ -216,6 +220,19 @@ class _Pooled:
         """Of the step; what they point to is alive while this is."""
 
 
+class _Features:
+    """Room for what is wanted of a batch's hidden states."""
+
+    def __init__(self, batch: Batch, hidden_size: int) -> None:
+        layers = np.array(batch.feature_layers, dtype=np.int32)
+        self.array = np.empty((len(batch.token_ids), len(layers), hidden_size), dtype=np.float32)
+        self._kept = layers
+        self.fields = {
+            "num_features": len(layers), "feature_layers": address(layers), "features": address(self.array),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
+
+
 def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
     """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
     if config.device != "cpu":
@@ -285,7 +302,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
-    pages = _allocate_pages(library, num_blocks, num_bytes)
+    pages = allocate_pages(library, num_blocks, num_bytes)
     instruction_set = kernels.name.decode()
     budget = _default_budget(spec, instruction_set, config.num_threads)
     facts = WorkerFacts(
@@ -320,7 +337,7 @@ def _check_tiers(config: WorkerConfig) -> None:
         )
 
 
-def _allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
+def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
     """Of so many blocks of so many bytes."""
     try:
         return library.memory(num_blocks * num_bytes)

@@ -30,6 +30,7 @@ from penstock.models.cpu_weights import (
     stored_format,
     widened,
 )
+from penstock.models.eagle_checkpoint import FC, HIDDEN_NORM, HeadSpec
 from penstock.models.errors import ModelError
 from penstock.models.quantization_error import QuantizationError
 from penstock.models.quantized_tensors import QuantizedLinear
@@ -143,9 +144,9 @@ def load_model(
     hidden, vocab = spec.hidden_size, spec.vocab_size
     # The largest matrices go first: a matrix's pages of the file count as this process's memory while it is packed.
     name = EMBEDDING if spec.tied_embeddings else HEAD
-    head = packer.linear([name.removesuffix(".weight")], [vocab], hidden, False, format=formats.head)
+    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, False, format=formats.head)
     wide = formats.table is Format.F32
-    table = None if spec.tied_embeddings else packer.table(EMBEDDING, (vocab, hidden), wide)
+    table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
     experts: list[object] = []
     layers = (Layer * spec.num_layers)(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
@@ -180,12 +181,16 @@ def load_model(
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
         embedding=table,
+        packed_embedding=head.parts[0],
         head=head,
         norm=packer.vector("model.norm.weight", hidden, spec.norm_offset),
         layers=ctypes.addressof(layers),
         ropes=ctypes.addressof(rope_array),
         kv=kv_layout(spec, formats.kv),
     )
+    if isinstance(spec, HeadSpec):
+        model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
+        layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
@@ -215,7 +220,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope
         sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
         window=spec.windows[index] or 0,
         rope=ropes.index(spec.ropes[index]),
-        qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], hidden, spec.qkv_bias),
+        qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], spec.qkv_columns, spec.qkv_bias),
         output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
     )
     if spec.experts is None or not spec.has_experts(index):

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from importlib import import_module
 
+from penstock.models import draft_model, eagle
 from penstock.models.backend import Backend
-from penstock.models.draft_model import with_room
 from penstock.models.drafting import Drafter, Drafting
 from penstock.models.errors import ModelError
 from penstock.models.step_costs import StepCosts
@@ -16,7 +16,11 @@ DRAFTERS = {
     DraftMethod.NGRAM: "penstock.models.ngram_drafter:load",
     DraftMethod.SUFFIX: "penstock.models.suffix_drafter:load",
     DraftMethod.DRAFT_MODEL: "penstock.models.draft_model:load",
+    DraftMethod.EAGLE3: "penstock.models.eagle:load",
 }
+
+MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room, DraftMethod.EAGLE3: eagle.with_room}
+"""Of those that keep keys and values."""
 
 
 def check_speculation(config: WorkerConfig) -> WorkerConfig:
@@ -24,17 +28,13 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
     that cannot be made; before a model is loaded."""
     if config.speculation is None:
         return config
-    if config.speculation.method not in DRAFTERS:
-        raise ModelError(
-            f"--speculative-config: there is no drafter yet for method {config.speculation.method.value}: "
-            f"give {' or '.join(method.value for method in DRAFTERS)}"
-        )
     if config.tensor_parallel_size > 1:
         raise ModelError(
             "--speculative-config: is not for --tensor-parallel-size above 1, since ranks choose by their own clocks "
             "how much to draft, and must choose the same: leave one of the two out"
         )
-    return with_room(config) if config.speculation.method is DraftMethod.DRAFT_MODEL else config
+    make_room = MAKE_ROOM.get(config.speculation.method)
+    return config if make_room is None else make_room(config)
 
 
 def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:

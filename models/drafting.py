@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.models.batch import Batch
 from penstock.models.draft_chances import DraftChances, RowChances
 from penstock.models.draft_lengths import choose_lengths
@@ -57,6 +60,13 @@ NO_PROPOSAL = Proposal([], [])
 
 class Drafter(ABC):
     """Proposes drafts. Rows' histories are known whenever it is asked; it finds out itself what is new in them."""
+
+    feature_layers: tuple[int, ...] = ()
+    """Before which layers it wants the model's hidden states of all tokens."""
+
+    def read(self, batch: Batch, features: NDArray[np.float32]) -> None:  # noqa: B027
+        """The hidden states of a batch, (T, feature layers, hidden), after what it chose was added to the rows. Who
+        wants none is given none."""
 
     def attach(self, table: RowTable) -> None:  # noqa: B027
         """Called once, before all else: all rows. Who drafts from text alone needs no more than it is given later."""
@@ -146,6 +156,15 @@ class Drafting:
     def attach(self, table: RowTable) -> None:
         """Called once, before all else: all rows."""
         self._drafter.attach(table)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Before which layers the model's hidden states are wanted."""
+        return self._drafter.feature_layers
+
+    def read(self, batch: Batch, features: NDArray[np.float32]) -> None:
+        """The hidden states that are wanted of a batch."""
+        self._drafter.read(batch, features)
 
     def renew(self, block_ids: Sequence[int]) -> None:
         """Blocks have another content than they had."""

@@ -200,12 +200,15 @@ def load_weights(
     num_logits: int,
     parallel: TensorParallel = ALONE,
     make_linear: "MakeLinear | None" = None,
+    embedding: Tensor | None = None,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it, as ``info.spec.divided`` says. ``num_logits`` is how many
-    rows of the head are used, from the first on; a rank has its ``share`` of them."""
+    rows of the head are used, from the first on; a rank has its ``share`` of them. ``embedding``: another model's, in
+    place of the checkpoint's."""
     spec = info.spec.divided(parallel.size)
     fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
-    embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    if embedding is None:
+        embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm", spec.hidden_size)
     rows = share(num_logits, parallel)
@@ -228,7 +231,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
+        qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), spec.qkv_columns, spec.qkv_bias),
         qk_norm=_load_qk_norm(fill, attention),
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
         output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),

@@ -88,10 +88,14 @@ class ReferenceBackend(AtOnce):
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens."""
-        return result_of(batch, self.forward(batch), self.logits, self._spec.vocab_size)
+        features: list[Tensor] = []
+        hidden = self.forward(batch, features)
+        result = result_of(batch, hidden, self.logits, self._spec.vocab_size)
+        return result._replace(features=torch.stack(features, 1).float().cpu().numpy()) if features else result
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm."""
+    def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
+        """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm. Appends to
+        ``features`` what is (T, hidden) before each of the batch's feature layers."""
         spec, weights = self._spec, self._weights
         torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         # Ids were checked at admission; an id out of range must still never be an address.
@@ -107,7 +111,10 @@ class ReferenceBackend(AtOnce):
         # As a tensor, so that the factor too is rounded to the model's dtype.
         x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
         for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
-            mixed = self._attend(index, layer, layer.before_attention(x), turns[rope], slots, groups[window])
+            if index in batch.feature_layers:
+                features.append(x)
+            before = layer.before_attention(x)
+            mixed = attend(spec, self._pages, index, layer, before, turns[rope], slots, groups[window])
             self._parallel.all_reduce(mixed)
             x = x + layer.after_attention(mixed)
             gated = layer.mlp(layer.before_mlp(x))
@@ -120,40 +127,47 @@ class ReferenceBackend(AtOnce):
         logits = widened(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        slots: Tensor,
-        groups: list[AttentionGroup],
-    ) -> Tensor:
-        """Attention of one layer with its output projection, (T, hidden) -> (T, hidden): the rank's summand."""
-        spec = self._spec
-        rotated = spec.query_size + spec.kv_size
-        qkv = layer.qkv(x)
-        heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        heads = rotate(heads, *rotation)
-        query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
-        value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
-        self._pages.write(index, slots, key, value)
-        mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for group in groups:
-            keys, values = self._pages.gather(index, group.table)
-            part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
-            seen = attention(
-                part,
-                keys,
-                values,
-                group.mask,
-                group.reach,
-                scale=spec.attention_scale,
-                cap=spec.attention_soft_cap,
-                sinks=layer.sinks,
-            )
-            mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
-        return layer.output(mixed.flatten(1))
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._weights.embedding
+
+
+def attend(
+    spec: ModelSpec,
+    pages: KVPages,
+    index: int,
+    layer: LayerWeights,
+    x: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    slots: Tensor,
+    groups: list[AttentionGroup],
+) -> Tensor:
+    """Attention of one layer with its output projection, (T, columns of qkv) -> (T, hidden): the rank's summand.
+    Writes the KV of every token."""
+    rotated = spec.query_size + spec.kv_size
+    qkv = layer.qkv(x)
+    heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+    heads = rotate(heads, *rotation)
+    query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+    value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
+    pages.write(index, slots, key, value)
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in groups:
+        keys, values = pages.gather(index, group.table)
+        part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
+        seen = attention(
+            part,
+            keys,
+            values,
+            group.mask,
+            group.reach,
+            scale=spec.attention_scale,
+            cap=spec.attention_soft_cap,
+            sinks=layer.sinks,
+        )
+        mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
+    return layer.output(mixed.flatten(1))
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:

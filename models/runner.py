@@ -139,7 +139,8 @@ class Runner:
 
     def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
         is_fenced = self._newest.is_set()
-        batch = build_batch(self._rows, plan, drafted.drafts)
+        layers = () if self._drafting is None else self._drafting.feature_layers
+        batch = build_batch(self._rows, plan, drafted.drafts, layers)
         if self._grammars is not None and (masks := self._grammars.begin(batch.lines, self._newest)) is not None:
             batch = replace(batch, masks=masks)
         finish = self._backend.begin(batch)
@@ -150,8 +151,10 @@ class Runner:
 
         def result() -> StepResult:
             try:
-                sampled, parts = finish()
+                sampled, parts, features = finish()
                 rows = _results(batch, places, sampled)
+                if self._drafting is not None and features is not None:
+                    self._drafting.read(batch, features)
             finally:
                 learned.set()  # after a failure as well: whoever waits would never end
             done = self._clock()

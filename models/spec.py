@@ -193,6 +193,21 @@ class ModelSpec:
         unloaded = 0 if self.tied_embeddings else self.vocab_size - -(-num_logits // num_ranks)
         return self.num_parameters - unloaded * self.hidden_size
 
+    @property
+    def qkv_columns(self) -> int:
+        """Columns of what queries, keys and values are made of."""
+        return self.hidden_size
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head's matrix."""
+        return self.vocab_size
+
+    @property
+    def has_table(self) -> bool:
+        """Whether there are embeddings besides the head's matrix."""
+        return not self.tied_embeddings
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Of keys and values of one position in every layer."""
         return 2 * self.num_layers * self.kv_size * element_bytes
@@ -260,7 +275,7 @@ class ModelSpec:
             if norm is not None:
                 yield f"{norm}.weight", (hidden,)
         for name, rows in (("q_proj", self.query_size), ("k_proj", self.kv_size), ("v_proj", self.kv_size)):
-            yield from _linear(f"self_attn.{name}", rows, hidden, self.qkv_bias)
+            yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
         if self.qk_norm is not QkNorm.NONE:
             whole = self.qk_norm is QkNorm.ALL
             yield "self_attn.q_norm.weight", (self.query_size if whole else self.head_dim,)

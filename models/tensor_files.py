@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.models.errors import ModelError
 from penstock.models.safetensors_header import TensorEntry
 
-NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 """What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
 
 

@@ -31,6 +31,8 @@ struct Expert {
 struct Layer {
   // Norms before the sublayers and after them, each or null.
   const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
+  // Of a head that drafts: qkv takes the embedding after attention_norm and, beside it, x after this one; else null.
+  const float* hidden_norm;
   const float *query_norm, *key_norm;  // (head_dim,), or over all heads
   const float* sinks;                  // (num_heads,) or null
   int32_t window;                      // 0: none
@@ -53,7 +55,9 @@ struct Model {
   float norm_eps, embedding_scale, attention_scale, attention_soft_cap, logit_soft_cap;
   float gate_alpha, gate_limit;  // of experts with the clamped activation
   int32_t embedding_format;  // of `embedding`: FORMAT_F32 or FORMAT_BF16
-  const uint8_t* embedding;  // (vocab_size, hidden_size); null: the head's matrix is looked up
+  const uint8_t* embedding;  // (vocab_size, hidden_size); null: `packed_embedding` is looked up
+  Matrix packed_embedding;
+  Linear fc;                 // of a head that drafts: from features to x; else no parts
   Linear head;               // all rows of a tied embedding, of which the first num_logits are multiplied
   const float* norm;
   const Layer* layers;
@@ -93,6 +97,14 @@ struct Step {
   const int64_t* pooled;         // (num_pooled,) index in the batch
   const int64_t* pooled_starts;  // (num_vectors + 1,): vector i is of tokens [pooled_starts[i], pooled_starts[i + 1])
   float* const* vectors;         // (num_vectors,) of (hidden_size,)
+  // What is wanted of every token: x before some of the layers.
+  int32_t num_features;
+  const int32_t* feature_layers;  // (num_features,)
+  float* features;                // (T, num_features, hidden_size)
+  // Of a head that drafts: what x is before its layer, in place of the embeddings. One of them.
+  const float* features_in;  // (T, num_features * hidden_size): of the model that it drafts for
+  const float* hidden;       // (T, hidden_size): what came of the step before
+  float* hidden_out;         // (num_sampled, hidden_size): x after the layer; or null
 
   int num_logits_wanted() const { return num_sampled + num_scored; }
   int num_wanted() const { return num_logits_wanted() + num_pooled; }

@@ -69,10 +69,15 @@ void StepRun::begin() {
   lay_out();
   find_pages();
   find_angles();
-  embed();
+  embed(model_.fc.num_parts ? embeddings_ : x_);
+  if (model_.fc.num_parts) take_hidden();
   spent_on(STAGE_EMBED);
-  for (int i = 0; i < model_.num_layers; i++) layer(model_.layers[i], i);
+  for (int i = 0; i < model_.num_layers; i++) {
+    record(i);
+    layer(model_.layers[i], i);
+  }
   if (step_.num_vectors > 0) pool();
+  if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
   if (step_.num_logits_wanted() == 0) return;
   lay_out_head();
   multiply_head(0);
@@ -96,6 +101,12 @@ void StepRun::lay_out() {
   inner_ = arena_.take<float>(tokens * ((m.intermediate_size + LANES - 1) / LANES * LANES));
   int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.head, 0);
   int most_parts = 1;
+  if (m.fc.num_parts) {
+    inputs = widest_input(kernels_, m.fc, inputs);
+    widest_row = m.fc.parts[0].columns;
+    embeddings_ = arena_.take<float>(tokens * m.hidden_size);
+    joined_ = arena_.take<float>(tokens * 2 * m.hidden_size);
+  }
   for (int i = 0; i < m.num_layers; i++) {
     const Layer& layer = m.layers[i];
     const Linear* linears[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.router,
@@ -172,13 +183,14 @@ void StepRun::find_angles() {
   });
 }
 
-void StepRun::embed() {
+// The embeddings of all tokens.
+void StepRun::embed(float* out) {
   const Model& m = model_;
   each(step_.num_tokens, [&](int token, int) {
     int64_t id = within(step_.token_ids[token], m.vocab_size);
-    float* to = x_ + static_cast<int64_t>(token) * m.hidden_size;
+    float* to = out + static_cast<int64_t>(token) * m.hidden_size;
     if (!m.embedding) {
-      kernels_.unpack_row(m.head.parts[0], static_cast<int>(id), to);
+      kernels_.unpack_row(m.packed_embedding, static_cast<int>(id), to);
     } else if (m.embedding_format == FORMAT_F32) {
       memcpy(to, m.embedding + id * m.hidden_size * 4, static_cast<size_t>(m.hidden_size) * 4);
     } else {
@@ -192,6 +204,28 @@ void StepRun::embed() {
     }
     if (m.embedding_scale != 1.0f) kernels_.scale(to, m.embedding_scale, m.hidden_size);
   });
+}
+
+// What a head that drafts goes on with.
+void StepRun::take_hidden() {
+  if (step_.hidden) return copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
+  int64_t columns = model_.fc.parts[0].columns;
+  Prepared inputs = prepare(model_.fc, step_.features_in, columns, step_.num_tokens, nullptr);
+  product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
+}
+
+// Keeps what comes into a layer, if it is wanted.
+void StepRun::record(int layer) {
+  for (int i = 0; i < step_.num_features; i++)
+    if (step_.feature_layers[i] == layer)
+      copy_rows(x_, step_.num_tokens, step_.features + i * model_.hidden_size,
+                static_cast<int64_t>(step_.num_features) * model_.hidden_size);
+}
+
+// Copies rows of x, which lie one after another, to rows that are `stride` apart.
+void StepRun::copy_rows(const float* x, int rows, float* out, int64_t stride) {
+  int64_t size = model_.hidden_size;
+  each(rows, [&](int row, int) { memcpy(out + row * stride, x + row * size, static_cast<size_t>(size) * 4); });
 }
 
 void StepRun::lay_out_head() {

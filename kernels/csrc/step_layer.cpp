@@ -8,7 +8,9 @@ namespace penstock {
 void StepRun::layer(const Layer& layer, int index) {
   uint8_t* pages = model_.pages + index * model_.layer_bytes;
   bool last = index == model_.num_layers - 1;
-  Prepared inputs = prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
+  Prepared inputs = layer.hidden_norm
+                        ? prepare_joined(layer)
+                        : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
   spent_on(STAGE_NORM);
   product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
   spent_on(STAGE_QKV);
@@ -28,6 +30,17 @@ void StepRun::layer(const Layer& layer, int index) {
     experts(layer);
   else
     mlp(layer);
+}
+
+// Embeddings and x side by side, each after its norm.
+Prepared StepRun::prepare_joined(const Layer& layer) {
+  int64_t size = model_.hidden_size;
+  each(num_rows_, [&](int row, int) {
+    float* to = joined_ + row * 2 * size;
+    kernels_.rms_norm(embeddings_ + row * size, layer.attention_norm, size, model_.norm_eps, to);
+    kernels_.rms_norm(x_ + row * size, layer.hidden_norm, size, model_.norm_eps, to + size);
+  });
+  return prepare(layer.qkv, joined_, 2 * size, num_rows_, nullptr);
 }
 
 void StepRun::rotate_and_write(const Layer& layer, uint8_t* pages) {

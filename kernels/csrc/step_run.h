@@ -49,7 +49,10 @@ class StepRun {
   void lay_out();
   void find_pages();
   void find_angles();
-  void embed();
+  void embed(float* out);
+  void take_hidden();
+  void record(int layer);
+  void copy_rows(const float* x, int rows, float* out, int64_t stride);
   void lay_out_head();
   void multiply_head(int begin);
   void score(int begin);
@@ -57,6 +60,7 @@ class StepRun {
 
   // step_layer.cpp
   void layer(const Layer& layer, int index);
+  Prepared prepare_joined(const Layer& layer);
   void rotate_and_write(const Layer& layer, uint8_t* pages);
   void attend(const Layer& layer, uint8_t* pages);
   void keep_wanted_rows();
@@ -104,6 +108,7 @@ class StepRun {
 
   int num_rows_;  // of x: all tokens, and in the last layer only those that are wanted
   int query_size_, kv_size_, qkv_size_;
+  float *embeddings_, *joined_;  // of a head that drafts
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
   float** row_room_;  // of each thread: room for one row of anything
   int64_t row_floats_;

@@ -56,6 +56,7 @@ class Toy:
         layer_bytes = NUM_BLOCKS * BLOCK // LANES * kv.page_bytes
         pages = self.library.memory(layer_bytes * len(kind.windows))
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
+        table = self.matrix(self.table)
         model = Model(
             kernels=ctypes.pointer(kernels), vocab_size=VOCAB, num_logits=LOGITS, hidden_size=HIDDEN,
             intermediate_size=INNER, num_layers=len(kind.windows), num_heads=HEADS, num_kv_heads=KV_HEADS,
@@ -63,7 +64,7 @@ class Toy:
             expert_size=EXPERT_INNER, normalise_experts=0, expert_activation=Gate.SILU, qk_norm=QkNorm.HEAD,
             activation=Gate.SILU, block_size=BLOCK, norm_eps=EPS, embedding_scale=EMBEDDING_SCALE,
             attention_scale=SCALE, attention_soft_cap=CAP, logit_soft_cap=LOGIT_CAP, embedding_format=Format.F32,
-            embedding=None, head=Linear(1, (Matrix * 3)(self.matrix(self.table))), norm=self.keep(self.norm),
+            packed_embedding=table, head=Linear(1, (Matrix * 3)(table)), norm=self.keep(self.norm),
             layers=ctypes.addressof(layers), ropes=ctypes.addressof(ropes), kv=kv, pages=pages.address,
             layer_bytes=layer_bytes,
         )  # fmt: skip

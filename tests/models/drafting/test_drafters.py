@@ -219,15 +219,6 @@ def test_a_history_shorter_than_a_pair_has_no_match():
 # ------------------------------------------------------------------------------------------------------------- registry
 
 
-@pytest.mark.parametrize("method", [DraftMethod.EAGLE3])
-def test_a_method_without_a_drafter_is_refused_with_those_that_have_one(method):
-    config = WorkerConfig("model", speculation=SpeculationConfig(method, 4, model="small"))
-    with pytest.raises(
-        ModelError, match=rf"--speculative-config: .*{method.value}: give ngram or suffix or draft_model"
-    ):
-        check_speculation(config)
-
-
 def test_ranks_are_refused():
     speculation = SpeculationConfig(DraftMethod.NGRAM, 4)
     with pytest.raises(ModelError, match=r"--speculative-config: .*--tensor-parallel-size"):

@@ -199,7 +199,8 @@ async def test_a_worker_drafts_as_its_config_says(cpu_library, tiny_model, worke
         assert num_drafted > 0
     finally:
         await worker.stop()
-    refused = WorkerProcess(worker_config("", speculation=SpeculationConfig(DraftMethod.EAGLE3, 4)))
-    with pytest.raises(ExecutorError, match=r"--speculative-config: .*eagle3: give ngram or suffix or draft_model"):
+    speculation = SpeculationConfig(DraftMethod.EAGLE3, 4, model="/nowhere")
+    refused = WorkerProcess(worker_config(tiny_model("llama").path, speculation=speculation))
+    with pytest.raises(ExecutorError, match=r"--speculative-config: /nowhere: no such directory"):
         await refused.start()
     await refused.stop()
