@@ -20,6 +20,7 @@ from google.protobuf import json_format
 
 from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
+from penstock.v1.constraint_pb2 import Constraint
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
@@ -171,6 +172,16 @@ async def call_the_service(service, channel):
     variables = pb.Chat(messages=chat.messages, template_variables=f'{{"{SCHEMA}": ')
     await complete("INVALID_ARGUMENT", pb.Start(chat=variables))
 
+    for constraint in (
+        Constraint(json_schema=f'{{"{SCHEMA}": '),
+        Constraint(json_schema=json.dumps({"type": SCHEMA, "not": {"title": SCHEMA}})),
+        Constraint(regex=f"(?={SCHEMA})a"),
+        Constraint(lark=f"start: {SCHEMA}"),
+        Constraint(gbnf=f"root ::= {SCHEMA}"),
+    ):
+        await complete("INVALID_ARGUMENT", pb.Start(text=PROMPT, constraint=constraint))
+    await complete("OK", pb.Start(text=PROMPT, constraint=Constraint(json_schema=json.dumps({"title": SCHEMA}))))
+
     raw = channel.unary_unary("/penstock.v1.GenerationService/Complete")
     await service.expect("INVALID_ARGUMENT", raw(b"\x0a\xff\xff" + PROMPT.encode(), metadata=mine))
 
@@ -205,8 +216,9 @@ async def call_the_gateway(service):
     await service.post("/v1/completions", {"model": "demo", "prompt": PROMPT, "temperature": PROMPT}, 400)
     await service.post("/v1/completions", {"model": "demo", "prompt": {SCHEMA: PROMPT}}, 400)
     await service.post("/v1/completions", f'{{"prompt": "{PROMPT}", {SCHEMA}'.encode(), 400)
-    schema = {"type": "json_schema", "json_schema": {"name": "look", "schema": {"title": SCHEMA}}}
-    await service.post("/v1/chat/completions", {**messages, "response_format": schema}, 400)
+    for schema, status in (({"title": SCHEMA}, 200), ({"properties": {SCHEMA: {"not": {"title": SCHEMA}}}}, 400)):
+        response_format = {"type": "json_schema", "json_schema": {"name": "look", "schema": schema}}
+        await service.post("/v1/chat/completions", {**messages, "response_format": response_format}, status)
     await service.post("/v1/chat/completions", {**messages, "tools": [TOOL], "tool_choice": "required"}, 400)
     await service.post("/v1/chat/completions", {**messages, "tools": [{"type": SCHEMA}]}, 400)
     await service.post("/tokenize", {"model": "demo", "prompt": PROMPT}, 200)
