@@ -6,10 +6,7 @@ from penstock.kernels.cuda.shapes import Mixture, Shape
 from penstock.models.cuda_model import logits_dtype
 from penstock.models.loader import ACTIVATION_NAMES
 from penstock.models.spec import Experts, ModelSpec, NormPlacement, QkNorm
-from penstock.scheduler.plan import WorkerConfig
-
-FORCED_DRAFTS = 16
-"""Of a row in a step, that its grammar forces."""
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
 
 
 def shape_of(
@@ -57,7 +54,7 @@ def shape_of(
 def max_drafts(config: WorkerConfig) -> int:
     """Of a row in a step: what a drafter proposes, or what a grammar forces."""
     proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    return proposed if config.tokenizer is None else max(proposed, FORCED_DRAFTS)
+    return proposed if config.tokenizer is None else max(proposed, MAX_FORCED_DRAFTS)
 
 
 def _mixture(experts: Experts) -> Mixture:

@@ -219,6 +219,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """How often a draft must have followed, as a share."""
 
 
+MAX_FORCED_DRAFTS = 16
+"""Of a row in a step, where its grammar leaves one text alone; whatever else may be drafted."""
+
 MAX_BATCHED_TOKENS = 2048
 """Tokens in a step at most, unless more are asked for."""
 

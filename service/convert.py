@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from penstock.kv.block_hash import tenant_salt
-from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
 from penstock.scheduler.request import Event, Request, TextState
 from penstock.service.batch import OutputForm
 from penstock.service.bounds import Validator
@@ -31,8 +31,6 @@ MAX_LOGPROB_ENTRIES = 1 << 22
 MAX_WHOLE_ANSWER = 512_000
 """Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
 what else there is of 64 choices. A log-probability takes one at most."""
-MAX_FORCED_DRAFTS = 16
-"""Tokens of a step that a grammar may force: each takes room in the step, and blocks."""
 _ID_BYTES = 3
 """Ids below 2**21 take no more."""
 
