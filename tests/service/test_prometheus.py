@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 from penstock.service.instruments import instruments
 from penstock.v1 import generation_pb2 as pb
 
@@ -51,8 +52,10 @@ async def until(find):
 
 @pytest.fixture
 async def metered(start_service):
-    """A service with a page of metrics that has answered some requests."""
-    service = await start_service(metrics_listen="127.0.0.1:0")
+    """A service with a page of metrics that has answered some requests; with drafts, which have metrics too."""
+    service = await start_service(
+        metrics_listen="127.0.0.1:0", speculation=SpeculationConfig(DraftMethod.NGRAM, num_speculative_tokens=4)
+    )
     start = pb.Start(text="x" * 40, sampling=pb.Sampling(max_tokens=20))
     for _ in range(20):
         await service.generation.Complete(pb.CompleteRequest(start=start))
