@@ -98,7 +98,7 @@ bench-peers: setup ## install the other engines, each in an environment of its o
 bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some hours
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
-bench-spec: setup ## measure what speculative decoding gains, on the CPU; about an hour
+bench-spec: setup ## measure what speculative decoding gains, on the CPU; half an hour
 	PYTHONPATH=tests/peers $(BIN)/python -P -m spec_bench --peers $(PEERS) $(ARGS)
 
 bench-gpu: ## measure kernels, steps and service on a GPU, beside transformers; 8 minutes. TINY=1: without one, tiny

@@ -20,6 +20,7 @@ from penstock.clients.batch_run import Batch
 from penstock.clients.client import AsyncClient
 from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import Connection, add_connection_flags, add_setting_flag, advised, connection
+from penstock.clients.constraint_option import add_constraint_flags, constraint_settings
 from penstock.clients.errors import PenstockError
 
 _LONGEST_LINE = 64 << 20
@@ -38,6 +39,7 @@ it was interrupted.
 examples:
   penstock generate demo --input in.jsonl --output out.jsonl
   penstock generate --target 127.0.0.1:50051 --input in.jsonl --output out.jsonl --set max_tokens=100
+  penstock generate demo --input in.jsonl --output out.jsonl --json-schema schema.json
 """
 
 
@@ -105,7 +107,7 @@ async def _run(arguments: argparse.Namespace, service: Connection, source: Binar
             await client.model()  # nothing is begun with a service that is not there
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
         with bar as progress:
-            defaults = dict(arguments.settings)
+            defaults = dict([*arguments.settings, *constraint_settings(arguments)])
             batch = Batch(client, results, defaults, arguments.concurrency, patience, progress)
             await batch.run(_read_lines(source))
     return batch
@@ -223,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long to ask again while the service is away or busy (default: 300; 2 for a model that runs here)",
     )
+    add_constraint_flags(parser)
     add_connection_flags(parser, "ask a running service instead")
     return parser
 

@@ -18,6 +18,7 @@ from penstock.clients.connection import (
     default_target,
     setting,
 )
+from penstock.clients.constraint_option import add_constraint_flags, constraint_settings
 from penstock.clients.conversation import Conversation
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
 from penstock.clients.events import Delta, Finished, FinishReason
@@ -41,6 +42,8 @@ examples:
   penstock chat
   penstock chat --target gpu1:50051 --system "Answer in one sentence." --set temperature=0
   penstock chat --once "Say hello."
+  penstock chat --once "Is it so?" --choice yes --choice no
+  penstock chat --once "A trip to Rome." --json-schema trip.json
   git diff | penstock chat --once -
 """
 
@@ -190,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         model = _describe(client)
         chat = Chat(client, model, screen)
         chat.conversation.system = arguments.system
-        for name, value in arguments.settings:
+        for name, value in [*arguments.settings, *constraint_settings(arguments)]:
             chat.set(name, value)
         if arguments.once is not None:
             return 0 if chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once) else INTERRUPTED
@@ -276,5 +279,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
     parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
     add_setting_flag(parser, "an option of the requests, such as temperature=0.7; may be repeated")
+    add_constraint_flags(parser)
     add_connection_flags(parser, "where the service is (default: $PENSTOCK_TARGET, or 127.0.0.1:50051)")
     return parser

@@ -1,7 +1,10 @@
-"""What an output must match, as callers in Python and lines of batch files say it: an object with one field."""
+"""What an output must match, as callers in Python and lines of batch files say it: an object with one field; and as
+flags of the terminal tools."""
 
+import argparse
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from penstock.clients.errors import InvalidOption, shown
 from penstock.v1 import constraint_pb2
@@ -30,3 +33,58 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
             raise InvalidOption("constraint", f"expected an object with one of {_KINDS}, got {shown(value)}")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidOption(where, str(error)) from None
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether a grammar that may also be in Lark is GBNF: only that has rules with ``::=``."""
+    return "::=" in grammar
+
+
+def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds flags for what answers must match, one of which may be given; ``constraint_settings`` reads them."""
+    flags = parser.add_argument_group("what answers must match (one of them; default: nothing)")
+    one = flags.add_mutually_exclusive_group()
+    one.add_argument(
+        "--json-schema", type=_schema, dest="constraint", metavar="FILE|JSON", help="a JSON schema, or a file with it"
+    )
+    one.add_argument(
+        "--any-json", action="store_const", const={"any_json": True}, dest="constraint", help="any JSON object"
+    )
+    one.add_argument(
+        "--regex", type=_regex, dest="constraint", metavar="REGEX", help="for all of the answer, as Rust's regex has it"
+    )
+    one.add_argument(
+        "--grammar", type=_grammar, dest="constraint", metavar="FILE", help="a file with a grammar, in Lark or GBNF"
+    )
+    one.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the answer is this text; repeated: one of these"
+    )
+
+
+def constraint_settings(arguments: argparse.Namespace) -> list[tuple[str, object]]:
+    """What the flags say, as an option of requests with its value; none if none was given."""
+    if arguments.choice is not None:
+        return [("constraint", {"choices": arguments.choice})]
+    return [] if arguments.constraint is None else [("constraint", arguments.constraint)]
+
+
+def _schema(text: str) -> Mapping[str, object]:
+    return {"json_schema": text if text.lstrip().startswith("{") else _read(text)}
+
+
+def _regex(text: str) -> Mapping[str, object]:
+    return {"regex": text}
+
+
+def _grammar(path: str) -> Mapping[str, object]:
+    text = _read(path)
+    return {"gbnf" if is_gbnf(text) else "lark": text}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{path} is no text") from None

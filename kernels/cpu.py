@@ -136,14 +136,14 @@ class SamplingRow(Structure):
         ("top_k", c_int64), ("num_logprobs", c_int64), ("seen_ids", c_void_p), ("seen_counts", c_void_p),
         ("num_seen", c_int64), ("bias_ids", c_void_p), ("biases", c_void_p), ("num_biases", c_int64),
         ("allowed", c_void_p), ("num_allowed", c_int64), ("mask", c_void_p), ("forbidden", c_void_p),
-        ("num_forbidden", c_int64),
+        ("num_forbidden", c_int64), ("noise_ids", c_void_p),
     )  # fmt: skip
 
 
 class SampledToken(Structure):
     """A row's next token."""
 
-    _fields_ = (("token_id", c_int64), ("logprob", c_float), ("num_top", c_int32))
+    _fields_ = (("token_id", c_int64), ("logprob", c_float), ("num_top", c_int32), ("noise", c_double))
 
 
 _P, _I, _L = c_void_p, c_int32, c_int64

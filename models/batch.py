@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,22 @@ class Batch:
                 yield row, first, last - start, start + 1
 
 
+class FeatureLines(Protocol):
+    """A line for each of some positions, wherever a backend has them: an array on the host is one."""
+
+    def __len__(self) -> int:
+        """Of lines."""
+        ...
+
+    def __getitem__(self, part: slice | list[int], /) -> "FeatureLines":
+        """Some of them; of a slice perhaps no copy."""
+        ...
+
+    def copy(self) -> "FeatureLines":
+        """The same lines, without the memory of many others."""
+        ...
+
+
 class Sampled(NamedTuple):
     """A line's token."""
 
@@ -119,8 +135,8 @@ class BatchResult(NamedTuple):
     sampled: list[Sampled]
     """Of each line, in their order."""
     prompt_logprobs: list[PromptLogprobsPart]
-    features: NDArray[np.float32] | None = None
-    """(T, feature layers, hidden), where some are wanted."""
+    features: FeatureLines | None = None
+    """(T, feature layers * hidden), where some are wanted."""
 
 
 def build_batch(

@@ -225,7 +225,7 @@ class _Features:
 
     def __init__(self, batch: Batch, hidden_size: int) -> None:
         layers = np.array(batch.feature_layers, dtype=np.int32)
-        self.array = np.empty((len(batch.token_ids), len(layers), hidden_size), dtype=np.float32)
+        self.array = np.empty((len(batch.token_ids), len(layers) * hidden_size), dtype=np.float32)
         self._kept = layers
         self.fields = {
             "num_features": len(layers), "feature_layers": address(layers), "features": address(self.array),

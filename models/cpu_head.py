@@ -5,22 +5,23 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.kernels.cpu import SampledToken, SamplingRow, address, find_kernels
+from penstock.kernels.cpu import LANES, SampledToken, SamplingRow, address, find_kernels
 from penstock.kernels.cpu_program import Library, Memory, Program, Step
 from penstock.models.backend import Backend
 from penstock.models.cpu_backend import DTYPES, SMALL_STEP, CpuBackend, allocate_pages
 from penstock.models.cpu_cores import choose_cores
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
 from penstock.models.cpu_weights import FileTensors
-from penstock.models.draft_head import HeadResult, HeadStep
+from penstock.models.draft_head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.eagle_checkpoint import HeadCheckpoint
 from penstock.models.errors import ModelError
 from penstock.models.memory import check_weights_fit
 from penstock.scheduler.plan import WorkerConfig
 
-GREEDY = SamplingRow(repetition_penalty=1.0, num_logprobs=0)
-"""The likeliest token, and how likely it is."""
+SamplingLines = np.dtype(SamplingRow)
+"""``SamplingRow`` as numpy has it."""
 
 
 class CpuHead:
@@ -32,9 +33,10 @@ class CpuHead:
         self._kept = (model, target, pages)
         self._program = program
         self._target_ids = head.target_ids
+        # Noise is read 16 entries at a time.
+        self._noise_ids = np.pad(head.target_ids, (0, -len(head.target_ids) % LANES)).astype(np.int32)
         self._hidden_size = head.spec.hidden_size
         self._num_threads = num_threads
-        self._greedy = (SamplingRow * 1)(GREEDY)
         self._small_step = SMALL_STEP // head.spec.num_parameters
 
     def renew(self, block_ids: Sequence[int]) -> None:
@@ -45,29 +47,43 @@ class CpuHead:
         num_sampled = len(step.sampled)
         tokens = (SampledToken * num_sampled)()
         hidden = np.empty((num_sampled, self._hidden_size), dtype=np.float32)
-        if len(self._greedy) < num_sampled:
-            self._greedy = (SamplingRow * num_sampled)(*[GREEDY] * num_sampled)
+        sampling = self._sampling(step.draws)
+        token_ids = ids_on_host(step.token_ids)
+        features = None if step.features is None else joined(step.features)
+        given = None if step.hidden is None else joined([step.hidden])
         tables = np.ascontiguousarray(step.tables)
         asked = Step(
             num_tokens=len(step.token_ids),
             num_rows=len(step.ends),
             num_sampled=num_sampled,
-            token_ids=address(step.token_ids),
+            token_ids=address(token_ids),
             starts=address(step.starts),
             ends=address(step.ends),
             token_starts=address(step.token_starts),
             tables=address(tables),
             table_stride=tables.shape[1],
             sampled=address(step.sampled),
-            sampling=ctypes.addressof(self._greedy),
+            sampling=address(sampling),
             tokens=ctypes.addressof(tokens),
-            features_in=None if step.features is None else address(step.features),
-            hidden=None if step.hidden is None else address(step.hidden),
+            features_in=None if features is None else address(features),
+            hidden=None if given is None else address(given),
             hidden_out=address(hidden),
         )
         self._program.run(asked, 1 if len(step.token_ids) <= self._small_step else self._num_threads)
-        token_ids = self._target_ids[[token.token_id for token in tokens]].tolist()
-        return HeadResult(token_ids, [math.exp(token.logprob) for token in tokens], hidden)
+        chosen = self._target_ids[[token.token_id for token in tokens]]
+        drafts = [
+            HeadDraft(token_id, math.exp(token.logprob), token.noise)
+            for token_id, token in zip(chosen.tolist(), tokens, strict=True)
+        ]
+        return HeadResult(lambda: drafts, chosen, hidden)
+
+    def _sampling(self, draws: Draws) -> NDArray[np.void]:
+        """A ``SamplingRow`` for each."""
+        lines = np.zeros(len(draws.seeds), dtype=SamplingLines)
+        lines["top_p"] = lines["repetition_penalty"] = 1.0
+        lines["temperature"], lines["seed"], lines["position"] = draws
+        lines["noise_ids"] = address(self._noise_ids)
+        return lines
 
 
 def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CpuHead:

@@ -22,11 +22,12 @@ from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cuda_graphs import StepGraphs, graph_sizes
 from penstock.models.cuda_linears import CudaLinears, stored_bytes
-from penstock.models.cuda_model import CudaModel
+from penstock.models.cuda_model import CudaModel, Hidden
 from penstock.models.cuda_rows import CudaRows
 from penstock.models.cuda_sampling import CudaSampler
 from penstock.models.cuda_shape import max_drafts, shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
+from penstock.models.device_lines import DeviceLines
 from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
@@ -121,20 +122,24 @@ class CudaBackend:
         memory.inputs.write(batch, graph or size, memory.rows)
         parts = []
         if graph:
-            self._graphs.run(graph, lambda: self._await_masks(batch))
+            made = self._graphs.run(graph, lambda: self._await_masks(batch))
         else:
-            hidden = self._forward(size)
+            made = self._forward(size)
             self._await_masks(batch)
-            self._choose(size, hidden)
-            add_to_vectors(batch, hidden)
-            parts = prompt_parts(batch, hidden, self._wide_logits, self._spec.vocab_size)
+            self._choose(size, made)
+            add_to_vectors(batch, made.states)
+            parts = prompt_parts(batch, made.states, self._wide_logits, self._spec.vocab_size)
+        features = None
+        if batch.feature_layers:
+            # A copy, as the next step has its own there.
+            features = DeviceLines.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
         told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
 
         def finish() -> BatchResult:
             if ready is not None:
                 ready.synchronize()
-            return BatchResult(memory.outputs.read(batch.lines, told.numpy(), memory.rows.num_top), parts)
+            return BatchResult(memory.outputs.read(batch.lines, told.numpy(), memory.rows.num_top), parts, features)
 
         return finish
 
@@ -156,22 +161,27 @@ class CudaBackend:
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
 
-    def _forward(self, size: Size) -> Tensor:
-        """Launches the layers of a step of that size on what the inputs hold; returns the hidden states."""
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._model.embedding
+
+    def _forward(self, size: Size) -> Hidden:
+        """Launches the layers of a step of that size on what the inputs hold."""
         rows = self._memory.rows.rows
         step = self._memory.inputs.step(size)
         prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
         return self._model.forward(step, ragged, size.longest)
 
-    def _choose(self, size: Size, hidden: Tensor) -> None:
+    def _choose(self, size: Size, hidden: Hidden) -> None:
         """Launches the rest of it: tokens are chosen, and rows move on by what they keep."""
         memory = self._memory
         rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
         kept = inputs.part("kept_before", size.sequences)
         last = outputs.part("last", size.sequences).fill_(-1)
         if size.lines:
-            logits = self._model.logits(hidden.index_select(0, inputs.part("line_tokens", size.lines)))
+            logits = self._model.logits(hidden.states.index_select(0, inputs.part("line_tokens", size.lines)))
             accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
             kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
         commit(rows.rows, inputs.step(size), kept, last)
@@ -268,7 +278,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    return CudaBackend(spec, CudaModel(spec, weights, pages, shape, parallel, linears), memory, host_pages, facts)
+    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
+    return CudaBackend(spec, model, memory, host_pages, facts)
 
 
 def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:

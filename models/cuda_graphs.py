@@ -1,13 +1,15 @@
 """CUDA graphs of steps, by their size. Where there is no CUDA a graph is a call."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from penstock.kernels.cuda.shapes import Shape
 from penstock.models.cuda_step import Size
+
+Made = TypeVar("Made")
+"""What the layers leave."""
 
 SMALL_STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Sequences; above, multiples of 32."""
@@ -24,8 +26,7 @@ def graph_sizes(shape: Shape, device: torch.device) -> list[Size]:
     if device.type != "cuda":
         sizes = [Size(number, number, number, 1) for number in (1, 2, 4) if number <= most]
         return [*sizes, Size(min(most, 4), 4, 4, verified)] if shape.max_lines >= 4 and verified > 1 else sizes
-    steps = {number for number in (*SMALL_STEPS, *range(96, most, 32)) if number < most}
-    decoding = [Size(number, number, number, 1) for number in sorted({*steps, most})]
+    decoding = decoding_sizes(most)
     verifying = [
         Size(min(most, tokens), tokens, tokens, verified)
         for tokens in VERIFYING_STEPS
@@ -39,11 +40,17 @@ def graph_sizes(shape: Shape, device: torch.device) -> list[Size]:
     return decoding + verifying + mixed
 
 
-class StepGraphs:
+def decoding_sizes(most: int) -> list[Size]:
+    """Of up to so many sequences, a token each."""
+    steps = {number for number in (*SMALL_STEPS, *range(96, most, 32)) if number < most}
+    return [Size(number, number, number, 1) for number in sorted({*steps, most})]
+
+
+class StepGraphs(Generic[Made]):
     """Steps that are launched as two: the layers, and what chooses the tokens, which may have to wait for masks."""
 
     def __init__(
-        self, forward: Callable[[Size], Tensor], choose: Callable[[Size, Tensor], None], device: torch.device
+        self, forward: Callable[[Size], Made], choose: Callable[[Size, Made], None], device: torch.device
     ) -> None:
         """Each launches a half of a step of a size, on inputs that always lie at the same place. ``choose`` gets what
         ``forward`` returns."""
@@ -51,7 +58,7 @@ class StepGraphs:
         self._choose = choose
         self._device = device
         self._sizes: list[Size] = []
-        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph, Made]] = {}
         self._pool: Any = None
 
     def capture(self, sizes: Iterable[Size]) -> None:
@@ -66,19 +73,21 @@ class StepGraphs:
         """The smallest that a step fits into."""
         return next((known for known in self._sizes if size.fits(known)), None)
 
-    def run(self, size: Size, wait: Callable[[], None]) -> None:
-        """Computes a step of one of the sizes; ``wait`` is called before tokens are chosen."""
+    def run(self, size: Size, wait: Callable[[], None]) -> Made:
+        """Computes a step of one of the sizes; ``wait`` is called before tokens are chosen. Returns what ``forward``
+        made, which the next step overwrites."""
         if self._device.type != "cuda":
-            hidden = self._forward(size)
+            made = self._forward(size)
             wait()
-            self._choose(size, hidden)
-            return
+            self._choose(size, made)
+            return made
         if size not in self._graphs:
             self._capture(size)
-        layers, rest = self._graphs[size]
+        layers, rest, made = self._graphs[size]
         layers.replay()
         wait()
         rest.replay()
+        return made
 
     def clear(self) -> None:
         """Tensors that steps use have moved: each is captured anew when it is run."""
@@ -90,9 +99,9 @@ class StepGraphs:
         layers, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Of this thread alone: another one waits for the results of steps before.
         with torch.cuda.graph(layers, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._forward(size)
+            made = self._forward(size)
         self._pool = layers.pool()
-        # While the hidden states are held, nothing else of this step takes their memory.
+        # While what was made is held, nothing else of this step takes its memory.
         with torch.cuda.graph(rest, pool=self._pool, capture_error_mode="thread_local"):
-            self._choose(size, hidden)
-        self._graphs[size] = layers, rest
+            self._choose(size, made)
+        self._graphs[size] = layers, rest, made

@@ -6,6 +6,7 @@ Nothing here waits for the device or looks at what lies there, so that a CUDA gr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,15 @@ class Attention:
     workspace: DecodeWorkspace
 
 
+class Hidden(NamedTuple):
+    """What comes of a model's layers."""
+
+    states: Tensor
+    """(T, hidden), after the last norm."""
+    features: Tensor
+    """(T, feature layers, hidden), before these layers."""
+
+
 class CudaModel:
     """The layers of one model, on one device."""
 
@@ -66,9 +76,11 @@ class CudaModel:
         shape: Shape,
         parallel: TensorParallel,
         linears: CudaLinears,
+        feature_layers: tuple[int, ...] = (),
     ) -> None:
         """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
         self._spec = spec
+        self._feature_layers = feature_layers
         self._parallel = parallel
         self._linears = linears
         self._num_logits = shape.num_logits or shape.vocab_size
@@ -94,14 +106,20 @@ class CudaModel:
             for page, layer in zip(pages, weights.layers, strict=True)
         ]
 
-    def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Tensor:
-        """Runs the layers, writing the keys and values of every token that has a slot; returns (T, hidden) after the
-        last norm. ``longest``: tokens that a sequence has at most."""
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._weights.embedding
+
+    def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
+        """Runs the layers, writing the keys and values of every token that has a slot. ``longest``: tokens that a
+        sequence has at most."""
         spec, weights = self._spec, self._weights
         attention = self._plan(rows, longest)
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
+        features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         # Of tokens of no sequence, which fill a graph up, attention writes nothing: zeros stay what they are.
         mixed = torch.zeros_like(query)
@@ -109,7 +127,9 @@ class CudaModel:
         after: Layer | None = None
         for index, layer in enumerate(weights.layers):
             y = self._normed(x, delta, after, layer.before_attention)
-            self._write_kv(index, layer, y, step, query)
+            if index in self._feature_layers:
+                features[:, self._feature_layers.index(index)] = x
+            self._write_kv(index, layer, y, step.positions, step.slots, query)
             self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
             delta = layer.output(mixed.flatten(1))
             self._parallel.all_reduce(delta)
@@ -117,7 +137,7 @@ class CudaModel:
             delta = self._mlp(layer.mlp, y, step.query_starts)
             self._parallel.all_reduce(delta)
             after = layer.after_mlp
-        return self._normed(x, delta, after, weights.norm)
+        return Hidden(self._normed(x, delta, after, weights.norm), features)
 
     def changes(self) -> list[int]:
         """Numbers of tokens of a step from which on other kernels run."""
@@ -161,8 +181,10 @@ class CudaModel:
         )
         return y
 
-    def _write_kv(self, index: int, layer: LayerWeights, x: Tensor, step: StepTensors, query: Tensor) -> None:
-        """From (T, hidden) to queries, (T, H, D), and keys and values in their pages."""
+    def _write_kv(
+        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
+    ) -> None:
+        """From (T, columns of qkv) to queries, (T, H, D), and keys and values in their pages."""
         spec, kv = self._spec, self._kv[index]
         qkv: Tensor = layer.qkv(x)
         norm = None
@@ -181,8 +203,8 @@ class CudaModel:
         rope_kv(
             qkv,
             *self._rotations[spec.ropes[index]],
-            step.positions,
-            step.slots,
+            positions,
+            slots,
             query,
             kv.pages,
             norm=norm,

@@ -50,7 +50,7 @@ class Size:
         )
 
 
-class _Layout:
+class Layout:
     """Names of parts of an array, and where they lie."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -70,7 +70,7 @@ class StepInputs:
             ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_lines
         )
         # What a step of few tokens has comes first, since the copy ends with its last token.
-        self._layout = _Layout(
+        self._layout = Layout(
             {"num_lines": 1, "line_starts": max_sequences + 1, **of_sequences, **of_lines, "given": max_tokens}
         )
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
@@ -161,7 +161,7 @@ class StepOutputs:
     """What the device tells of a step."""
 
     def __init__(self, max_sequences: int, max_lines: int, device: torch.device) -> None:
-        self._layout = _Layout(
+        self._layout = Layout(
             {
                 "token_ids": max_lines,
                 "accepted": max_sequences,

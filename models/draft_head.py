@@ -1,16 +1,34 @@
 """What a head that drafts is asked, and answers: as arrays, whatever it runs on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.batch import Ids
+from penstock.models.batch import FeatureLines, Ids
 
 Floats = NDArray[np.float32]
+
+
+class Draws(NamedTuple):
+    """How S drafts are chosen: as the model chooses the tokens of their positions, but for penalties and filters."""
+
+    temperatures: NDArray[np.float64]
+    """(S,): 0: the likeliest."""
+    seeds: NDArray[np.uint64]
+    """(S,): of the noise that is added to logits over the temperature, the model's own at that position."""
+    positions: Ids
+    """(S,): of the drafts in their rows."""
+
+    def after(self, going_on: list[int]) -> "Draws":
+        """Of the next drafts of some."""
+        return Draws(self.temperatures[going_on], self.seeds[going_on], self.positions[going_on] + 1)
+
+
+NO_DRAWS = Draws(np.empty(0), np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -18,8 +36,8 @@ class HeadStep:
     """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first.
     A position has the token after it, since that is what it helps to go on from."""
 
-    token_ids: Ids
-    """(T,)."""
+    token_ids: FeatureLines
+    """(T,): on the host, or those that the step before chose."""
     starts: Ids
     """(R,): position of each row's first token."""
     ends: Ids
@@ -29,9 +47,11 @@ class HeadStep:
     block_size: int
     sampled: Ids
     """(S,): indices of the tokens after which one is drafted."""
-    features: Floats | None = None
-    """(T, feature layers * hidden): the model's hidden states, where they are known."""
-    hidden: Floats | None = None
+    draws: Draws = NO_DRAWS
+    """Of these."""
+    features: Sequence[FeatureLines] | None = None
+    """(T, feature layers * hidden), in parts: the model's hidden states, where they are known."""
+    hidden: FeatureLines | None = None
     """(T, hidden): what came of the step before, where they are not."""
 
     @cached_property
@@ -42,7 +62,7 @@ class HeadStep:
     @cached_property
     def positions(self) -> Ids:
         """(T,)."""
-        return np.arange(len(self.token_ids)) + self._of_tokens(self.starts - self.token_starts[:-1])
+        return np.arange(self.token_starts[-1]) + self._of_tokens(self.starts - self.token_starts[:-1])
 
     @property
     def slots(self) -> Ids:
@@ -54,14 +74,25 @@ class HeadStep:
         return np.repeat(of_rows, self.ends - self.starts)
 
 
+class HeadDraft(NamedTuple):
+    """What was chosen."""
+
+    token_id: int
+    """As the model numbers them."""
+    probability: float
+    """What the head gives it at temperature 1."""
+    noise: float
+    """That it was drawn with; 0: it was not drawn."""
+
+
 class HeadResult(NamedTuple):
     """What came of a step."""
 
-    token_ids: list[int]
-    """(S,): the likeliest, as the model numbers them."""
-    probabilities: list[float]
-    """(S,): what the head gives them."""
-    hidden: Floats
+    told: Callable[[], list[HeadDraft]]
+    """Waits for the S drafts."""
+    token_ids: FeatureLines
+    """(S,): their tokens, which the next step is given without waiting."""
+    hidden: FeatureLines
     """(S, hidden): what the next step of each goes on from."""
 
 
@@ -75,3 +106,13 @@ class DraftHead(Protocol):
     def run(self, step: HeadStep) -> HeadResult:
         """Computes a step, writing the KV of every token."""
         ...
+
+
+def joined(parts: Sequence[FeatureLines]) -> Floats:
+    """Parts, one behind the other, of a backend that has them on the host."""
+    return np.concatenate(cast("Sequence[Floats]", parts))
+
+
+def ids_on_host(token_ids: FeatureLines) -> Ids:
+    """Of such a backend."""
+    return cast("Ids", token_ids)

@@ -1,6 +1,7 @@
 """How many drafts each row gets in a step: what the most tokens a second are expected of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 MIN_CHANCE = 0.05
@@ -39,3 +40,40 @@ def choose_lengths(chances: Sequence[Sequence[float]], num_certain: int, seconds
     for _, index in candidates[:num_best]:
         counts[index] += 1
     return Lengths(counts, 1.0 / best if num_best else seconds[0] / num_certain)
+
+
+class Rounds(NamedTuple):
+    """What was chosen."""
+
+    number: int
+    """0: none pays."""
+    counts: list[int]
+    """Drafts of each row, as expected."""
+    token_s: float
+    """Seconds for a token that the step then brings, as expected, askings included."""
+
+
+def choose_rounds(
+    chances: Sequence[Sequence[float]],
+    num_certain: int,
+    seconds: Sequence[float],
+    asking: Callable[[int], float],
+    last: int,
+) -> Rounds:
+    """How often a drafter is to be asked, where each draft is an asking of its own: as above, but before any draft is
+    there, so by what is expected of them. ``asking(k)``: seconds that k drafts of each row take; ``last``: what was
+    chosen last, beside which it is looked first, since little changes from step to step."""
+    most = max(map(len, chances), default=0)
+
+    def expect(number: int) -> Rounds:
+        with_asking = [seconds[0], *(step_s + asking(number) for step_s in seconds[1:])]
+        counts, token_s = choose_lengths([row[:number] for row in chances], num_certain, with_asking)
+        return Rounds(number if any(counts) else 0, counts, token_s)
+
+    def best(numbers: Iterable[int]) -> Rounds:
+        return min((expect(number) for number in numbers), key=attrgetter("token_s"))
+
+    near = {number for number in (1, last - 1, last, last + 1) if 1 <= number <= most}
+    found = best(sorted(near)) if near else Rounds(0, [0] * len(chances), seconds[0] / num_certain)
+    # The best number may lie behind worse ones.
+    return found if found.number or len(near) == most else best(range(1, most + 1))

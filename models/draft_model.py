@@ -13,7 +13,7 @@ import numpy as np
 from penstock.models.backend import Backend, load_backend
 from penstock.models.batch import Batch
 from penstock.models.checkpoint import check_checkpoint
-from penstock.models.drafting import Drafter, Proposal, Wanted
+from penstock.models.drafter import Drafter, Proposal, Wanted
 from penstock.models.errors import ModelError
 from penstock.models.lines import Line
 from penstock.models.rows import Row, RowTable
@@ -54,6 +54,7 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
             config,
             model=str(model),
             num_blocks=facts.num_blocks,
+            block_bytes_beside=0,
             max_model_len=min(facts.max_model_len, spec.max_positions),
             tokenizer_vocab_size=num_tokens,
             quantization="none",
@@ -99,6 +100,8 @@ class DraftModelDrafter(Drafter):
     """A ``Drafter``: what the draft model chooses, by the same noise where tokens are drawn, so that the two models'
     choices differ only where their distributions do."""
 
+    by_rounds = True
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._table: RowTable | None = None
@@ -119,6 +122,11 @@ class DraftModelDrafter(Drafter):
         """Whatever the draft model had there is lost."""
         self._is_whole[list(block_ids)] = False
         self._backend.renew(list(block_ids))
+
+    def backlog(self, row: Row) -> int:
+        """Tokens that the draft model has not read, besides the newest; but for what it finds in the cache."""
+        draft = self._drafts.get(row)
+        return max(0, len(row.history) - 1 - (0 if draft is None else draft.num_computed))
 
     def forget(self, row: Row) -> None:
         """The row is dropped."""

@@ -5,7 +5,8 @@ from importlib import import_module
 
 from penstock.models import draft_model, eagle
 from penstock.models.backend import Backend
-from penstock.models.drafting import Drafter, Drafting
+from penstock.models.drafter import Drafter
+from penstock.models.drafting import Drafting
 from penstock.models.errors import ModelError
 from penstock.models.step_costs import StepCosts
 from penstock.scheduler.plan import DraftMethod, WorkerConfig

@@ -2,99 +2,42 @@
 time, and change nothing."""
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from penstock.models.batch import Batch
-from penstock.models.draft_chances import DraftChances, RowChances
-from penstock.models.draft_lengths import choose_lengths
+from penstock.models.ask_costs import AskCosts
+from penstock.models.batch import Batch, FeatureLines
+from penstock.models.draft_chances import DraftChances
+from penstock.models.draft_lengths import choose_lengths, choose_rounds
+from penstock.models.draft_rows import TRIAL, DraftedRows, RowRecord
+from penstock.models.drafter import Drafter, Proposal, Wanted
 from penstock.models.rows import Row, RowTable
 from penstock.models.step_costs import StepCosts
 from penstock.scheduler.plan import RowResult, StepPlan
 
 PROBE_SHARE = 0.01
 """Of the time, that is spent on drafts that are not expected to pay: to notice when they would."""
+MAX_SAVED = 32
+"""Steps whose time may be saved up for that."""
 MIN_TRY_SHARE = 0.05
 """What a draft that is not expected to pay is taken to cost of the step at least, since not much may be known of it."""
-ASK_S = 1e-5
-"""What the first asking of a drafter is expected to take, for a row."""
-ASK_RATE = 0.1
-MIN_ASK_S = 1e-6
 ASK_MARGIN = 2.0
 """What asking must gain, in what it takes: gains are guesses."""
-MAX_ASK_SURPRISE = 4.0
-"""A long prompt that is looked at for the first time tells nothing of later steps."""
 PATIENCE = 20
 """What the first rows are taken to be worth, in askings: so they are asked for about ten times in vain."""
-PLAIN_EVERY, NUM_PLAIN = 128, 2
-"""Of so many steps these are without drafts, so that it is known what they cost. Two: the first one after drafts waits
-for these, whatever follows."""
-WORTH_RATE, TYPICAL_RATE = 0.2, 0.02
-
-
-class Wanted(NamedTuple):
-    """A row that may be drafted for."""
-
-    row: Row
-    max_drafts: int
-    """At least 1."""
-
-
-class Proposal(NamedTuple):
-    """What may follow a row's history."""
-
-    token_ids: list[int]
-    confidences: list[float]
-    """For each of them from 0 to 1 how likely it is right, if those before it are; right in its order rather than in
-    its amount, since what comes of drafts corrects it."""
-
-
-NO_PROPOSAL = Proposal([], [])
-
-
-class Drafter(ABC):
-    """Proposes drafts. Rows' histories are known whenever it is asked; it finds out itself what is new in them."""
-
-    feature_layers: tuple[int, ...] = ()
-    """Before which layers it wants the model's hidden states of all tokens."""
-
-    def read(self, batch: Batch, features: NDArray[np.float32]) -> None:  # noqa: B027
-        """The hidden states of a batch, (T, feature layers, hidden), after what it chose was added to the rows. Who
-        wants none is given none."""
-
-    def attach(self, table: RowTable) -> None:  # noqa: B027
-        """Called once, before all else: all rows. Who drafts from text alone needs no more than it is given later."""
-
-    def renew(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Blocks have another content than they had. Who keeps nothing by blocks need not know."""
-
-    @abstractmethod
-    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """One for each row; none of its tokens is fine."""
-
-    @abstractmethod
-    def forget(self, row: Row) -> None:
-        """The row is dropped; what it output may help others of its tenant. Its last tokens may be ``UNKNOWN``."""
-
-
-class RowRecord:
-    """What is remembered of a row that may be drafted for."""
-
-    __slots__ = ("chances", "max_drafts", "tried_at", "worth_s")
-
-    def __init__(self, max_drafts: int, worth_s: float) -> None:
-        self.max_drafts = max_drafts
-        self.chances = RowChances(max_drafts)
-        self.worth_s = worth_s
-        """Seconds that a step gains by asking for it: of late, on average."""
-        self.tried_at = 0
-        """The last step in which it was asked for, or had a draft, though that did not pay."""
+PLAIN_EVERY, PLAIN_OFTEN, NUM_PLAIN = 128, 16, 2
+"""Of so many steps these are without drafts, so that it is known what they cost: often where drafts bring little, since
+then it must be known well. Two, where a backend runs ahead: the first one after drafts waits for these, whatever
+follows."""
+MUCH = 1.5
+"""Times as many tokens a second."""
+LOOK_EVERY = 8
+"""Of so many steps one is looked at, where nothing pays: looking takes time as well."""
+WORTH_RATE, TYPICAL_RATE, READ_RATE, USUAL_RATE = 0.2, 0.02, 0.1, 0.05
+USUAL = 0.9
+"""A drafter's confidence, before it had any: high, so that it is asked at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +58,15 @@ NOTHING = Drafted()
 class Drafting:
     """Chooses for each step whom a drafter is asked for, and how many of its drafts are computed.
 
-    That is by expected tokens a second: ``choose_lengths``. A row is asked for while that has gained time on average:
-    the time of a step that its drafts are expected to save, less what they take to compute and to propose. For the
-    others each step earns ``PROBE_SHARE`` of its seconds, half of it to ask for a row again, half of it to compute a
-    draft all the same, and they are when so much is there as that will take. So whatever drafting is worth, it never
-    loses much more than that share; and it notices when it would pay.
+    That is by expected tokens a second: ``choose_lengths``, and before that ``choose_rounds`` where asking for more
+    takes more. A row is asked for while that has gained time on average: the time of a step that its drafts are
+    expected to save, less what they take to compute and to propose. For the others each step earns ``PROBE_SHARE`` of
+    its seconds, half of it to ask for a row again, half of it to compute a draft all the same, and they are when so
+    much is there as that will take. So whatever drafting is worth, it never loses much more than that share; and it
+    notices when it would pay. A drafter that reads along follows the rows that pay; of the others one at a time, for
+    the same share.
 
-    ``add``, ``forget``, ``choose`` and ``draft`` are called by one thread, ``observe`` perhaps by another.
+    ``add``, ``forget``, ``choose`` and ``draft`` are called by one thread, ``read`` and ``observe`` perhaps by another.
     """
 
     def __init__(
@@ -137,21 +82,32 @@ class Drafting:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._costs = costs
+        self._ask_costs = AskCosts(costs.most)
         self._runs_ahead = runs_ahead
         self._clock = clock
         self._chances = DraftChances()
-        self._records: dict[Row, RowRecord] = {}
-        self._num_paying = 0
-        """Rows whose ``worth_s`` is not negative."""
-        self._typical_s = PATIENCE * ASK_S
+        self._usual = [USUAL] * max_drafts
+        """Confidences, by a draft's place."""
+        self._rows = DraftedRows(drafter)
+        self._typical_s = PATIENCE * self._ask_costs.seconds(1)
         """``worth_s`` of rows that nothing is known of."""
-        self._ask_s = ASK_S
-        """What asking takes, for a row."""
+        self._rounds = max_drafts
+        """The last number that was chosen."""
+        self._read_s = 0.0
+        """What reading along takes, for a row and step."""
+        self._reading_s = 0.0
+        """What it took in the step that ``observe`` will be told of."""
         self._to_ask_s = self._to_try_s = 0.0
         """What was earned for rows that do not pay."""
+        self._plain_every = PLAIN_OFTEN
+        self._num_plain = NUM_PLAIN if runs_ahead else 1
         self._step = 0
+        self._is_idle = False
+        """Whether nobody looks at the step."""
+        self._choosing_s = 0.0
+        """What it took to choose for the next ``draft``."""
         self._observed: deque[tuple[Drafted, list[RowResult]]] = deque()
-        self._took: deque[tuple[int, float, bool]] = deque()
+        self._took: deque[_Took] = deque()
 
     def attach(self, table: RowTable) -> None:
         """Called once, before all else: all rows."""
@@ -159,12 +115,14 @@ class Drafting:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Before which layers the model's hidden states are wanted."""
-        return self._drafter.feature_layers
+        """Before which layers the model's hidden states are wanted of the next batch."""
+        return self._drafter.feature_layers if self._rows.num_followed else ()
 
-    def read(self, batch: Batch, features: NDArray[np.float32]) -> None:
+    def read(self, batch: Batch, features: FeatureLines) -> None:
         """The hidden states that are wanted of a batch."""
+        began = self._clock()
         self._drafter.read(batch, features)
+        self._reading_s = self._clock() - began
 
     def renew(self, block_ids: Sequence[int]) -> None:
         """Blocks have another content than they had."""
@@ -175,47 +133,65 @@ class Drafting:
         self._costs.measure(run, most, self._clock)
         self._took.clear()  # of these very steps
 
+    def measure_asking(self, rows: Sequence[Row]) -> None:
+        """Finds out what asking costs, by asking for a draft of these, which the model has computed; nobody has it."""
+        if self._drafter.by_rounds:
+            self._ask_costs.measure(lambda size: self._ask_each(rows[:size]), len(rows), self._clock)
+            self._typical_s = PATIENCE * self._ask_costs.seconds(1)
+        self._took.clear()
+
+    def _ask_each(self, rows: Sequence[Row]) -> None:
+        self._drafter.propose([Wanted(row, 1) for row in rows])
+
     def add(self, row: Row) -> None:
         """A row begins."""
         if row.max_drafts and row.pooled is None:
-            self._records[row] = RowRecord(min(row.max_drafts, self._max_drafts), self._typical_s)
-            self._num_paying += self._typical_s >= 0.0
+            record = RowRecord(min(row.max_drafts, self._max_drafts), self._typical_s)
+            self._rows.add(row, record, self._may_try(self._to_ask_s))
 
     def forget(self, row: Row) -> None:
         """A row is dropped."""
-        record = self._records.pop(row, None)
-        if record is not None:
-            self._num_paying -= record.worth_s >= 0.0
-            self._drafter.forget(row)
+        self._rows.forget(row)
 
     def choose(self, table: RowTable, plan: StepPlan) -> list[Wanted]:
         """Rows that the plan continues, for which ``draft`` is to be called once their tokens are known; none: nothing
         is drafted."""
-        self._take_in()
+        began = self._clock()
         self._step += 1
-        if not plan.max_drafts or not self._records or self._step % PLAIN_EVERY < NUM_PLAIN:
+        self._is_idle = not (self._rows.num_paying or self._rows.num_on_trial) and self._step % LOOK_EVERY != 0
+        if self._is_idle:
             return []
+        self._take_in()
+        if not plan.max_drafts or not self._rows or 0 < self._step % self._plain_every <= self._num_plain:
+            return []
+        wanted = self._wanted(table, plan)
+        self._choosing_s = self._clock() - began
+        return wanted
+
+    def _wanted(self, table: RowTable, plan: StepPlan) -> list[Wanted]:
         free, fenced = (self._costs.seconds(_num_tokens(plan), is_fenced) for is_fenced in (not self._runs_ahead, True))
         fence_s = max(0.0, fenced - free)
-        self._to_ask_s = min(self._to_ask_s + PROBE_SHARE / 2 * free, free)
-        self._to_try_s = min(self._to_try_s + PROBE_SHARE / 2 * free, free)
-        if not self._num_paying and self._to_ask_s < fence_s + self._ask_s:
+        is_busy = self._rows.num_paying or self._rows.num_on_trial
+        earned_s = PROBE_SHARE / 2 * free * (1 if is_busy else LOOK_EVERY)
+        self._to_ask_s = min(self._to_ask_s + earned_s, MAX_SAVED * free)
+        self._to_try_s = min(self._to_try_s + earned_s, free)
+        if not is_busy and self._to_ask_s < fence_s + self._ask_costs.seconds(1):
             return []
         paying, others = self._candidates(table, plan)
-        if paying and sum(self._records[row].worth_s for row, _ in paying) < fence_s:
+        if paying and sum(self._rows[row].worth_s for row, _ in paying) < fence_s:
             paying, others = [], paying + others
-        spare_s = self._to_ask_s - (0.0 if paying else fence_s)
-        others = sorted(others, key=self._tried_at)[: max(0, int(spare_s / self._ask_s))]
-        if others:
-            self._to_ask_s = spare_s - len(others) * self._ask_s
-            for row, _ in others:
-                self._records[row].tried_at = self._step
-        return paying + others
+        return paying + self._affordable(others, 0.0 if paying else fence_s, free)
 
     def draft(self, wanted: list[Wanted], plan: StepPlan) -> Drafted:
         """Drafts for rows that were chosen, within the plan's bounds. Their tokens must be known."""
         began = self._clock()
-        records = [self._records[row] for row, _ in wanted]
+        choosing_s, self._choosing_s = self._choosing_s, 0.0
+        if self._drafter.by_rounds:
+            wanted = self._shortened(wanted, plan)
+            if not wanted:
+                return NOTHING
+        backlog = sum(self._drafter.backlog(row) for row, _ in wanted)
+        records = [self._rows[row] for row, _ in wanted]
         proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
         chances = [
             self._chances.estimate(record.chances, proposal.confidences[:most])
@@ -223,18 +199,24 @@ class Drafting:
         ]
         seconds = self._step_seconds(plan, sum(map(len, chances)))
         counts, token_s = choose_lengths(chances, len(plan.decodes), seconds)
+        does_much = token_s * len(plan.decodes) * MUCH < seconds[0]
+        self._plain_every = PLAIN_EVERY if does_much else PLAIN_OFTEN
         each_s = (seconds[sum(counts)] - seconds[0]) / max(1, sum(counts))
-        for record, row_chances, count in zip(records, chances, counts, strict=True):
-            self._learn_worth(record, token_s * sum(row_chances[:count]) - each_s * count - ASK_MARGIN * self._ask_s)
+        beside_s = self._read_s + (1.0 if self._drafter.by_rounds else ASK_MARGIN) * self._ask_s(wanted)
+        for (row, _), record, row_chances, count in zip(wanted, records, chances, counts, strict=True):
+            self._learn_worth(row, record, token_s * sum(row_chances[:count]) - each_s * count - beside_s)
+            if row_chances and record.trials_left:
+                self._rows.try_again(row, record)
         self._try_one(records, chances, counts, seconds)
         given = [
             (row.number, proposal.token_ids[:count], (record, proposal.confidences[:count]))
             for (row, _), record, proposal, count in zip(wanted, records, proposals, counts, strict=True)
             if count
         ]
+        if self._drafter.by_rounds:
+            self._learn_usual(proposals)
         took = self._clock() - began
-        self._ask_s *= 1.0 + ASK_RATE * (min(MAX_ASK_SURPRISE, took / len(wanted) / self._ask_s) - 1.0)
-        self._ask_s = max(self._ask_s, MIN_ASK_S)
+        self._ask_costs.observe(len(wanted), self._num_rounds(wanted), backlog, took + choosing_s)
         return Drafted(
             {number: drafts for number, drafts, _ in given}, {number: record for number, _, record in given}, took
         )
@@ -244,15 +226,26 @@ class Drafting:
         one was over."""
         if drafted.records:
             self._observed.append((drafted, rows))
-        if len(batch.lines) == len(batch.token_ids):  # what was measured had no chunks either
-            self._took.append((len(batch.token_ids), seconds - drafted.seconds, is_fenced))
+        elif self._is_idle:
+            return
+        reading_s, self._reading_s = self._reading_s, 0.0
+        has_chunks = len(batch.lines) != len(batch.token_ids)  # what was measured had none
+        self._took.append(
+            _Took(len(batch.token_ids), seconds - drafted.seconds - reading_s, reading_s, is_fenced, has_chunks)
+        )
 
     def _take_in(self) -> None:
         """Learns from what was observed."""
         while self._took:
-            num_tokens, seconds, is_fenced = self._took.popleft()
-            if seconds > 0.0:
-                self._costs.observe(num_tokens, seconds, is_fenced)
+            took = self._took.popleft()
+            if self._rows.num_followed:
+                self._to_ask_s -= took.reading_s * self._rows.num_on_trial / self._rows.num_followed
+            if took.has_chunks:
+                continue
+            if took.seconds > 0.0:
+                self._costs.observe(took.num_tokens, took.seconds, took.is_fenced)
+            if self._rows.num_followed:
+                self._read_s += READ_RATE * (took.reading_s / self._rows.num_followed - self._read_s)
         while self._observed:
             drafted, rows = self._observed.popleft()
             for result in rows:
@@ -266,16 +259,73 @@ class Drafting:
         others: list[Wanted] = []
         for decode in plan.decodes:
             row = table[decode.row]
-            record = self._records.get(row)
+            record = self._rows.get(row)
             if record is None:
                 continue
             max_drafts = min(decode.max_tokens - 1, plan.max_drafts, record.max_drafts)
-            if max_drafts > 0:
+            if max_drafts > 0 and (self._drafter.is_ready(row) or not record.is_followed):
                 (paying if record.worth_s >= 0.0 else others).append(Wanted(row, max_drafts))
         return paying, others
 
+    def _affordable(self, others: list[Wanted], fence_s: float, step_s: float) -> list[Wanted]:
+        """Those for which a drafter can be asked with what was earned, who have waited the longest; more than one only
+        as far as a step's time goes. What they take is spent. A trial that has begun is ended whatever is left."""
+        spare_s, spent_s = self._to_ask_s - fence_s, 0.0
+        chosen: list[Wanted] = []
+        for row, most in sorted(others, key=self._tried_at):
+            record = self._rows[row]
+            if self._drafter.feature_layers and not record.is_followed:
+                if self._may_try(spare_s):
+                    self._rows.begin_trial(row, record)
+                continue
+            ask_s = self._ask_costs.seconds(1, 1, self._drafter.backlog(row))
+            if record.trials_left or spent_s + ask_s <= (min(spare_s, step_s) if chosen else spare_s):
+                spent_s += ask_s
+                record.tried_at = self._step
+                chosen.append(Wanted(row, 1 if self._drafter.by_rounds else most))
+        self._to_ask_s -= spent_s + (fence_s if chosen else 0.0)
+        return chosen
+
+    def _may_try(self, spare_s: float) -> bool:
+        """Whether a row that does not pay may be on trial."""
+        return not self._rows.num_on_trial and spare_s >= TRIAL * self._ask_costs.seconds(1)
+
     def _tried_at(self, wanted: Wanted) -> int:
-        return self._records[wanted.row].tried_at
+        return self._rows[wanted.row].tried_at
+
+    def _shortened(self, wanted: list[Wanted], plan: StepPlan) -> list[Wanted]:
+        """As many drafts of each row as are expected to pay. Rows that were chosen though they do not pay stay."""
+        paying = [one for one in wanted if self._rows[one.row].worth_s >= 0.0]
+        if not paying:
+            return wanted
+        chances = [self._chances.estimate(self._rows[row].chances, self._usual[:most]) for row, most in paying]
+        seconds = self._step_seconds(plan, sum(map(len, chances)))
+        read_s, number = len(paying) * self._read_s, len(paying)
+        rounds = choose_rounds(
+            chances, len(plan.decodes), seconds,
+            lambda count: read_s + self._ask_costs.seconds(number, count), self._rounds,
+        )  # fmt: skip
+        shortened = [one for one in wanted if self._rows[one.row].worth_s < 0.0]
+        for (row, most), count in zip(paying, rounds.counts, strict=True):
+            if count:
+                shortened.append(Wanted(row, min(most, rounds.number)))
+            else:
+                self._rows.set_worth(row, self._rows[row], -self._ask_costs.seconds(1))
+        self._rounds = max(1, rounds.number)
+        self._typical_s = self._ask_costs.seconds(1) * (1.0 if rounds.number else -1.0)
+        return shortened
+
+    def _learn_usual(self, proposals: list[Proposal]) -> None:
+        for proposal in proposals:
+            for place, confidence in enumerate(proposal.confidences[: self._max_drafts]):
+                self._usual[place] += USUAL_RATE * (confidence - self._usual[place])
+
+    def _num_rounds(self, wanted: list[Wanted]) -> int:
+        return max(most for _, most in wanted) if self._drafter.by_rounds else 1
+
+    def _ask_s(self, wanted: list[Wanted]) -> float:
+        """What it takes to ask for a row."""
+        return self._ask_costs.seconds(len(wanted), self._num_rounds(wanted)) / len(wanted)
 
     def _step_seconds(self, plan: StepPlan, most: int) -> list[float]:
         """Of the step with 0 drafts, 1, and so on, up to ``most``; its chunks are left out, since what a token is worth
@@ -284,11 +334,10 @@ class Drafting:
         chunks = seconds[0] - self._costs.seconds(len(plan.decodes))
         return [step - chunks for step in seconds]
 
-    def _learn_worth(self, record: RowRecord, gained_s: float) -> None:
-        did_pay = record.worth_s >= 0.0
-        record.worth_s += WORTH_RATE * (gained_s - record.worth_s)
-        self._typical_s += TYPICAL_RATE * (gained_s - self._typical_s)
-        self._num_paying += (record.worth_s >= 0.0) - did_pay
+    def _learn_worth(self, row: Row, record: RowRecord, gained_s: float) -> None:
+        if not self._drafter.by_rounds:
+            self._typical_s += TYPICAL_RATE * (gained_s - self._typical_s)
+        self._rows.set_worth(row, record, record.worth_s + WORTH_RATE * (gained_s - record.worth_s))
 
     def _try_one(
         self, records: list[RowRecord], chances: list[list[float]], counts: list[int], seconds: list[float]
@@ -305,6 +354,17 @@ class Drafting:
             counts[at] = 1
             records[at].tried_at = self._step
             self._to_try_s -= draft_s
+
+
+class _Took(NamedTuple):
+    """What a step took."""
+
+    num_tokens: int
+    seconds: float
+    """Without drafting and reading."""
+    reading_s: float
+    is_fenced: bool
+    has_chunks: bool
 
 
 def _valid(wanted: Wanted, proposal: Proposal) -> Proposal:

@@ -61,9 +61,11 @@ class _Part(NamedTuple):
 class Grammars:
     """Makes the matchers of rows, and the masks of batches."""
 
-    def __init__(self, read: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, read: Callable[[], LLTokenizer], puts_off: bool = True) -> None:
         """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
         the vocabulary is large."""
+        self.puts_off = puts_off
+        """Whether a row whose grammar is not compiled yet has its first token in a later step; else its step waits."""
         self._compiling = _Thread("grammars")
         self._masking = _Thread("masks")
         self._tokenizer: Future[LLTokenizer] = self._compiling.submit(read)
@@ -141,7 +143,8 @@ def grammars_of(config: WorkerConfig) -> Grammars | None:
         return None
     assert config.tokenizer_vocab_size is not None, "the two come from the same file"
     arguments = (config.tokenizer, config.special_tokens, config.tokenizer_vocab_size, config.eos_token_ids)
-    return Grammars(partial(read_tokenizer, *arguments))
+    # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
+    return Grammars(partial(read_tokenizer, *arguments), puts_off=config.tensor_parallel_size == 1)
 
 
 def _only(token_ids: list[int], num_words: int) -> Words:

@@ -15,8 +15,8 @@ class RowMatcher:
     tokens, nor of drafts that were not chosen, nor of a worker that begins anew."""
 
     def __init__(self, compiled: "Future[LLMatcher]", num_prompt_tokens: int) -> None:
-        """``compiled`` brings a matcher that nobody changes, or GrammarError."""
-        self._compiled = compiled
+        self.compiled = compiled
+        """Brings a matcher that nobody changes, or GrammarError."""
         self._num_consumed = num_prompt_tokens
         """Tokens of the history that the matcher is past, those of the prompt included."""
         self._matcher: LLMatcher | None = None
@@ -32,7 +32,7 @@ class RowMatcher:
             return None
         if self._matcher is None:
             try:
-                self._matcher = self._compiled.result().deep_copy()
+                self._matcher = self.compiled.result().deep_copy()
             except Exception:
                 # What the service could compile this process cannot, perhaps for want of memory.
                 self.fail(end)

@@ -44,17 +44,20 @@ def num_kv_blocks(
     parallel: TensorParallel = ALONE,
 ) -> int:
     """How many KV blocks of ``block_bytes`` to make besides ``num_spare``, weights already loaded; the same on every
-    rank. Raises ModelError if one request of full length does not fit."""
-    if config.num_blocks is not None:
-        return config.num_blocks
+    rank. Raises ModelError if one request of full length does not fit, or what was asked for is not free."""
     block_bytes += config.block_bytes_beside
     free = _free_bytes_everywhere(config, parallel)
-    if config.kv_cache_bytes is None:
-        budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
+    flag = "--kv-cache-memory-bytes"
+    if config.num_blocks is not None:
+        budget = (config.num_blocks + num_spare) * block_bytes
+    elif config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
     else:
-        budget, flag = config.kv_cache_bytes, "--kv-cache-memory-bytes"
-        if budget > free:
-            raise ModelError(f"{flag} {budget}: {config.device} has {_gib(free)} free after the weights: give less")
+        budget, flag = int(free * config.memory_utilization), "--gpu-memory-utilization"
+    if budget > free:
+        raise ModelError(f"{flag} {budget}: {config.device} has {_gib(free)} free after the weights: give less")
+    if config.num_blocks is not None:
+        return config.num_blocks
     blocks = budget // block_bytes - num_spare
     needed = -(-max_model_len // config.block_size)
     if blocks < needed:

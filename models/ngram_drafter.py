@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from penstock.models.backend import Backend
-from penstock.models.drafting import NO_PROPOSAL, Drafter, Proposal, Wanted
+from penstock.models.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.row_indexes import RowIndexes, confidences
 from penstock.models.rows import Row
 from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
@@ -33,7 +33,10 @@ class NgramDrafter(Drafter):
         if match.length < self._shortest:
             return NO_PROPOSAL
         place = match.places[0]
+        # What began to repeat itself goes on repeating itself.
+        period = len(history) - place
         drafts = history[place : place + max_drafts]
+        drafts += [drafts[at % period] for at in range(period, max_drafts)]
         return Proposal(drafts, confidences(match.length, len(drafts)))
 
 

@@ -91,7 +91,7 @@ class ReferenceBackend(AtOnce):
         features: list[Tensor] = []
         hidden = self.forward(batch, features)
         result = result_of(batch, hidden, self.logits, self._spec.vocab_size)
-        return result._replace(features=torch.stack(features, 1).float().cpu().numpy()) if features else result
+        return result._replace(features=torch.cat(features, 1).float().cpu().numpy()) if features else result
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
         """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm. Appends to

@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.wide import widened
 from penstock.models.attention_groups import attention_groups
 from penstock.models.backend import Backend
-from penstock.models.draft_head import Floats, HeadResult, HeadStep
-from penstock.models.eagle_checkpoint import FC, HIDDEN_NORM, HeadCheckpoint
+from penstock.models.draft_draws import draw_drafts, draw_tensors
+from penstock.models.draft_head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
+from penstock.models.eagle_checkpoint import HeadCheckpoint
+from penstock.models.head_weights import HeadWeights, load_head_weights
 from penstock.models.kv_pages import KVPages
-from penstock.models.loader import FileSource, load_weights
-from penstock.models.memory import check_weights_fit
-from penstock.models.reference_backend import DTYPES, ReferenceBackend, attend
+from penstock.models.reference_backend import ReferenceBackend, attend
 from penstock.models.rotations import rotations
 from penstock.models.torch_device import allocated
-from penstock.models.weights import DenseLinear, RmsNorm, Weights
 from penstock.scheduler.plan import WorkerConfig
 
 
@@ -27,18 +25,13 @@ class ReferenceHead:
     def __init__(
         self,
         head: HeadCheckpoint,
-        weights: Weights,
-        fc: DenseLinear,
-        hidden_norm: RmsNorm,
+        weights: HeadWeights,
         pages: KVPages,
         max_positions: int,
     ) -> None:
         self._spec = head.spec
         self._weights = weights
-        self._fc = fc
-        self._hidden_norm = hidden_norm
         self._pages = pages
-        self._target_ids = torch.from_numpy(head.target_ids).to(pages.device)
         self._rotations = rotations(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
 
     def renew(self, block_ids: Sequence[int]) -> None:
@@ -48,48 +41,40 @@ class ReferenceHead:
     @torch.inference_mode()
     def run(self, step: HeadStep) -> HeadResult:
         """Computes a step, writing the KV of every token."""
-        spec, weights, pages = self._spec, self._weights, self._pages
+        spec, weights, pages = self._spec, self._weights.common, self._pages
         [layer], device = weights.layers, pages.device
         positions = torch.from_numpy(step.positions).to(device)
         cos, sin = self._rotations
         groups = attention_groups(step, None, pages.num_blocks, pages.block_size, device)
         x = self._given(step)
         # Ids were checked at admission; an id out of range must still never be an address.
-        token_ids = torch.from_numpy(step.token_ids).to(device).clamp(0, spec.vocab_size - 1)
+        token_ids = torch.from_numpy(ids_on_host(step.token_ids)).to(device).clamp(0, spec.vocab_size - 1)
         embeddings = functional.embedding(token_ids, weights.embedding)
-        before = torch.cat((layer.before_attention(embeddings), self._hidden_norm(x)), dim=1)
+        before = torch.cat((layer.before_attention(embeddings), self._weights.hidden_norm(x)), dim=1)
         slots = torch.from_numpy(step.slots).to(device)
         x = x + attend(spec, pages, 0, layer, before, (cos[positions], sin[positions]), slots, groups)
         x = x[step.sampled.tolist()]
         x = x + layer.mlp(layer.before_mlp(x))
-        probabilities, best = widened(weights.head(weights.norm(x))).softmax(1).max(1)
-        return HeadResult(self._target_ids[best].tolist(), probabilities.tolist(), x.float().cpu().numpy())
+        drawn = draw_drafts(weights.head(weights.norm(x)), self._weights.target_ids, *draw_tensors(step.draws, device))
+        drafts = [HeadDraft(*draft) for draft in zip(*(part.tolist() for part in drawn), strict=True)]
+        return HeadResult(lambda: drafts, drawn.token_ids.cpu().numpy(), x.float().cpu().numpy())
 
     def _given(self, step: HeadStep) -> Tensor:
         """(T, hidden): what the layer goes on from."""
         if step.features is not None:
-            return self._fc(self._tensor(step.features))
+            return self._weights.fc(self._tensor(joined(step.features)))
         assert step.hidden is not None, "one of them is given"
-        return self._tensor(step.hidden)
+        return self._tensor(joined([step.hidden]))
 
     def _tensor(self, array: Floats) -> Tensor:
-        return torch.from_numpy(array).to(self._pages.device, self._weights.embedding.dtype)
+        return torch.from_numpy(array).to(self._pages.device, self._weights.common.embedding.dtype)
 
 
 def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> ReferenceHead:
     """The head for a model that was loaded on the backend in plain torch. Raises ModelError."""
     assert isinstance(backend, ReferenceBackend), "a head runs where its model does"
-    spec, facts, embedding = head.spec, backend.facts, backend.embedding
-    dtype, device = DTYPES[facts.dtype], embedding.device
-    check_weights_fit(config, "the EAGLE-3 head", spec.num_parameters * dtype.itemsize, facts.dtype)
-    shared = None if spec.has_embedding else embedding
-    weights = load_weights(head.info, dtype, device, "auto", spec.head_rows, embedding=shared)
-    source = FileSource(head.info)
-    fc = torch.empty(spec.hidden_size, spec.fc_columns, dtype=dtype, device=device)
-    source.fill(f"{FC}.weight", fc)
-    norm = torch.empty_like(weights.norm.weight)
-    source.fill(HIDDEN_NORM, norm)
-    with allocated(facts.num_blocks, device):
-        pages = KVPages(spec, facts.num_blocks, facts.block_size, dtype, device)
-    hidden_norm = RmsNorm(norm, spec.norm_eps)
-    return ReferenceHead(head, weights, DenseLinear(fc), hidden_norm, pages, facts.max_model_len)
+    facts, embedding = backend.facts, backend.embedding
+    weights = load_head_weights(config, head, facts.dtype, embedding)
+    with allocated(facts.num_blocks, embedding.device):
+        pages = KVPages(head.spec, facts.num_blocks, facts.block_size, embedding.dtype, embedding.device)
+    return ReferenceHead(head, weights, pages, facts.max_model_len)

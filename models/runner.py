@@ -5,14 +5,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.models.backend import Backend
 from penstock.models.batch import Batch, Sampled, build_batch
-from penstock.models.drafting import NOTHING, Drafted, Drafting, Wanted
+from penstock.models.drafter import Wanted
+from penstock.models.drafting import NOTHING, Drafted, Drafting
+from penstock.models.put_off import PutOff
 from penstock.models.rows import Row, RowTable
+from penstock.models.step_costs import SIZES
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -41,6 +45,7 @@ class Runner:
         self._backend = backend
         self._drafting = drafting
         self._grammars = grammars
+        self._put_off = PutOff()
         self._clock = clock
         self._done_at = 0
         self._newest = threading.Event()
@@ -71,6 +76,7 @@ class Runner:
         if self._drafting is not None:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
             self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
+            self._measure_asking(self._drafting)
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a row of one token and so many less one drafts."""
@@ -80,6 +86,17 @@ class Runner:
         self._backend.renew(self._rows.apply(plan))
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
+
+    def _measure_asking(self, drafting: Drafting) -> None:
+        """Asks for drafts of rows of two tokens."""
+        facts = self._backend.facts
+        number = min(max(SIZES), facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
+        if facts.block_size < 2 or facts.max_model_len < 3:
+            return  # no row has room for a draft
+        added = [AddedRow(row, 0, [0], 1, 0, [row], SamplingParams(), max_drafts=1) for row in range(number)]
+        self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
+        drafting.measure_asking([self._rows[row] for row in range(number)])
+        self.run(StepPlan(0, list(range(number)), [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""
@@ -96,7 +113,9 @@ class Runner:
             self._backend.copy_in(plan.copies_in)
         if plan.is_empty:
             return lambda: StepResult(plan.step, [], [], 0, (self._clock() - began) // 1000)
-        return self._compute(plan, self._draft(plan), began)
+        plan, idle = self._put_off.left_of(plan, self._rows)
+        finish = self._compute(plan, self._draft(plan), began)
+        return finish if not idle else partial(_with_idle, finish, idle)
 
     def _apply(self, plan: StepPlan) -> None:
         drafting, rows = self._drafting, self._rows
@@ -109,6 +128,8 @@ class Runner:
             if added.grammar:
                 assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
                 rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens)
+                if self._grammars.puts_off:
+                    self._put_off.add(rows[added.row])
         if drafting is not None:
             drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
@@ -166,6 +187,13 @@ class Runner:
             return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
 
         return result
+
+
+def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:
+    """The result, with those of rows of the plan that had nothing to compute."""
+    result = finish()
+    result.rows += idle
+    return result
 
 
 def _forced(matched: list[Wanted], room: int) -> dict[int, Sequence[int]]:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-SIZES = (8, 1, 32, 64, 16, 4, 2, 48, 24, 12, 6, 3)
+SIZES = (16, 1, 64, 4, 32, 8, 48, 2, 24, 12, 6, 3)
 """Tokens of the steps that are measured, in this order as far as time allows; what is between them is interpolated."""
-MEASURE_S = 0.4
+MEASURE_S = 1.0
 ROUNDS = 4
 """Times that each is measured where there is time; the shortest counts, since nothing makes a step too short."""
-MIN_S = 1e-4
+MIN_S = 1e-5
 
 SCALE_RATE = 0.1
 """How fast what steps take changes the scale: load and contexts change all sizes alike, about, and soon."""
@@ -29,11 +29,10 @@ class StepCosts:
     those that were there by then, which only a backend that runs ahead has.
     """
 
-    def __init__(self, most: int) -> None:
-        """``most``: tokens of a step."""
-        self._most = most
-        # Anything, until they are measured.
-        self._sizes, self._seconds, self._weights = [1, 64], [1e-3, 2e-3], [GUESSED_WEIGHT] * 2
+    def __init__(self, most: int, guess: tuple[float, float] = (1e-3, 2e-3)) -> None:
+        """``most``: tokens of a step; ``guess``: what steps of 1 and of 64 take, until that is measured."""
+        self.most = most
+        self._sizes, self._seconds, self._weights = [1, 64], list(guess), [GUESSED_WEIGHT] * 2
         self._scales = [1.0, 1.0]
         self._num_observed = 0
         self._make_table()
@@ -56,11 +55,11 @@ class StepCosts:
 
     def seconds(self, num_tokens: int, is_fenced: bool = True) -> float:
         """Of a step; ``is_fenced``: it begins when the last one is over."""
-        return self._table[min(num_tokens, self._most)] * self._scales[is_fenced]
+        return self._table[min(num_tokens, self.most)] * self._scales[is_fenced]
 
     def span(self, num_tokens: int, count: int) -> list[float]:
         """Of fenced steps of so many tokens, one more and so on: up to ``count`` more, and as many as there may be."""
-        scale, first = self._scales[True], min(num_tokens, self._most)
+        scale, first = self._scales[True], min(num_tokens, self.most)
         return [scale * seconds for seconds in self._table[first : first + count + 1]]
 
     def observe(self, num_tokens: int, seconds: float, is_fenced: bool) -> None:
@@ -91,7 +90,7 @@ class StepCosts:
         # More tokens never take less: a size that seems to take more than a larger one was disturbed.
         seconds = np.minimum.accumulate(np.array(self._seconds)[::-1])[::-1].tolist()
         sizes = self._sizes
-        if sizes[-1] < self._most:
+        if sizes[-1] < self.most:
             slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else seconds[-1] / sizes[-1]
-            sizes, seconds = [*sizes, self._most], [*seconds, seconds[-1] + slope * (self._most - sizes[-1])]
-        self._table: list[float] = np.interp(np.arange(self._most + 1), sizes, seconds).tolist()
+            sizes, seconds = [*sizes, self.most], [*seconds, seconds[-1] + slope * (self.most - sizes[-1])]
+        self._table: list[float] = np.interp(np.arange(self.most + 1), sizes, seconds).tolist()

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from penstock.models.backend import Backend
-from penstock.models.drafting import NO_PROPOSAL, Drafter, Proposal, Wanted
+from penstock.models.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.row_indexes import MAX_INDEXED, RowIndexes, confidences
 from penstock.models.rows import UNKNOWN, Row
 from penstock.models.token_index import Cursor, TokenIndex

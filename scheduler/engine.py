@@ -17,18 +17,18 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
-from penstock.scheduler.restarts import FIRST_DELAY_S, Failure, Restarts
+from penstock.scheduler.restarts import FIRST_DELAY_S
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.state import EngineState, EngineStats
 from penstock.scheduler.tenants import TenantUse
 from penstock.scheduler.timeline import Timeline
 from penstock.scheduler.watchdog import StepWatchdog
+from penstock.scheduler.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 STEP_LIMIT_S = 30.0
 """A step may take so long, or ten times what was predicted for it."""
-MIN_RETRY_MS = 1000
 TIMER_S = 0.001
 """The loop's timers count whole milliseconds: for less they ring at once, and would be set again and again."""
 
@@ -60,10 +60,7 @@ class Engine:
         self._num_finished = 0
         self._num_refused = 0
         self._is_draining = False
-        self._load_s = 0.0
-        """What the last worker took to start."""
-        self._died_at = 0.0
-        self._restarts = Restarts(restart_delay_s)
+        self._workers = Workers(executor, restart_delay_s)
         self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
     @property
@@ -80,7 +77,7 @@ class Engine:
         """Starts the executor, then serves. Raises ExecutorError."""
         assert self._scheduler is None, "an engine starts once"
         try:
-            self._facts = await self._start_executor()
+            self._facts = await self._workers.start()
         except Exception:
             self._set_state(EngineState.FAILED)
             raise
@@ -148,10 +145,7 @@ class Engine:
     def _refusal(self) -> Refused:
         if self._is_draining or self.state is EngineState.STOPPED:
             return Refused(RefusalKind.DRAINING, "the service is shutting down")
-        retry_ms = None
-        if self.state is EngineState.RECOVERING:
-            left_s = self._load_s - (time.monotonic() - self._died_at)
-            retry_ms = max(MIN_RETRY_MS, round(1000 * left_s))
+        retry_ms = self._workers.retry_ms if self.state is EngineState.RECOVERING else None
         return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
 
     # Operation ----------------------------------------------------------------------------------------------------
@@ -255,7 +249,7 @@ class Engine:
         try:
             async for result in self._executor.results():
                 self._watchdog.answered()
-                self._restarts.answered()
+                self._workers.answered()
                 self._scheduler.update(result)
                 self._pump()
                 await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
@@ -295,40 +289,22 @@ class Engine:
         """Starts another one, for which all that was admitted waits; False if there is nothing to go on with."""
         if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
-        self._died_at = time.monotonic()
-        self._set_state(EngineState.RECOVERING)
         blames_step = error.blames_step and self._watchdog.num_unanswered > 0
+        self._workers.died(error, in_a_step=blames_step)
+        self._set_state(EngineState.RECOVERING)
         self._watchdog.restarted()
         self._scheduler.recover(blames_step)
-        self._restarts.died(Failure.IN_A_STEP if blames_step else _failure(error))
         logger.error("%s; requests that wait for another worker: %d", error, self._scheduler.num_requests)
         began = time.monotonic()
-        while not self._restarts.is_hopeless:
-            await self._executor.stop()
-            await asyncio.sleep(self._restarts.delay_s)
-            try:
-                await self._start_executor()
-            except ExecutorError as failure:
-                logger.error("another worker did not start: %s", failure)
-                self._restarts.failed(_failure(failure))
-                error = failure
-                continue
-            self._restarts.succeeded()
-            duration = time.monotonic() - began
-            logger.warning(
-                "another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests
-            )
-            self._set_ready()
-            self._pump()
-            return True
-        self._fail(FinishReason.WORKER_DIED, str(error))
-        return False
-
-    async def _start_executor(self) -> WorkerFacts:
-        began = time.monotonic()
-        facts = await self._executor.start()
-        self._load_s = time.monotonic() - began
-        return facts
+        failure = await self._workers.replace(error)
+        if failure is not None:
+            self._fail(FinishReason.WORKER_DIED, str(failure))
+            return False
+        duration = time.monotonic() - began
+        logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
+        self._set_ready()
+        self._pump()
+        return True
 
     # The end ------------------------------------------------------------------------------------------------------
 
@@ -404,12 +380,8 @@ class Engine:
             host_blocks=len(scheduler.kv.host),
             restored_tokens=scheduler.kv.num_restored_tokens,
             refused=self._num_refused + counters.refused,
-            restarts=self._restarts.total,
+            restarts=self._workers.num_replaced,
             step_s=scheduler.outlook.median_step_s,
             predicted_ttft_s=scheduler.outlook.short_ttft_s,
             speculation=counters.speculation.copy(),
         )
-
-
-def _failure(error: ExecutorError) -> Failure:
-    return Failure.BY_ITSELF if error.blames_step else Failure.KILLED

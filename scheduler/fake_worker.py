@@ -68,6 +68,14 @@ class FakeRow:
     """Those of the positions computed so far that its vector is of."""
     tags: list[int] = field(default_factory=list)
     """Of the KV of each position, as ``Slots`` made them."""
+    num_put_off: int = 0
+    """Steps in which its next token is put off: as many as its grammar has blanks, but none where the history that it
+    begins with ends with a block, which others may read as soon as it is planned."""
+
+    def waits(self) -> bool:
+        """Whether this step is one of them."""
+        self.num_put_off -= 1
+        return self.num_put_off >= 0
 
 
 class Slots(Protocol):
@@ -307,6 +315,7 @@ class FakeWorker:
             added.sampling,
             added.pooling,
             added.max_drafts,
+            num_put_off=added.grammar.count(" ") if len(added.token_ids) % self._facts.block_size else 0,
         )
         if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
             raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
@@ -319,6 +328,8 @@ class FakeWorker:
         row = self._rows[number]
         if not start == row.num_computed < end <= len(row.history):
             raise BrokenPlan(f"row {number} cannot compute {start} to {end}")
+        if end == len(row.history) and row.waits():
+            end -= 1
         self._slots.write(row, start, end)
         row.num_computed = end
         if row.pooling is not None:
@@ -351,6 +362,8 @@ class FakeWorker:
             raise BrokenPlan(f"row {number} is continued by {max_tokens} tokens")
         if start + max_tokens > self._facts.max_model_len:
             raise BrokenPlan(f"row {number} leaves the model's context")
+        if row.waits():
+            return self._result(row, [])
         # As if a drafter had proposed all that it may, some of it right: all is computed, some accepted.
         num_drafted = min(max_tokens - 1, room)
         stop = start + 1 + start % (num_drafted + 1)

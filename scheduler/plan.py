@@ -152,7 +152,8 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     num_computed: int
     """Confirmed KV positions now: the row's KV is valid in ``[0, num_computed)``."""
     token_ids: list[int]
-    """Accepted tokens: none for a chunk that does not end the history or is pooled, else 1 to ``max_tokens``."""
+    """Accepted tokens: none for a chunk that does not end the history or is pooled, nor of a row whose grammar is not
+    compiled yet; else 1 to ``max_tokens``."""
     logprobs: TokenLogprobs | None = None
     vector: bytes | None = None
     """Of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte order."""
@@ -247,6 +248,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Of the KV cache; None: as many as the memory holds."""
     block_bytes_beside: int = 0
     """What others, as a draft model, need for each block."""
+    feature_layers: tuple[int, ...] = ()
+    """Before which of its layers the model's hidden states may be wanted of a step."""
     memory_utilization: float = 0.5
     host_kv_cache_bytes: int = 0
     """Of host memory, for evicted blocks; 0: these are forgotten."""

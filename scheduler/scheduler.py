@@ -19,14 +19,15 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.scheduler.answers import Answers
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.outlook import Outlook
-from penstock.scheduler.plan import PromptLogprobsPart, RowResult, StepPlan, StepResult, TokenLogprobs, WorkerFacts
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import Accepted, Change, Context, Delta, Embedded, FinishReason, Request
+from penstock.scheduler.request import Accepted, Change, Context, FinishReason, Request
 from penstock.scheduler.step_model import StepModel
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
@@ -56,6 +57,7 @@ class Scheduler:
         self._planner.beginnings.is_late = self.outlook.is_late
         self._facts = facts
         self._intake = Intake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
+        self._answers = Answers(self._planner, self.outlook, clock, self._finish)
         self._config = config
         self._clock = clock
         self._on_finished = on_finished
@@ -138,20 +140,8 @@ class Scheduler:
             if choice.state is not ChoiceState.ENDED:
                 self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index))
                 if change.max_tokens is not None:
-                    self._limit(choice, self._intake.admission.max_tokens(request))
+                    self._answers.limit(choice, self._intake.admission.max_tokens(request))
         return True
-
-    def _limit(self, choice: Choice, max_tokens: int) -> None:
-        """Output ends after so many tokens: at once, if there are as many."""
-        choice.limit(max_tokens)
-        if choice.delivery.num_tokens < max_tokens or choice.delivery.end is not None:
-            return
-        try:
-            delta = choice.delivery.cut()
-        except Exception as error:
-            self._give_up(choice.live, error)
-        else:
-            self._tell(choice, delta)
 
     def hold(self, request_id: str, held: bool) -> None:
         """While it is held a request is in no plan, and its rows give way before any other."""
@@ -220,7 +210,7 @@ class Scheduler:
             rank = self._intake.rank(live.request, live.number, index)
             self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
 
-    def _finish(self, live: LiveRequest, reason: FinishReason, message: str = "") -> None:
+    def _finish(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
         # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
         for choice in live.choices:
             if choice.state is not ChoiceState.ENDED:
@@ -291,7 +281,7 @@ class Scheduler:
             if choice.row == chunk.row and chunk.end == choice.prefill_end and not choice.is_pooled:
                 choice.live.timeline.decodes(choice.index, plan.step)
         for row in result.rows:
-            self._apply(row)
+            self._answers.apply(row)
         self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
         if self._suspects:
@@ -340,84 +330,6 @@ class Scheduler:
         rows = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
         lives = dict.fromkeys(self._planner.rows.current(row).live for row in rows)
         return {live.request.request_id: live.progress for live in lives}
-
-    def _apply(self, row: RowResult) -> None:
-        choice = self._planner.rows.holder(row.row, row.epoch)
-        max_tokens = choice.in_flight.popleft()
-        if choice.state is ChoiceState.ENDED:
-            return
-        token_ids = row.token_ids
-        num_tokens = len(token_ids)
-        assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
-        assert num_tokens or not max_tokens or row.failure, f"row {row.row} is answered with no token"
-        if num_tokens < max_tokens:
-            choice.fall_short(max_tokens - num_tokens)
-        choice.token_ids += token_ids
-        if row.num_drafted:
-            self._count_drafts(choice, row.num_drafted, max(0, num_tokens - 1))
-        # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
-        if choice.row == row.row and not row.failure:
-            if num_tokens:
-                assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
-            else:
-                assert row.num_computed <= choice.num_planned, f"row {row.row} is ahead of its plans"
-            choice.num_computed = row.num_computed
-            self._planner.publish_confirmed(choice)
-        if num_tokens:
-            self.counters.output_tokens += num_tokens
-            choice.live.tenant.num_new += num_tokens
-            self._deliver(choice, token_ids, row.logprobs)
-        is_embedded = choice.is_pooled and row.num_computed == choice.num_prompt_tokens
-        assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
-        if row.vector is not None:
-            choice.live.request.sink(Embedded(choice.index, row.vector))
-            self._end(choice, FinishReason.STOP)
-        if row.failure:
-            self._break_off(choice, row.failure)
-
-    def _count_drafts(self, choice: Choice, num_drafted: int, num_accepted: int) -> None:
-        choice.live.speculation.add(num_drafted, num_accepted)
-        choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
-        self.counters.speculation.add(num_drafted, num_accepted)
-
-    def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
-        live = choice.live
-        if live.first_token_at is None:
-            live.first_token_at = self._clock()
-            live.timeline.first_token(live.first_token_at)
-            self.outlook.began(live, live.first_token_at)
-        try:
-            delta = choice.delivery.take(token_ids, logprobs)
-        except Exception as error:
-            self._give_up(live, error)
-            return
-        if delta is not None:
-            self._tell(choice, delta)
-
-    def _tell(self, choice: Choice, delta: Delta) -> None:
-        choice.live.request.sink(delta)
-        if delta.end is not None:
-            self._end(choice, delta.end.reason)
-
-    def _break_off(self, choice: Choice, why: str) -> None:
-        """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
-        if choice.state is not ChoiceState.ENDED:
-            self._finish(choice.live, FinishReason.GRAMMAR, why)
-
-    def _give_up(self, live: LiveRequest, error: Exception) -> None:
-        """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
-        request_id = live.request.request_id
-        logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
-        self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
-
-    def _end(self, choice: Choice, reason: FinishReason) -> None:
-        """A choice ended, and its caller was told; who may have aborted the request."""
-        live = choice.live
-        if choice.state is not ChoiceState.ENDED:
-            self._planner.retire(choice)
-            live.num_ended += 1
-            if live.num_ended == live.request.n:
-                self._finish(live, reason)
 
     def _apply_prompt_logprobs(self, part: PromptLogprobsPart) -> None:
         live = self._planner.rows.holder(part.row, part.epoch).live

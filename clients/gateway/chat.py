@@ -162,8 +162,8 @@ def _delta(piece: Piece) -> Json:
         delta["reasoning_content"] = piece.reasoning
     if piece.content:
         delta["content"] = piece.content
-    if piece.calls:
-        delta["tool_calls"] = [_call(call) for call in piece.calls]
+    if calls := [_call(call) for call in piece.calls if call.id or call.arguments]:
+        delta["tool_calls"] = calls
     return delta
 
 

@@ -41,6 +41,7 @@ class _Choice:
         self.parser = parser
         self.content = ContentTokens(specials=specials)
         self.has_calls = False
+        self.has_half_call = False
         self.logprobs: list[Json] = []
         self.token_ids: list[int] = []
 
@@ -92,6 +93,7 @@ class ChatReader:
         if delta.end is not None:
             piece += self._shown(choice.parser.end())
         choice.has_calls = choice.has_calls or bool(piece.calls)
+        choice.has_half_call = choice.has_half_call or any(call.breaks_off for call in piece.calls)
         if not piece and delta.end is None:
             return None
         part = Part(delta.choice, piece, choice.logprobs, choice.content.take(piece.spans), choice.token_ids)
@@ -107,4 +109,5 @@ class ChatReader:
     @staticmethod
     def _finish_reason(choice: _Choice, end: ChoiceEnd) -> str | None:
         reason = finish_reason(end)
-        return "tool_calls" if reason == "stop" and choice.has_calls else reason
+        # It tells callers to run the calls: not one of them may be half.
+        return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason

@@ -52,7 +52,8 @@ def build_chat(body: ChatRequest) -> pb.Chat:
         _add_message(chat, message, f"messages[{at}]")
     if uses_tools(body):
         for tool in body.tools or ():
-            chat.tools.append(json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False))
+            shown = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+            chat.tools.append(json.dumps(shown, ensure_ascii=False))
     if variables := template_variables(body):
         chat.template_variables = variables
     if body.continue_final_message:

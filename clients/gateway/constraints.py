@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.clients.constraint_option import is_gbnf
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.schemas_chat import ChatRequest, ResponseFormat
 from penstock.clients.gateway.schemas_common import GenerationBody, StructuredOutputs
@@ -89,15 +90,14 @@ def _schema(field: str, schema: str | Mapping[str, Any]) -> constraint_pb2.Const
 
 
 def _grammar(text: str) -> constraint_pb2.Constraint:
-    """Lark, or GBNF: only that has rules with ``::=``."""
-    return constraint_pb2.Constraint(gbnf=text) if "::=" in text else constraint_pb2.Constraint(lark=text)
+    return constraint_pb2.Constraint(gbnf=text) if is_gbnf(text) else constraint_pb2.Constraint(lark=text)
 
 
 def grammar_fields(body: GenerationBody) -> Mapping[str, str]:
     """The caller's names of the contract's fields."""
     names = [name for name, _ in _safely(body)]
-    name = names[0] if names else "tool_choice"
-    return {"constraint": name}
+    is_auto = isinstance(body, ChatRequest) and body.tool_choice in (None, "auto")
+    return {"constraint": names[0] if names else "tools" if is_auto else "tool_choice"}
 
 
 def _safely(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:

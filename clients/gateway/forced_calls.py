@@ -1,36 +1,43 @@
-"""Answers that must be calls: ``tool_choice`` "required", or a function by its name."""
+"""Answers whose calls are held to a grammar: where ``tool_choice`` forces one, and the calls of ``strict`` tools."""
 
+from penstock.clients.gateway.chat_request import uses_tools
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.formats import formats_of
-from penstock.clients.gateway.schemas_chat import ChatRequest
+from penstock.clients.gateway.formats import answer_shape, formats_of
+from penstock.clients.gateway.schemas_chat import ChatRequest, FunctionTool
 from penstock.clients.gateway.service_link import Caller
-from penstock.clients.gateway.tool_grammar import GRAMMARS, call_grammar
+from penstock.clients.gateway.tool_grammar import MARKED_FORMATS, CannotBeHeld, Tool, call_grammar, text_grammar
 from penstock.v1 import generation_pb2 as pb
 
 
 async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None:
-    """Holds the answer to calls where ``tool_choice`` asks for one. Raises GatewayError, and RequestFailed."""
+    """Holds the answer to calls where ``tool_choice`` asks for one; else the calls that it may have to the schemas of
+    strict tools, where a marker tells calls from text. Raises GatewayError, and RequestFailed."""
     name = forced_tool(body)
-    if name is None:
+    given = [each.function for each in body.tools or ()]
+    if name is not None:
+        if start.HasField("constraint"):
+            raise invalid("tool_choice", "one that forces a call does not go together with another form of the answer")
+        tools = [_held(tool) for tool in given if name in ("", tool.name)]
+        if not tools:
+            raise invalid("tool_choice", "names a function that is not among the tools")
+    elif uses_tools(body) and any(tool.strict for tool in given) and not start.HasField("constraint"):
+        tools = [_held(tool) if tool.strict else Tool(tool.name, None) for tool in given]
+    else:
         return
     formats = await formats_of(body, caller)
-    tool_format = formats.tool
-    if start.HasField("constraint"):
-        raise invalid("tool_choice", "one that forces a call does not go together with another form of the answer")
-    if tool_format is None or tool_format not in GRAMMARS:
-        problem = f"cannot force a call in this model's format, only in {' and '.join(sorted(GRAMMARS))}: send auto"
-        raise invalid("tool_choice", problem, code="unsupported_parameter")
-    tools = [each.function for each in body.tools or () if name in ("", each.function.name)]
-    if not tools:
-        raise invalid("tool_choice", "names a function that is not among the tools")
-    one = body.parallel_tool_calls is False or name != ""
-    start.constraint.lark = call_grammar(
-        tool_format,
-        [(each.name, each.parameters) for each in tools],
-        one=one,
-        reasoning=formats.reasoning,
-        in_reasoning=formats.in_reasoning,
-    )
+    assert formats.tool is not None, "who may call is told before if it is not known how"
+    if name is None and formats.tool not in MARKED_FORMATS:
+        return
+    one = body.parallel_tool_calls is False or bool(name)
+    write = text_grammar if name is None else call_grammar
+    try:
+        start.constraint.lark = write(formats.tool, tools, one=one, shape=await answer_shape(formats, caller))
+    except CannotBeHeld as error:
+        raise invalid("tools", str(error)) from None
+
+
+def _held(tool: FunctionTool) -> Tool:
+    return Tool(tool.name, tool.parameters)
 
 
 def forced_tool(body: ChatRequest) -> str | None:

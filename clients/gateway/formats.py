@@ -19,8 +19,9 @@ from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.schemas_chat import ChatRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.settings import AUTO, NONE
+from penstock.clients.gateway.tool_grammar import AnswerShape
 from penstock.v1 import generation_pb2 as pb
-from penstock.v1.tokenizer_pb2 import RenderChatRequest
+from penstock.v1.tokenizer_pb2 import RenderChatRequest, RenderChatResponse
 
 _TOOL = json.dumps(
     {
@@ -89,45 +90,61 @@ async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
         opened = REASONING_FORMATS[reasoning].is_open_in(last)
     elif reasoning != NONE and body.add_generation_prompt is not False:
         prompt = await _prompt(caller, template_variables(body))
-        opened = prompt.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
+        opened = prompt.text.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
     return Formats(_or_none(tool), _or_none(reasoning), opened)
 
 
+async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
+    """What a grammar needs to know of a model's answers. Raises RequestFailed."""
+    call, prompt = await _shown_call(caller), await _prompt(caller, "")
+    specials: dict[str, int] = {}
+    if shows_special_tokens(formats.tool, formats.reasoning):
+        ids = {*call.token_ids, *prompt.token_ids}
+        known = await caller.describe(ids)
+        specials = {known[each].text.decode(errors="replace"): each for each in ids if known[each].is_special}
+    return AnswerShape(call.text, specials, formats.reasoning, formats.in_reasoning)
+
+
 async def _tool_format(caller: Caller) -> str:
+    text = (await _shown_call(caller)).text
+    return next((name for name, shown in _SHOWN_CALLS.items() if shown.search(text)), NONE)
+
+
+async def _shown_call(caller: Caller) -> RenderChatResponse:
+    """A conversation with a call."""
     messages = [
         pb.ChatMessage(role="user", content="question"),
         pb.ChatMessage(role="assistant", tool_calls=[_CALL]),
         pb.ChatMessage(role="tool", content="answer", tool_call_id=_CALL.id, name=_CALL.name),
     ]
-    text = await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
-    return next((name for name, shown in _SHOWN_CALLS.items() if shown.search(text)), NONE)
+    return await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
 
 
 async def _reasoning_format(caller: Caller) -> str:
     # Templates that open no reasoning by themselves show an empty one where it is switched off.
-    text = await _prompt(caller, "") + await _prompt(caller, '{"enable_thinking": false}')
+    text = (await _prompt(caller, "")).text + (await _prompt(caller, '{"enable_thinking": false}')).text
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
 
 
-async def _prompt(caller: Caller, variables: str) -> str:
+async def _prompt(caller: Caller, variables: str) -> RenderChatResponse:
     """What a short conversation becomes."""
     message = pb.ChatMessage(role="user", content="question")
     return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables))
 
 
-async def _rendered(caller: Caller, chat: pb.Chat) -> str:
+async def _rendered(caller: Caller, chat: pb.Chat) -> RenderChatResponse:
     """As the template has it; empty if it refuses the conversation."""
     key = sha256(chat.SerializeToString(deterministic=True)).digest()  # variables may be as long as a body
-    text = caller.rendered.get(key)
-    if text is None:
+    prompt = caller.rendered.get(key)
+    if prompt is None:
         try:
-            text = (await caller.call(caller.stubs.tokenizer.RenderChat, RenderChatRequest(chat=chat))).text
+            prompt = await caller.call(caller.stubs.tokenizer.RenderChat, RenderChatRequest(chat=chat))
         except RequestFailed as failure:
             if failure.code not in _REFUSED:
                 raise
-            text = ""
-        caller.rendered[key] = text
-    return text
+            prompt = RenderChatResponse()
+        caller.rendered[key] = prompt
+    return prompt
 
 
 def _or_none(name: str) -> str | None:

@@ -15,6 +15,8 @@ class CallPiece:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    breaks_off: bool = False
+    """Whether the call's arguments end here without being whole: the answer ended, or went on with what is no JSON."""
     at: int = field(default=0, compare=False)
     """How many characters of its part's content come before it. How an answer was cut into parts changes it."""
 
@@ -24,7 +26,7 @@ def append_call(calls: list[CallPiece], piece: CallPiece) -> None:
     entry of one chunk for another call."""
     if calls and calls[-1].index == piece.index:
         last = calls.pop()
-        piece = replace(last, arguments=last.arguments + piece.arguments)
+        piece = replace(last, arguments=last.arguments + piece.arguments, breaks_off=piece.breaks_off)
     calls.append(piece)
 
 

@@ -2,7 +2,9 @@
 
 import ast
 import json
+import keyword
 import re
+import unicodedata
 import warnings
 
 from penstock.clients.gateway.source import Reading, Source
@@ -47,6 +49,11 @@ def arguments_as_json(text: str) -> str | None:
         return as_json
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def is_argument_name(name: str) -> bool:
+    """Whether ``arguments_as_json`` would give an argument of that name back: Python normalises names."""
+    return name.isidentifier() and not keyword.iskeyword(name) and unicodedata.is_normalized("NFKC", name)
 
 
 class _JsonNames(ast.NodeTransformer):

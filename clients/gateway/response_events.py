@@ -84,6 +84,8 @@ class ResponseEvents:
         if piece.arguments:
             assert isinstance(self._open, _Call), "a call's first piece has its id"
             events.append(self._delta(piece.arguments))
+        if piece.breaks_off and self._open is not None:
+            self._open.breaks_off = True
         return events
 
     def _turn_to(self, kind: "type[_Message | _Reasoning]") -> list[Json]:
@@ -106,7 +108,7 @@ class ResponseEvents:
         events = [self._of_item(f"{item.event}.done", item.whole())]
         if item.has_part:
             events.append(self._of_item("response.content_part.done", {"part": item.part()}))
-        done = item.as_json(status)
+        done = item.as_json("incomplete" if item.breaks_off else status)
         events.append(self._event("response.output_item.done", {"item": done}))
         self.response["output"].append(done)
         self._open = None
@@ -147,6 +149,8 @@ class _Item:
 
     def __init__(self, item_id: str) -> None:
         self.id = item_id
+        self.breaks_off = False
+        """Whether it is a call whose arguments are not whole."""
         self.texts: list[str] = []
 
     @property

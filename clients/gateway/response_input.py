@@ -95,7 +95,9 @@ def _add_call(messages: list[Message], item: CallItem) -> None:
 
 
 def _tool(tool: FunctionTool) -> Tool:
-    function = ChatFunction(**tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True))
+    function = ChatFunction(
+        **tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+    )
     return Tool(type="function", function=function)
 
 

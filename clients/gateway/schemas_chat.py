@@ -61,6 +61,9 @@ class FunctionTool(BaseModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+    strict: bool | None = Field(
+        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
+    )
 
 
 class Tool(BaseModel):

@@ -117,7 +117,9 @@ class FunctionTool(BaseModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Passed over: arguments are not held to their schema yet.")
+    strict: bool | None = Field(
+        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
+    )
 
 
 InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]

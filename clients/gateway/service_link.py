@@ -29,7 +29,7 @@ from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
 from penstock.v1.model_pb2_grpc import ModelServiceStub
-from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, TokenDescription
+from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, RenderChatResponse, TokenDescription
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
@@ -63,16 +63,16 @@ class _Memory:
         self.of = of
         self.tokens: dict[int, TokenDescription] = {}
         """Grows to the vocabulary at most."""
-        self.rendered = LatestTexts()
+        self.rendered = LatestPrompts()
         self.rendered_since = time.monotonic()
 
 
-class LatestTexts(OrderedDict[bytes, str]):
+class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
     """The last few that were put in, but for long ones."""
 
-    def __setitem__(self, key: bytes, text: str) -> None:
-        if len(text) <= _MAX_TEXT_LENGTH:
-            super().__setitem__(key, text)
+    def __setitem__(self, key: bytes, prompt: RenderChatResponse) -> None:
+        if len(prompt.text) <= _MAX_TEXT_LENGTH:
+            super().__setitem__(key, prompt)
         while len(self) > _MAX_TEXTS:
             self.popitem(last=False)
 
@@ -148,7 +148,7 @@ class Caller:
         return self._identity.model
 
     @property
-    def rendered(self) -> LatestTexts:
+    def rendered(self) -> LatestPrompts:
         """What the chat template made of conversations that tell of the template, by a hash of theirs."""
         return self._link.rendered_of(self.model)
 
@@ -265,11 +265,11 @@ class ServiceLink:
             self._memory = _Memory(of)
         return self._memory
 
-    def rendered_of(self, model: GetModelResponse) -> LatestTexts:
+    def rendered_of(self, model: GetModelResponse) -> LatestPrompts:
         """What its template made of conversations in the last minute."""
         memory = self.memory_of(model)
         if time.monotonic() - memory.rendered_since >= _RENDERED_S:
-            memory.rendered, memory.rendered_since = LatestTexts(), time.monotonic()
+            memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
         return memory.rendered
 
     async def _check(self, name: bytes, identity: _Identity) -> _Identity:

@@ -57,7 +57,10 @@ class _MistralParser(ToolCallParser):
         if not name or (yield from self._source.after_space()) != "{":
             return False
         self._open_call(name, call_id)
-        return (yield from self._source.nested(self._add_arguments))
+        whole = yield from self._source.nested(self._add_arguments)
+        if not whole:
+            self._break_off()
+        return whole
 
     def _read_list(self) -> Reading[bool]:
         separator = "["

@@ -107,6 +107,10 @@ class ToolCallParser:
     def _add_arguments(self, text: str) -> None:
         self._add_call(CallPiece(self._num_calls - 1, arguments=text))
 
+    def _break_off(self) -> None:
+        """The arguments of the last call are not whole, and no more of them comes."""
+        self._add_call(CallPiece(self._num_calls - 1, breaks_off=True))
+
     def _add_call(self, piece: CallPiece) -> None:
         self._source.keep()
         if self._parallel_calls or piece.index == 0:
@@ -184,7 +188,10 @@ class ToolCallParser:
         """An object, or the text of one in a string, or null."""
         call.has_arguments = True
         if first == "{":
-            return (yield from self._source.nested(call.add))
+            whole = yield from self._source.nested(call.add)
+            if call.is_open and not whole:
+                self._break_off()
+            return whole
         if first == '"':
             text = yield from self._source.string()
             if text is not None:
@@ -210,7 +217,7 @@ class _ObjectCall:
         self._open_call = open_call
         self._add_arguments = add_arguments
         self._early: list[str] = []
-        self._is_open = False
+        self.is_open = False
         self.name = ""
         self.has_arguments = False
 
@@ -223,8 +230,8 @@ class _ObjectCall:
         if not self.name:
             self._early.append(text)
             return
-        if not self._is_open:
-            self._is_open = True
+        if not self.is_open:
+            self.is_open = True
             self._open_call(self.name)
         self._add_arguments(text)
 

@@ -135,12 +135,14 @@ struct SamplingRow {
   const uint32_t* mask;  // in place of `allowed`: bit v % 32 of word v / 32 says whether token v may come; or null: all
   const int64_t* forbidden;  // min_tokens' stops and bad words; dropped where they would leave no token
   int64_t num_forbidden;
+  const int32_t* noise_ids;  // whose noise each entry has, and more to fill the last 16 up; or null: its own
 };
 
 struct SampledToken {
   int64_t token_id;
   float logprob;     // of the model's own logits, where wanted
   int32_t num_top;
+  double noise;      // that it was drawn with; 0: it was not drawn
 };
 
 // --------------------------------------------------------------------------------------------------------------- a table

@@ -140,18 +140,26 @@ static void filter(const Scores& scores, const SamplingRow& row, int top_k, cons
 }
 
 // The argmax, or a draw; of a row whose best logit is no finite number the lowest token that is allowed.
-static int64_t choose(const float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
-                      const Survey& found, const SamplingRoom& room) {
-  if (is_broken(found)) return lowest_allowed(mask, vocab_size);
+static void choose(const float* logits, int vocab_size, const SamplingRow& row, const uint32_t* mask,
+                   const Survey& found, const SamplingRoom& room, SampledToken& out) {
+  if (is_broken(found)) {
+    out.token_id = lowest_allowed(mask, vocab_size);
+    return;
+  }
   const Scores scores = {logits, vocab_size, room.maxima, found.best, static_cast<float>(row.temperature)};
   const int best_id = first_best(scores);
-  if (!(scores.temperature > 0.0f)) return best_id;
+  out.token_id = best_id;
+  if (!(scores.temperature > 0.0f)) return;
   const int top_k = row.top_k > 0 && row.top_k < vocab_size ? static_cast<int>(row.top_k) : 0;
   const Draw draw = begin_draw(row, best_id);
-  if (!top_k && row.top_p == 1.0 && row.min_p == 0.0) return draw_from_row(scores, draw);
-  Entries entries = room.entries;
-  filter(scores, row, top_k, room, entries);
-  return draw_from_entries(entries, draw);
+  if (!top_k && row.top_p == 1.0 && row.min_p == 0.0) {
+    out.token_id = draw_from_row(scores, draw);
+  } else {
+    Entries entries = room.entries;
+    filter(scores, row, top_k, room, entries);
+    out.token_id = draw_from_entries(entries, draw);
+  }
+  out.noise = noise_of(draw, static_cast<int>(out.token_id));
 }
 
 // Ranks the likeliest, and returns what the log-probabilities of others follow from.
@@ -171,7 +179,7 @@ static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_
   const bool wanted = row.num_logprobs >= 0;
   const float* own = logits;
   LogTotal total = {};
-  *out = {0, 0.0f, 0};
+  *out = {0, 0.0f, 0, 0.0};
   if (wanted) {
     out->num_top = static_cast<int32_t>(row.num_logprobs < vocab_size ? row.num_logprobs : vocab_size);
     total = rank_logprobs(logits, vocab_size, out->num_top, room, top_ids, top);
@@ -184,7 +192,7 @@ static void sample(float* logits, int vocab_size, const SamplingRow& row, uint8_
   add_biases(logits, vocab_size, row);
   const uint32_t* mask = find_mask(vocab_size, row, room.mask);
   const Survey found = restrain(logits, vocab_size, row, mask, room);
-  out->token_id = choose(logits, vocab_size, row, mask, found, room);
+  choose(logits, vocab_size, row, mask, found, room, *out);
   if (wanted) out->logprob = logprob(total, own[out->token_id]);
 }
 

@@ -27,6 +27,7 @@ INLINE T mix64(T x) {
 // The entry that wins of those seen so far.
 struct Draw {
   uint64_t stream;
+  const int32_t* noise_ids;
   double score;
   int id;
   float bound;  // an entry may win only if 2^32 (1 - u) <= bound e^x
@@ -38,8 +39,12 @@ INLINE double gumbel(uint64_t stream, int id) {
   return -__builtin_log(-__builtin_log((static_cast<double>(upper) + 1.0) / 4294967297.0));
 }
 
+INLINE double noise_of(const Draw& draw, int id) {
+  return gumbel(draw.stream, draw.noise_ids ? draw.noise_ids[id] : id);
+}
+
 static void consider(Draw& draw, int id, float x) {
-  double score = gumbel(draw.stream, id) + static_cast<double>(x);
+  double score = noise_of(draw, id) + static_cast<double>(x);
   if (score < draw.score || (score == draw.score && id >= draw.id)) return;
   draw.score = score;
   draw.id = id;
@@ -47,8 +52,11 @@ static void consider(Draw& draw, int id, float x) {
 }
 
 INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
+  Ints keys = ids;
+  if (draw.noise_ids)
+    for (int i = 0; i < 16; i++) keys[i] = draw.noise_ids[ids[i]];
   // Hashes of even lanes and of odd ones; their upper halves fall into their places without a shuffle.
-  Longs pairs = reinterpret_cast<Longs>(ids);
+  Longs pairs = reinterpret_cast<Longs>(keys);
   Longs even = mix64(((pairs & 0xffffffffu) + 1) * GOLDEN + draw.stream);
   Longs odd = mix64(((pairs >> 32) + 1) * GOLDEN + draw.stream);
   Words upper = reinterpret_cast<Words>((even >> 32) | (odd & 0xffffffff00000000u));
@@ -62,7 +70,8 @@ INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
 
 // The draw begins with the best entry, whose score is 0: a good mark for the others.
 static Draw begin_draw(const penstock::SamplingRow& row, int best_id) {
-  Draw draw = {mix64(mix64(row.seed) + static_cast<uint64_t>(row.position) * GOLDEN), -__builtin_inf(), 0, 0.0f};
+  const uint64_t stream = mix64(mix64(row.seed) + static_cast<uint64_t>(row.position) * GOLDEN);
+  Draw draw = {stream, row.noise_ids, -__builtin_inf(), 0, 0.0f};
   consider(draw, best_id, 0.0f);
   return draw;
 }

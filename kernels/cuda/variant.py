@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from penstock.kernels.cuda.interpreter import patch_language_once
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
@@ -116,6 +118,8 @@ class Launches:
             self.warmed.add(variant)
         if variant not in self._known:
             self._known.add(variant)
+            if interpreted():
+                patch_language_once()
             if self._is_warm:
                 self._tell(f"{variant.kernel.fn.__name__} {dict(variant.constants)}")
 

@@ -13,19 +13,16 @@ Examples:
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.models.train_demo.evaluate import windows
-from penstock.models.train_demo.export import read_model, write_config, write_weights
+from penstock.models.train_demo.drafters import drafter_parser, heldout_ids, read_frozen
+from penstock.models.train_demo.export import write_config, write_weights
 from penstock.models.train_demo.gradients import Loss
 from penstock.models.train_demo.network import Decoder, Shape, rotary_tables
-from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER
-from penstock.models.train_demo.trainer import Trainer, read_tokens, train, training_parser, use_cores
+from penstock.models.train_demo.trainer import Trainer, read_tokens, train, use_cores
 
 STAGES = ((0.0, 256), (0.6, 512), (0.9, 1024))
 SHAPE = Shape(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -69,22 +66,13 @@ def agreement(teacher: Decoder, ids: Tensor) -> Callable[[Decoder], Mapping[str,
 
 def main() -> None:
     """Trains within the budget and writes the sibling."""
-    parser = training_parser(__doc__, run="draft", minutes=25.0, dtype="float32")
-    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
-    parser.add_argument(
-        "--out", type=Path, default=DEMO_FOLDER.with_name("demo_draft"), help="where to (default: models/demo_draft)"
-    )
-    parser.set_defaults(batch_tokens=2048)  # so few tokens are read that many small updates go further
-    args = parser.parse_args()
+    args = drafter_parser(__doc__, run="draft").parse_args()
     use_cores()
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    teacher = read_model(args.model).to(args.device).requires_grad_(requires_grad=False)
+    teacher, tokenizer = read_frozen(args)
     trainer = Trainer(lambda: new_sibling(teacher), distillation(teacher), STAGES, args)
     if not args.export_only:
-        sample = windows(args.work / "heldout.jsonl", tokenizer, 256, 60)
-        ids = torch.tensor([window.ids for window in sample if len(window.ids) == 257], device=args.device)
         sources = [read_tokens(args.work / name) for name in ("train.bin", "continuations.bin")]
-        train(trainer, sources, agreement(teacher, ids))
+        train(trainer, sources, agreement(teacher, heldout_ids(args, tokenizer)))
     args.out.mkdir(parents=True, exist_ok=True)
     write_config(trainer.model.shape, tokenizer, args.out)
     size = write_weights(trainer.model.state_dict(), args.out)

@@ -13,21 +13,18 @@ Examples:
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.models.train_demo.drafters import drafter_parser, heldout_ids, read_frozen
 from penstock.models.train_demo.eagle3 import Head, HeadShape, target_states, unrolled
-from penstock.models.train_demo.evaluate import windows
-from penstock.models.train_demo.export import read_model, write_head_config, write_weights
+from penstock.models.train_demo.export import write_head_config, write_weights
 from penstock.models.train_demo.gradients import Loss
 from penstock.models.train_demo.network import Decoder, rotary_tables
-from penstock.models.train_demo.tokenize_corpus import DEMO_FOLDER
-from penstock.models.train_demo.trainer import Ids, Trainer, read_tokens, train, training_parser, use_cores
+from penstock.models.train_demo.trainer import Ids, Trainer, read_tokens, train, use_cores
 
 STAGES = ((0.0, 256), (0.8, 512))
 NUM_DRAFTS = 4
@@ -91,24 +88,15 @@ def agreement(target: Decoder, ids: Tensor) -> Callable[[Head], Mapping[str, flo
 
 def main() -> None:
     """Trains within the budget and writes the head."""
-    parser = training_parser(__doc__, run="eagle3", minutes=25.0, dtype="float32")
-    parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model (default: models/demo)")
-    parser.add_argument(
-        "--out", type=Path, default=DEMO_FOLDER.with_name("demo_eagle3"), help="where to (default: models/demo_eagle3)"
-    )
-    parser.set_defaults(batch_tokens=2048)  # so few tokens are read that many small updates go further
-    args = parser.parse_args()
+    args = drafter_parser(__doc__, run="eagle3").parse_args()
     use_cores()
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    target = read_model(args.model).to(args.device).requires_grad_(requires_grad=False)
+    target, tokenizer = read_frozen(args)
     written = read_tokens(args.work / "continuations.bin")
     shape = HeadShape()
     draft_ids = frequent_ids(written, shape)
     trainer = Trainer(lambda: new_head(target, shape, draft_ids), unrolled_loss(target), STAGES, args)
     if not args.export_only:
-        sample = windows(args.work / "heldout.jsonl", tokenizer, 256, 60)
-        ids = torch.tensor([window.ids for window in sample if len(window.ids) == 257], device=args.device)
-        train(trainer, [read_tokens(args.work / "train.bin"), written], agreement(target, ids))
+        train(trainer, [read_tokens(args.work / "train.bin"), written], agreement(target, heldout_ids(args, tokenizer)))
     args.out.mkdir(parents=True, exist_ok=True)
     write_head_config(shape, tokenizer, args.out)
     size = write_weights(trainer.model.state_dict(), args.out)

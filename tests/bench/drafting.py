@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.models.drafting import Drafter, Drafting, Wanted
+from penstock.models.drafter import Drafter, Wanted
+from penstock.models.drafting import Drafting
 from penstock.models.ngram_drafter import NgramDrafter
 from penstock.models.rows import Row, RowTable
 from penstock.models.step_costs import StepCosts
@@ -83,7 +84,7 @@ def drafting_us(drafter: Drafter, table: RowTable, number: int) -> tuple[float, 
         began = time.perf_counter()
         drafting.draft(wanted, plan)
         asked = min(asked, time.perf_counter() - began)
-    drafting._num_paying = 0
+    drafting._rows.num_paying = 0
     for _ in range(200):
         drafting._to_ask_s = -1.0
         began = time.perf_counter()

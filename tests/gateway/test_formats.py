@@ -88,7 +88,7 @@ async def test_what_templates_show_is_kept_small_and_for_a_minute(start_gateway,
         await formats_of(ChatRequest.model_validate(body), caller)
     assert caller.rendered
     assert all(len(key) == 32 for key in caller.rendered)
-    assert max(map(len, caller.rendered.values())) < 20_000
+    assert max(len(prompt.text) for prompt in caller.rendered.values()) < 20_000
     monkeypatch.setattr("penstock.clients.gateway.service_link._RENDERED_S", 0.0)
     assert not caller.rendered  # a service that comes back may have another template
 

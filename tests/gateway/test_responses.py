@@ -251,6 +251,14 @@ def test_an_answer_that_breaks_off_says_so_and_keeps_what_came():
     assert told[0]["response"]["output"] == []
 
 
+@pytest.mark.parametrize(("rest", "texts"), [("", []), ("]} oh", ["]} oh"])])
+def test_a_call_that_the_model_breaks_off_is_incomplete(respond, rest, texts):
+    response = respond(f'SAY <tool_call>{{"name": "look", "arguments": {{"at": "it"{rest}', tools=[LOOK])
+    call, *messages = response.output
+    assert (call.arguments, call.status, response.status) == ('{"at": "it"', "incomplete", "completed")
+    assert [message.content[0].text for message in messages] == texts
+
+
 def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
     told = events.add(Piece(calls=(CallPiece(0, "call_a", "look", "{"),)), [])

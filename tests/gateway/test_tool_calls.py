@@ -4,7 +4,6 @@ of the text is lost."""
 import itertools
 import json
 import re
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -13,40 +12,14 @@ from penstock.clients.gateway.answer import make_parser, shows_special_tokens
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 
-from .tool_texts import ARGUMENTS, ONE
+from .tool_texts import ARGUMENTS, NAMES, ONE, take_apart
 
-NAMES = frozenset({"weather", "time", "ns.find"})
 every_format = pytest.mark.parametrize("tool_format", [None, *TOOL_FORMATS])
-
-
-def take_apart(parts, tool_format, reasoning_format=None, **given):
-    """Content, reasoning and calls of an answer that comes in parts."""
-    numbers = itertools.count()
-    options: dict[str, Any] = {"tool_names": NAMES, "new_call_id": lambda: f"id{next(numbers)}"} | given
-    parser = make_parser(tool_format, reasoning_format, **options)
-    text = "".join(parts)
-    content, placed, reasoning = "", "", ""
-    calls: list[list[str]] = []
-    for piece in [*map(parser.feed, parts), parser.end()]:
-        content += piece.content
-        placed += "".join(text[begin:end] for begin, end in piece.spans)
-        assert content == placed, "it stands where the parser says"
-        reasoning += piece.reasoning
-        for call in piece.calls:
-            if call.index == len(calls):
-                assert call.id
-                assert call.name
-                calls.append([call.id, call.name, call.arguments])
-            else:
-                assert call.index == len(calls) - 1, "calls come one after another"
-                assert (call.id, call.name) == ("", "")
-                calls[-1][2] += call.arguments
-    return content, reasoning, calls
 
 
 def calls_of(text, tool_format, **options):
     """Of a text that comes at once: content, and names and arguments."""
-    content, _, calls = take_apart([text], tool_format, **options)
+    content, _, calls, _ = take_apart([text], tool_format, **options)
     return content, [(name, arguments) for _, name, arguments in calls]
 
 
@@ -188,7 +161,7 @@ THOUGHTS = [
 @pytest.mark.parametrize(("text", "in_reasoning", "reasoning", "content"), THOUGHTS)
 def test_reasoning_is_told_from_the_answer(text, in_reasoning, reasoning, content):
     for parts in ([text], text):
-        assert take_apart(parts, None, "think", in_reasoning=in_reasoning) == (content, reasoning, [])
+        assert take_apart(parts, None, "think", in_reasoning=in_reasoning) == (content, reasoning, [], True)
 
 
 def test_whether_an_open_message_ends_in_reasoning():
@@ -201,7 +174,7 @@ def test_whether_an_open_message_ends_in_reasoning():
 def test_calls_come_after_reasoning_and_never_in_it(tool_format):
     call = ONE[tool_format]
     text = f"[THINK]\nI write {call}\n[/THINK]\n{call}"
-    content, reasoning, calls = take_apart([text], tool_format, "mistral")
+    content, reasoning, calls, _ = take_apart([text], tool_format, "mistral")
     assert (content, reasoning) == ("", f"I write {call}")
     assert [arguments for _, _, arguments in calls] == [ARGUMENTS]
 
@@ -272,7 +245,7 @@ def squeezed(text):
 def test_no_text_is_lost(tool_format, text):
     """Without calls the content is the text. With calls, what is left out is white space and what says that they are
     calls: what is there stands in the text, in this order."""
-    content, _, calls = take_apart([text], tool_format)
+    content, _, calls, _ = take_apart([text], tool_format)
     if not calls:
         assert content == text
         return
@@ -292,5 +265,5 @@ def test_no_text_is_lost(tool_format, text):
 def test_long_answers_take_time_in_proportion(tool_format):
     """A hundred thousand letters, one at a time, of each kind: what is held back must not be read again and again."""
     for text in ("word " * 5000, '{"name": "' * 3000, "<tool_call>" * 2000, ONE.get(tool_format or "", "") * 200):
-        content, _, calls = take_apart(text, tool_format)
+        content, _, calls, _ = take_apart(text, tool_format)
         assert content or calls or not text

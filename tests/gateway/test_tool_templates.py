@@ -7,9 +7,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.clients.gateway.forced_calls import fill_calls
+from penstock.clients.gateway.schemas_chat import ChatRequest
 from penstock.service.tokenizer import Tokenizer
+from penstock.v1 import generation_pb2 as pb
 
-from .tool_texts import ARGUMENTS, ONE
+from .tool_texts import ARGUMENTS, ONE, folded, whole
 
 TEMPLATES = Path(__file__).parent.parent / "service" / "templates"
 FORMATS = {"qwen3": "hermes", "llama31": "llama3_json", "mistral": "mistral", "pythonic": "pythonic"}
@@ -58,33 +61,6 @@ def says(text):
 
 def body(**fields):
     return {"model": "bytes", "messages": [{"role": "user", "content": "Rain?"}], **fields}
-
-
-def folded(chunks):
-    """The one choice of a streamed answer."""
-    content, reasoning, calls, end = "", "", [], None
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            content += delta.get("content") or ""
-            reasoning += delta.get("reasoning_content") or ""
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    calls.append([call["function"]["name"], ""])
-                calls[call["index"]][1] += call["function"]["arguments"]
-            end = choice["finish_reason"] or end
-    return content, reasoning, calls, end
-
-
-def whole(answer):
-    message = answer["choices"][0]["message"]
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-    return (
-        message["content"] or "",
-        message.get("reasoning_content") or "",
-        calls,
-        answer["choices"][0]["finish_reason"],
-    )
 
 
 PATH = "/v1/chat/completions"
@@ -140,3 +116,41 @@ async def test_what_is_wrong_with_tools_is_told(start_gateway, load):
     assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].arguments"
     answer = await gateway.post(PATH, **body(chat_template_kwargs={"tools": []}))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.fixture
+def grammar_of(start_gateway, load):
+    """The grammar that a request for a kind of model is held to; empty: none."""
+
+    async def grammar_of(kind, *, strict=None, **fields):
+        gateway = await start_gateway(says("x"), tokenizer=load(kind))
+        caller = await gateway.app.state.link.caller({})
+        held = {"name": "held", "parameters": {"type": "object", "properties": {"only": {"type": "null"}}}}
+        tools = [TOOL, {"type": "function", "function": held if strict is None else held | {"strict": strict}}]
+        start = pb.Start()
+        await fill_calls(start, ChatRequest.model_validate(body(tools=tools, **fields)), caller)
+        return start.constraint.lark
+
+    return grammar_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [("qwen3", '"<tool_call>"'), ("llama31", '""'), ("mistral", f"<[{TOOL_CALLS}]>"), ("pythonic", '""')],
+)
+async def test_a_forced_call_is_written_as_the_template_has_it(kind, begins, grammar_of):
+    """With markers that are special tokens as such: their text is no call."""
+    assert f"marked: {begins} group" in await grammar_of(kind, tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_held"), [("qwen3", True), ("llama31", False), ("mistral", True), ("pythonic", False)]
+)
+async def test_calls_of_strict_tools_are_held_where_a_marker_tells_them_from_text(kind, is_held, grammar_of):
+    grammar = await grammar_of(kind, strict=True)
+    assert ("text: /(?s:.*)/" in grammar) == ("held" in grammar) == ('"only"' in grammar) == is_held
+    assert not await grammar_of(kind, strict=True, tool_choice="none")
+    assert not await grammar_of(kind, strict=False)
+    assert not await grammar_of(kind)
+    forced = {"tool_choice": "required"}
+    assert await grammar_of(kind, strict=True, **forced) == await grammar_of(kind, **forced)

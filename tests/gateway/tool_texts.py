@@ -1,4 +1,9 @@
-"""A call as models write it."""
+"""A call as models write it, and what tests make of answers."""
+
+import itertools
+from typing import Any
+
+from penstock.clients.gateway.answer import make_parser
 
 ONE = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}\n</tool_call>',
@@ -7,3 +12,60 @@ ONE = {
     "pythonic": '[weather(city="Köln", days=[1, {"a": "}"}])]',
 }
 ARGUMENTS = '{"city": "Köln", "days": [1, {"a": "}"}]}'
+NAMES = frozenset({"weather", "time", "ns.find"})
+
+
+def take_apart(parts, tool_format, reasoning_format=None, **given):
+    """Content, reasoning and calls of an answer that comes in parts, and whether all of these calls are whole."""
+    numbers = itertools.count()
+    options: dict[str, Any] = {"tool_names": NAMES, "new_call_id": lambda: f"id{next(numbers)}"} | given
+    parser = make_parser(tool_format, reasoning_format, **options)
+    text = "".join(parts)
+    content, placed, reasoning = "", "", ""
+    calls: list[list[str]] = []
+    broken: set[int] = set()
+    for piece in [*map(parser.feed, parts), parser.end()]:
+        content += piece.content
+        placed += "".join(text[begin:end] for begin, end in piece.spans)
+        assert content == placed, "it stands where the parser says"
+        reasoning += piece.reasoning
+        for call in piece.calls:
+            if call.index == len(calls):
+                assert call.id
+                assert call.name
+                calls.append([call.id, call.name, call.arguments])
+            else:
+                assert call.index == len(calls) - 1, "calls come one after another"
+                assert (call.id, call.name) == ("", "")
+                calls[-1][2] += call.arguments
+            assert call.index not in broken, "nothing is added to a call that broke off"
+            if call.breaks_off:
+                broken.add(call.index)
+    return content, reasoning, calls, not broken
+
+
+def folded(chunks):
+    """The one choice of a streamed answer."""
+    content, reasoning, calls, end = "", "", [], None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            reasoning += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append([call["function"]["name"], ""])
+                calls[call["index"]][1] += call["function"]["arguments"]
+            end = choice["finish_reason"] or end
+    return content, reasoning, calls, end
+
+
+def whole(answer):
+    message = answer["choices"][0]["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+    return (
+        message["content"] or "",
+        message.get("reasoning_content") or "",
+        calls,
+        answer["choices"][0]["finish_reason"],
+    )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import SampledToken, SamplingRow
+from penstock.kernels.cpu import SampledToken, SamplingRow, address
+from penstock.kernels.reference_sampling import keyed_gumbel
 from penstock.models.lines import Line, Masks, Words
 from penstock.models.rows import RowTable
 from penstock.models.sampler import sample_lines
@@ -180,6 +181,30 @@ def test_tokens_are_those_of_the_torch_sampler(table, vocab_size, num_rows):
 def test_soak_tokens_are_those_of_the_torch_sampler(table, vocab_size, rounds):
     for seed in range(rounds):
         compare(table, vocab_size, 10 if vocab_size > 10_000 else 200, seed=1_000_000 + seed)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 300, 4096])
+def test_entries_that_have_other_tokens_noise(table, vocab_size):
+    """As a head draws, whose entries are some of the model's tokens."""
+    generator = np.random.default_rng(vocab_size)
+    noise_ids = np.zeros(-(-vocab_size // 16) * 16, dtype=np.int32)
+    noise_ids[:vocab_size] = generator.permutation(10 * vocab_size)[:vocab_size]
+    logits, scratch = Guarded(4 * vocab_size), Guarded(table.sampling_scratch(vocab_size))
+    for temperature, top_k in ((0.0, 0), (0.6, 0), (1.0, 0), (1.9, 0), (1.4, 5)):
+        values, seed = generator.standard_normal(vocab_size).astype(np.float32), int(generator.integers(1 << 62))
+        logits.write(values)
+        row = SamplingRow(
+            temperature=temperature, top_p=1.0, top_k=top_k, repetition_penalty=1.0, seed=seed, position=70,
+            num_logprobs=-1, noise_ids=address(noise_ids),
+        )  # fmt: skip
+        out = SampledToken()
+        table.sample(logits.address, vocab_size, row, scratch.address, out, None, None)
+        noise = keyed_gumbel(torch.tensor(seed), torch.tensor(70), torch.from_numpy(noise_ids[:vocab_size]).long())
+        scores = values / (temperature or 1.0) + noise.numpy() * (temperature > 0.0)
+        if top_k:
+            scores[np.argsort(-values)[top_k:]] = -np.inf
+        assert out.token_id == scores.argmax()
+        assert out.noise == pytest.approx(float(noise[out.token_id]) if temperature else 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ what chance may miss

@@ -1,13 +1,9 @@
 """Tiny random models in transformers' own format, and an engine over the worker's code, with and without the
 process."""
 
-import asyncio
-import itertools
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +14,16 @@ import transformers
 
 from penstock.kernels import reference_cuda
 from penstock.kernels.cpu import Format
-from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models import launch
-from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.cpu_backend import DTYPES
 from penstock.models.cpu_model import block_bytes
-from penstock.models.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import Executor
-from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
-from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
-from penstock.scheduler.state import EngineStats
+from penstock.scheduler.plan import WorkerConfig
+
+from .engines import Eager, EngineUnderTest, InProcessExecutor
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -185,121 +178,6 @@ def typical_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], Ti
     return tiny_model(request.param)
 
 
-class InProcessExecutor:
-    """The worker's code without its process, so that a test need not import torch again for each engine."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._due: deque[Callable[[], StepResult]] = deque()
-        self._changed = asyncio.Event()
-        self._stopped = False
-        self.plans: list[StepPlan] = []
-
-    async def start(self) -> WorkerFacts:
-        backend = load_backend(self._config)
-        self._runner = Runner(backend)
-        return backend.facts
-
-    def submit(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
-        # As the worker does: a backend that runs ahead has the next plan before it answers the last one.
-        runner = self._runner
-        self._due.append(runner.begin(plan) if runner.runs_ahead else partial(runner.run, plan))
-        self._changed.set()
-
-    async def results(self) -> AsyncIterator[StepResult]:
-        while not self._stopped:
-            if not self._due:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            yield self._due.popleft()()
-
-    def condemn(self, why: str) -> None:
-        raise AssertionError(why)
-
-    async def stop(self) -> None:
-        self._stopped = True
-        self._changed.set()
-
-
-class NoText:
-    """A text state for tests that look at ids alone."""
-
-    def feed(self, token_id: int) -> Released:
-        return Released(1, "")
-
-    def finish(self) -> Released:
-        return Released(0, "")
-
-
-@dataclass
-class Answer:
-    """What came of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Delta():
-                self.token_ids += event.token_ids
-                if event.logprobs is not None:
-                    self._take_logprobs(event.logprobs)
-            case PromptLogprobs():
-                self.prompt_logprobs.append(event)
-            case Finished():
-                self.finished = event
-
-    def _take_logprobs(self, logprobs: TokenLogprobs) -> None:
-        self.logprobs += logprobs.chosen
-        k = logprobs.num_top
-        for t in range(len(logprobs.chosen)):
-            self.tops.append((logprobs.top_token_ids[t * k : t * k + k], logprobs.top[t * k : t * k + k]))
-
-
-class EngineUnderTest:
-    """An engine with prompts put in and answers taken out."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._ids = itertools.count()
-
-    def submit(self, prompt: list[int], sampling: SamplingParams, max_tokens: int, tenant: str = "default") -> Answer:
-        answer = Answer()
-        salt = tenant_salt("test", tenant)
-        self.engine.submit(
-            Request(
-                request_id=str(next(self._ids)),
-                prompt_token_ids=prompt,
-                block_hashes=hash_blocks(prompt, self.engine.facts.block_size, salt),
-                sampling=sampling,
-                max_tokens=max_tokens,
-                sink=answer.take,
-                make_text=NoText,
-                tenant=tenant,
-                hash_salt=salt,
-            )
-        )
-        return answer
-
-    async def run(self, prompts: list[list[int]], sampling: SamplingParams, max_tokens: int) -> list[Answer]:
-        """All prompts at once; returns when all are answered."""
-        answers = [self.submit(prompt, sampling, max_tokens) for prompt in prompts]
-        await self.engine.wait_idle()
-        for answer in answers:
-            assert answer.finished is not None
-            assert answer.finished.reason in (FinishReason.LENGTH, FinishReason.STOP), answer.finished
-        return answers
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
-
 Start = Callable[..., Any]
 
 
@@ -327,6 +205,18 @@ def in_process() -> Callable[..., InProcessExecutor]:
         return InProcessExecutor(worker_config(path, num_blocks, **config))
 
     return make
+
+
+@pytest.fixture
+def in_process_executor() -> type[InProcessExecutor]:
+    """For test modules of folders below, which cannot import it."""
+    return InProcessExecutor
+
+
+@pytest.fixture
+def eager() -> type[Eager]:
+    """Likewise."""
+    return Eager
 
 
 def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> WorkerConfig:

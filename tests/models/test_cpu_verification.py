@@ -11,12 +11,13 @@ from penstock.models import cpu_backend
 from penstock.models.backend import load_backend
 from penstock.models.batch import build_batch
 from penstock.models.cpu_backend import CpuBackend
-from penstock.models.drafting import Drafted, Drafter, Drafting, Wanted
+from penstock.models.drafter import Drafter, Proposal
 from penstock.models.lines import Masks, Words
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+
+from .engines import Eager
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
@@ -72,28 +73,13 @@ def make_runner(worker_config, monkeypatch):
 
     def make(model, drafter=None, **config):
         backend = load_backend(worker_config(model.path, NUM_BLOCKS, backend="cpu", **config))
-        return Runner(backend, drafter and Everything(drafter))
+        return Runner(backend, drafter and Eager(drafter, NUM_TOKENS))
 
     return make
 
 
 Told = dict[int, tuple[list[int], list[float], list[tuple[int, float]]]]
 """By row: its tokens, their log-probabilities, and the likeliest tokens with theirs."""
-
-
-class Everything(Drafting):
-    """All that is proposed is drafted, whatever it costs."""
-
-    def __init__(self, drafter):
-        super().__init__(drafter, 32, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
-        self._propose = drafter.propose
-
-    def choose(self, table, plan):
-        return [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes if decode.max_tokens > 1]
-
-    def draft(self, wanted, plan):
-        proposed = zip(wanted, self._propose(wanted), strict=True)
-        return Drafted({one.row.number: token_ids for one, token_ids in proposed if token_ids})
 
 
 class HalfKnowing(Drafter):
@@ -110,7 +96,8 @@ class HalfKnowing(Drafter):
         told = self._answers[row.number][0]
         begin = len(row.history) - row.num_prompt_tokens
         right = told[begin : begin + int(self._rng.integers(most + 1))]
-        return [(token + 1) % VOCAB_SIZE if self._rng.random() < 0.2 else token for token in right]
+        drafts = [(token + 1) % VOCAB_SIZE if self._rng.random() < 0.2 else token for token in right]
+        return Proposal(drafts, [1.0] * len(drafts))
 
     def forget(self, row):
         pass

@@ -1,12 +1,14 @@
 """Rows whose output must match a grammar: masks, drafts, rollback, and what becomes of a row that cannot go on."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from penstock.models.backend import load_backend
-from penstock.models.drafting import Drafter, Drafting, Proposal
+from penstock.models.drafter import Drafter, Proposal
+from penstock.models.drafting import Drafting
 from penstock.models.grammar import GrammarError, compile_grammar, discreet, read_tokenizer, to_grammar
 from penstock.models.grammars import Grammars, grammars_of
 from penstock.models.matcher import FAILURE
@@ -199,8 +201,42 @@ def test_a_grammar_that_does_not_compile_ends_its_row(make_runner, tokenizer):
 def test_a_grammar_is_compiled_once(config, tokenizer):
     grammars = Grammars(lambda: tokenizer)
     first, second = grammars.matcher(JSON, 1), grammars.matcher(JSON, 2)
-    assert first._compiled is second._compiled
+    assert first.compiled is second.compiled
     assert first.at([5], 1) is not second.at([5, 5], 2)
+
+
+class Slow(Grammars):
+    """Compiles nothing until it is told to."""
+
+    def __init__(self, read):
+        super().__init__(read)
+        self.go_on = threading.Event()
+
+    def _compile(self, grammar):
+        self.go_on.wait()
+        return super()._compile(grammar)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_no_row_waits_for_another_ones_grammar_to_compile(make_runner, tokenizer, length):
+    """Its own prompt is computed meanwhile, and what it outputs is the same."""
+    prompt = prompt_of(tokenizer)[:length]
+    alone = Row(make_runner(), prompt, SEEDED, JSON).run()
+    free = Row(make_runner(), prompt_of(tokenizer), SEEDED, "").run(8)
+    grammars = Slow(lambda: tokenizer)
+    runner = make_runner(grammars=grammars)
+    beside, waiting = Row(runner, prompt_of(tokenizer), SEEDED, ""), Row(runner, prompt, SEEDED, JSON, number=1)
+    beside.step()
+    plan = StepPlan(0, [], waiting.added, [], waiting.chunks, [Decode(0, 1)])
+    for _ in range(3):
+        rows = {row.row: row for row in runner.run(plan).rows}
+        beside.history += rows[0].token_ids
+        assert (rows[1].token_ids, rows[1].num_computed) == ([], length - 1)
+        plan = StepPlan(0, [], [], [], [], [Decode(0, 1), Decode(1, 1)])
+    grammars.go_on.set()
+    waiting.added, waiting.chunks = [], []
+    assert waiting.run().output == alone.output
+    assert beside.run(8).output == free.output
 
 
 def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):

@@ -16,7 +16,15 @@ from penstock.models.launch import WorkerProcess
 from penstock.models.wire import FrameBuffer, encode_frame
 from penstock.models.worker import MAX_PARTS_BYTES, TOKEN_BYTES
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    DraftMethod,
+    SamplingParams,
+    SpeculationConfig,
+    StepPlan,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -121,9 +129,12 @@ async def test_stop_ends_a_worker_that_does_not_react(worker, monkeypatch):
     assert not process.is_running()
 
 
-async def test_a_restart_gives_the_same_facts(tiny_model, worker_config):
+@pytest.mark.parametrize("has_draft_model", [False, True])
+async def test_a_restart_gives_the_same_facts(tiny_model, worker_config, has_draft_model):
+    path = tiny_model("llama").path
+    drafts = SpeculationConfig(DraftMethod.DRAFT_MODEL, 2, str(path)) if has_draft_model else None
     config = worker_config(
-        tiny_model("llama").path, kv_cache_bytes=None, memory_utilization=0.01, host_kv_cache_bytes=1 << 20
+        path, kv_cache_bytes=None, memory_utilization=0.01, host_kv_cache_bytes=1 << 20, speculation=drafts
     )
     process = WorkerProcess(config)
     facts = await process.start()

@@ -31,8 +31,7 @@ from penstock.scheduler.request import (
 )
 from penstock.scheduler.scheduler import Scheduler
 
-VOCAB_SIZE = 7
-BLOCK_SIZE = 4
+VOCAB_SIZE, BLOCK_SIZE = 7, 4
 MAX_MODEL_LEN = 44
 HIDDEN_SIZE = 3
 
@@ -290,6 +289,7 @@ class World:
             deadline=rng.choice((None, None, self.now + rng.randint(1, 80))),
             arrival=self.now,
             max_drafts=rng.choice((0, 0, 2, 5)),
+            grammar=rng.choice(("", "", "g", " ", "   ")),
         )
         self.add(request)
 

@@ -220,6 +220,20 @@ def test_a_grammar_that_fails_with_the_last_token_has_not_failed(new_world, new_
     assert received.finished.reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("max_tokens", [1, 20])
+@pytest.mark.parametrize("length", [1, 5, 16, 17])
+def test_a_first_token_that_is_put_off_comes_later(new_world, new_request, length, max_tokens):
+    """While a grammar is compiled; beside others, and with plans in flight that were made before it was known."""
+    world = new_world(budget=64)
+    other = world.add(new_request("other", prompt(5, 3), max_tokens=20))
+    received = world.add(
+        new_request("waiting", prompt(length), max_tokens=max_tokens, n=2, grammar="   ", max_drafts=2)
+    )
+    run(world)
+    assert received.finished.reason is other.finished.reason is FinishReason.LENGTH
+    assert [len(token_ids) for token_ids in received.token_ids.values()] == [max_tokens] * 2
+
+
 # What is expected of steps ------------------------------------------------------------------------------------------
 
 _STEP_S, _DRAFT_S = 0.010, 0.001

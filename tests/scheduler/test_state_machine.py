@@ -15,6 +15,7 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.answers import Answers
 from penstock.scheduler.beginnings import Beginnings
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
@@ -293,16 +294,16 @@ def row_never_dropped(patch):
 
 
 def token_in_flight_lost_at_preemption(patch):
-    apply = Scheduler._apply
+    apply = Answers.apply
 
-    def apply_to_running(scheduler, row):
-        choice = scheduler._planner.rows.holder(row.row, row.epoch)
+    def apply_to_running(answers, row):
+        choice = answers._planner.rows.holder(row.row, row.epoch)
         if choice.state is ChoiceState.WAITING:
             choice.length_bound -= choice.in_flight.popleft()
         else:
-            apply(scheduler, row)
+            apply(answers, row)
 
-    patch.setattr(Scheduler, "_apply", apply_to_running)
+    patch.setattr(Answers, "apply", apply_to_running)
 
 
 def begun_again_before_its_newest_plan_is_answered(patch):

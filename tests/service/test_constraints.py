@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import grpc
 import jsonschema
-import psutil
 import pytest
 
 from penstock.service.local import local_service
@@ -95,6 +94,7 @@ HOSTILE = [
             }
         ),
         "output",
+        oracle="null",  # jsonschema follows each of the 2**30
     ),
     Case("5,000 optional letters", "regex", "a?" * 5000 + "a" * 5000, "refused"),
     Case("5,000 groups", "regex", "(" * 5000 + "a" + ")" * 5000, "refused"),
@@ -222,29 +222,6 @@ def test_what_is_refused_at_once(complete: Complete) -> None:
         with pytest.raises(grpc.RpcError, match=re.escape(said)) as refused:
             complete(constraint, **sampling)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_a_killed_worker_changes_nothing(complete: Complete, target: str) -> None:
-    """Sampled, with penalties and log-probabilities; the grammar is followed anew from what was sent."""
-    constraint = constraint_pb2.Constraint(regex="[a-z ]{150,200}")
-    sampling: dict[str, Any] = {"repetition_penalty": 1.1, "max_tokens": 120}
-    whole = complete(constraint, **sampling)
-    start = pb.Start(text="An example:", constraint=constraint, sampling=pb.Sampling(seed=1, **sampling))
-    text, finished = "", pb.Finished()
-    with grpc.insecure_channel(target) as channel:
-        for answer in pb_grpc.GenerationServiceStub(channel).GenerateOne(pb.GenerateOneRequest(start=start)):
-            if answer.deltas and not text:
-                kill_worker()
-            text += "".join(delta.text for delta in answer.deltas)
-            finished = answer.finished if answer.HasField("finished") else finished
-    assert finished.timings.restarts == 1
-    assert text == whole.choices[0].text
-
-
-def kill_worker() -> None:
-    for process in psutil.Process().children(recursive=True):
-        if any("penstock.models.worker" in word for word in process.cmdline()):
-            process.kill()
 
 
 def test_choices_with_penalties_are_as_they_are_alone(complete: Complete) -> None:

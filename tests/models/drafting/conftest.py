@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from penstock.models.backend import AtOnce, Backend
-from penstock.models.batch import Batch, BatchResult, Sampled
-from penstock.models.drafting import Drafter, Drafting, Proposal, Wanted
+from penstock.models.batch import Batch, BatchResult, FeatureLines, Sampled
+from penstock.models.drafter import Drafter, Proposal, Wanted
+from penstock.models.drafting import Drafting
 from penstock.models.rows import Row
 from penstock.models.runner import Runner
 from penstock.models.step_costs import StepCosts
@@ -128,7 +130,9 @@ class Device(AtOnce):
     def run(self, batch: Batch) -> BatchResult:
         """Takes its time."""
         self._clock.now += self.seconds(len(batch.token_ids))
-        return BatchResult([Sampled(next_token(line.position, line.row.number), None) for line in batch.lines], [])
+        features = np.zeros((len(batch.token_ids), 1), np.float32) if batch.feature_layers else None
+        sampled = [Sampled(next_token(line.position, line.row.number), None) for line in batch.lines]
+        return BatchResult(sampled, [], features)
 
 
 class Fortune(Drafter):
@@ -158,6 +162,67 @@ class Fortune(Drafter):
         return Proposal(drafts, [self._confidence] * max_drafts)
 
 
+class Rounds(Fortune):
+    """Likewise, but each draft takes a step of a model of its own; and it reads along with the rows that it follows, if
+    that takes time. What it has not read it cannot draft for."""
+
+    by_rounds = True
+
+    def __init__(
+        self,
+        clock: Clock,
+        is_right: Callable[[Row, int], bool],
+        round_s: Callable[[int], float],
+        read_s: float,
+        confidence: float,
+    ) -> None:
+        super().__init__(clock, is_right, 0.0, confidence)
+        self._round_s = round_s
+        self._read_s = read_s
+        self._num_read: dict[Row, int] = {}
+        self.followed: set[Row] = set()
+        self.num_rounds = 0
+        if read_s:
+            self.feature_layers = (1,)
+
+    def backlog(self, row: Row) -> int:
+        """All of the row, at first."""
+        return 0 if self._read_s else max(0, len(row.history) - 1 - self._num_read.get(row, 0))
+
+    def follow(self, row: Row) -> None:
+        """It must not be followed already."""
+        assert self._read_s
+        assert row not in self.followed
+        self.followed.add(row)
+
+    def leave(self, row: Row) -> None:
+        """It must be followed."""
+        self.followed.remove(row)
+
+    def forget(self, row: Row) -> None:
+        """Whether it is followed or not."""
+        self.followed.discard(row)
+        self._num_read.pop(row, None)
+
+    def read(self, batch: Batch, features: FeatureLines) -> None:
+        """Takes its time for each token."""
+        counts = zip(batch.rows, (batch.ends - batch.starts).tolist(), strict=True)
+        self._clock.now += self._read_s * sum(count for row, count in counts if row in self.followed)
+
+    def propose(self, wanted: Iterable[Wanted]) -> list[Proposal]:
+        """A round for each draft, of all rows that have one more."""
+        wanted = list(wanted)
+        if self._read_s:
+            assert self.followed.issuperset(row for row, _ in wanted)
+        backlog = sum(self.backlog(row) for row, _ in wanted)
+        for place in range(max(most for _, most in wanted)):
+            self.num_rounds += 1
+            self._clock.now += self._round_s(sum(most > place for _, most in wanted) + (0 if place else backlog))
+        for row, _ in wanted:
+            self._num_read[row] = len(row.history)
+        return super().propose(wanted)
+
+
 @dataclass
 class Simulation:
     """Rows on a device, with and without drafts."""
@@ -170,11 +235,18 @@ class Simulation:
     ask_s: float = 1e-5
     confidence: float = 0.8
     max_drafts: int = 8
+    round_s: Callable[[int], float] | None = None
+    """Of a round of so many rows, where the drafter works by rounds."""
+    read_s: float = 0.0
+    """Of a token that it reads along."""
 
     def __post_init__(self) -> None:
         self.clock = Clock()
         self.device = Device(self.clock, self.seconds)
-        self.drafter = Fortune(self.clock, self.is_right, self.ask_s, self.confidence)
+        if self.round_s is None:
+            self.drafter = Fortune(self.clock, self.is_right, self.ask_s, self.confidence)
+        else:
+            self.drafter = Rounds(self.clock, self.is_right, self.round_s, self.read_s, self.confidence)
         costs = StepCosts(self.device.facts.max_num_batched_tokens)
         drafting = Drafting(self.drafter, self.max_drafts, costs, runs_ahead=False, clock=self.clock.seconds)
         self.player = Player(self.device, drafting, self.clock.nanoseconds)

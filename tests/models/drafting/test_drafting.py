@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.models.batch import build_batch
-from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths
-from penstock.models.drafting import NOTHING, Drafter, Drafting, Proposal
+from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
+from penstock.models.drafter import Drafter, Proposal
+from penstock.models.drafting import NOTHING, Drafting
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
 from penstock.models.step_costs import MEASURE_S, SIZES, StepCosts
@@ -46,6 +47,26 @@ def test_no_other_lengths_bring_more_tokens_a_second(chances, costs, num_certain
         assert token_s * MIN_GAIN < seconds[0] / num_certain
 
 
+@given(chances, st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 0.5), st.integers(1, 5))
+def test_a_drafter_is_asked_where_some_number_of_rounds_pays(chances, costs, round_s, last):
+    seconds = list(itertools.accumulate(costs, initial=1.0))
+    most = max(map(len, chances))
+    found = choose_rounds(chances, 3, seconds, lambda number: number * round_s, last)
+    assert found.number <= most
+    assert all(count <= found.number for count in found.counts)
+    with_one = {
+        number: choose_lengths(
+            [row[:number] for row in chances], 3, [1.0, *(step_s + number * round_s for step_s in seconds[1:])]
+        )
+        for number in range(1, most + 1)
+    }
+    assert bool(found.number) == any(any(lengths.counts) for lengths in with_one.values())
+    if found.number:
+        assert found.token_s == with_one[found.number].token_s
+        nearer = [with_one[number].token_s for number in (1, last - 1, last, last + 1) if number in with_one]
+        assert found.token_s <= min(nearer)
+
+
 # ---------------------------------------------------------------------------------------------------------------- costs
 
 
@@ -74,17 +95,23 @@ def test_measuring_a_large_model_ends_in_time():
 
     costs = StepCosts(2048)
     costs.measure(run, 2048, lambda: now)
-    assert sizes == list(SIZES[: len(sizes)])
+    assert sizes == list((SIZES * 2)[: len(sizes)])
     assert MEASURE_S <= now < MEASURE_S + 0.08
     assert costs.seconds(1) == costs.seconds(64) == pytest.approx(0.07)
 
 
 def test_a_small_limit_is_kept():
-    sizes: list[int] = []
+    now, sizes = 0.0, []
+
+    def run(size):
+        nonlocal now
+        now += 0.01 * size
+        sizes.append(size)
+
     costs = StepCosts(6)
-    costs.measure(sizes.append, 3, itertools.count(step=0.1).__next__)
+    costs.measure(run, 3, lambda: now)
     assert max(sizes) == 3
-    assert costs.seconds(6) > costs.seconds(3)
+    assert costs.seconds(6) == pytest.approx(0.06)
 
 
 def test_costs_follow_what_steps_take():
@@ -174,6 +201,65 @@ def test_it_is_noticed_when_drafts_begin_to_be_right_and_when_they_cease(simulat
     world.run(400)
     world.drafter.is_right = lambda row, at: False
     assert world.run(800)[0] > 0.97
+
+
+def cheap(n):
+    """A round of a small model beside the one that takes 50 ms."""
+    return 1e-3 + 1e-5 * n
+
+
+def dear(n):
+    """A round of one that is nearly as large."""
+    return 0.03 + 1e-4 * n
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("seconds", [linear, real, small])
+@pytest.mark.parametrize("round_s", [cheap, dear])
+@pytest.mark.parametrize("read_s", [0.0, 2e-4])
+def test_models_whose_drafts_are_never_right_lose_little(simulation, num_rows, seconds, round_s, read_s):
+    world = simulation(seconds, lambda row, at: False, num_rows, round_s=round_s, read_s=read_s, confidence=0.6)
+    world.run(64)
+    speed, told = world.run(6400 // num_rows)
+    assert speed > 0.97
+    assert sum(one.num_drafted for one in told) < sum(one.num_steps for one in told)
+
+
+@pytest.mark.parametrize("round_s", [None, cheap])
+def test_steps_that_turn_out_to_cost_more_than_was_measured_are_noticed(simulation, round_s):
+    world = simulation(idle, lambda row, at: (at + row.number) % 5 == 0, num_rows=16, round_s=round_s, confidence=0.6)
+    world.device.seconds = lambda n: 0.05 if n <= 16 else 0.072
+    world.run(200)
+    assert world.run(200)[0] > 0.97
+
+
+@pytest.mark.parametrize("read_s", [0.0, 2e-4])
+def test_a_model_is_asked_for_no_more_than_what_pays(simulation, read_s):
+    every_other = simulation(real, lambda row, at: at % 3 > 0, round_s=cheap, read_s=read_s, confidence=0.6)
+    every_other.run(200)
+    asked, rounds = every_other.drafter.num_asked, every_other.drafter.num_rounds
+    speed, _ = every_other.run(600)
+    assert speed > 1.8
+    mean_rounds = (every_other.drafter.num_rounds - rounds) / (every_other.drafter.num_asked - asked)
+    assert 1.5 < mean_rounds < 6
+    never = simulation(real, lambda row, at: True, round_s=lambda n: 0.06, read_s=read_s)
+    never.run(200)
+    asked = never.drafter.num_asked
+    assert never.run(600)[0] > 0.97
+    assert never.drafter.num_asked - asked < 30
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("read_s", [0.0, 2e-4])
+def test_a_model_that_begins_to_be_right_is_noticed(simulation, num_rows, read_s):
+    world = simulation(real, lambda row, at: False, num_rows, round_s=cheap, read_s=read_s, confidence=0.6)
+    world.run(500)
+    assert not world.drafter.followed
+    world.drafter.is_right = lambda row, at: True
+    world.run(1500)
+    speed, _ = world.run(400)
+    assert speed > 2
+    assert not world.drafter.followed  # of rows that are gone
 
 
 # --------------------------------------------------------------------------------------------------------------- bounds

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.models.backend import load_backend
+from penstock.models.drafter import Drafter, Proposal
 from penstock.models.drafters import make_drafter, make_drafting
-from penstock.models.drafting import Drafter, Drafting, Proposal
+from penstock.models.drafting import Drafting
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
 from penstock.models.ngram_drafter import NgramDrafter

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from penstock.kernels.reference_sampling import keyed_gumbel
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 160, 64, 56, 3, 1, 24
@@ -66,19 +67,22 @@ class Head:
         gate, up = (functional.linear(y, t[f"midlayer.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return x + functional.linear(functional.silu(gate) * up, t["midlayer.mlp.down_proj.weight"])
 
-    def likeliest(self, x):
-        """(N, hidden) -> (N,), as the model numbers them, and their probabilities."""
-        logits = self.norm(x, "norm.weight") @ self.tensors["lm_head.weight"].T
-        probabilities, ids = logits.softmax(1).max(1)
-        return self.target_ids[ids], probabilities
+    def choice(self, x, sampling, position):
+        """(1, hidden) -> a token as the model numbers them, its probability, and the noise it was drawn with."""
+        logits = self.norm(x, "norm.weight")[0] @ self.tensors["lm_head.weight"].T
+        noise = torch.zeros(len(logits))
+        if sampling.temperature:
+            noise = keyed_gumbel(torch.tensor(sampling.seed), torch.tensor(position), self.target_ids)
+        chosen = int((logits / (sampling.temperature or 1) + noise).argmax())
+        return int(self.target_ids[chosen]), float(logits.softmax(0)[chosen]), float(noise[chosen])
 
-    def drafts(self, features, history, count):
+    def drafts(self, features, history, count, sampling):
         """After a history: ``features`` are of all its positions but the newest."""
         tokens, g = list(history[1:]), features @ self.tensors["fc.weight"].T
         found = []
-        for _ in range(count):
+        for position in range(len(history), len(history) + count):
             x = self.layer(tokens, g)[-1:]
-            found.append(int(self.likeliest(x)[0]))
+            found.append(self.choice(x, sampling, position)[0])
             tokens, g = [*tokens, found[-1]], torch.cat((g, x))
         return found
 
@@ -149,6 +153,7 @@ def eagle_config(worker_config):
 
     def make(target, head, backend, num_drafts=3, **config):
         speculation = SpeculationConfig(DraftMethod.EAGLE3, num_drafts, model=str(head.path))
-        return worker_config(target.path, backend=backend, speculation=speculation, max_model_len=512, **config)
+        config = {"max_model_len": 512, **config}
+        return worker_config(target.path, backend=backend, speculation=speculation, **config)
 
     return make

@@ -1,7 +1,11 @@
 """Whatever an EAGLE-3 head drafts, the answer is the one without it; and it drafts what it should."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,14 +14,24 @@ import torch
 from penstock.models import eagle
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import resolve_model
+from penstock.models.drafter import Wanted
 from penstock.models.drafters import check_speculation, make_drafting
-from penstock.models.drafting import Drafted, Drafting, Wanted
+from penstock.models.drafting import Drafted, Drafting
 from penstock.models.launch import WorkerProcess
 from penstock.models.runner import Runner
 from penstock.models.step_costs import StepCosts
 from penstock.models.train_demo.eagle3 import draft
 from penstock.models.train_demo.export import read_head, read_model
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, DraftMethod, SamplingParams, SpeculationConfig, StepPlan
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    DraftMethod,
+    SamplingParams,
+    SpeculationConfig,
+    StepPlan,
+    StepResult,
+)
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
@@ -25,11 +39,11 @@ HIDDEN, HEADS, HEAD_DIM, BLOCK = 64, 3, 24, 16
 LAYERS = (0, 2, 4)
 
 
-def features_of(target, token_ids):
+def features_of(target, token_ids, layers=LAYERS):
     """(T, 3 * hidden)."""
     with torch.inference_mode():
         states = target.module(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        return torch.cat([states[layer][0] for layer in LAYERS], 1)
+        return torch.cat([states[layer][0] for layer in layers], 1)
 
 
 class Watched(Drafting):
@@ -41,13 +55,15 @@ class Watched(Drafting):
         self.proposed = []
 
     def choose(self, table, plan):
-        return [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes]
+        wanted = [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes if decode.max_tokens > 1]
+        assert all(self._drafter.is_ready(row) for row, _ in wanted)
+        return wanted
 
     def draft(self, wanted, plan):
         drafts = {}
         for (row, most), (token_ids, confidences) in zip(wanted, self._propose(wanted), strict=True):
             assert len(token_ids) == len(confidences) == most
-            self.proposed.append((list(row.history), most, token_ids))
+            self.proposed.append((list(row.history), most, token_ids, row.sampling))
             drafts[row.number] = token_ids
         return Drafted(drafts)
 
@@ -104,11 +120,94 @@ def test_drafts_are_those_of_plain_torch_and_change_no_answer(target_and_head, e
     assert told == answers(plain, some, 0)
     backend = load_backend(check_speculation(config))
     assert told == answers(Runner(backend, make_drafting(config, backend)), some, 3)  # as it is worth the while
-    lengths = {len(history) for history, _, _ in watched.proposed}
+    lengths = {len(history) for history, *_ in watched.proposed}
     assert len(watched.proposed) > 40, "every step of every row"
     assert any(length % BLOCK == 1 for length in lengths)
-    for history, most, drafts in watched.proposed[::5]:
-        assert drafts == head.drafts(features_of(target, history)[:-1], history, most)
+    for history, most, drafts, sampling in watched.proposed[::5]:
+        assert drafts == head.drafts(features_of(target, history)[:-1], history, most, sampling)
+
+
+# Interpreted where there is no GPU, so there is less of all.
+FEW: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_bytes": 1 << 20}
+FEW_LAYERS = (0, 1, 2)
+
+
+@pytest.fixture
+def on_gpu(build_model, tmp_path, eagle_config, random_tensors, save_head):
+    """A model, a head, a runner with it, and one without on the reference. Nothing is compiled once they are loaded."""
+    pytest.importorskip("triton")
+    from penstock.kernels.cuda.variant import launches
+
+    target = build_model(tmp_path / "model", "Qwen3Config", {"num_hidden_layers": 3})
+    embedding = target.module.model.embed_tokens.weight.detach()
+    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": FEW_LAYERS}}
+    head = save_head(tmp_path / "head", random_tensors(), embedding, **named)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain, _ = start(eagle_config(target, head, "reference", **FEW), with_head=False)
+    drafted = start(eagle_config(target, head, "cuda", device=device, **FEW))
+    late = launches.late
+    yield target, head, drafted, plain
+    assert launches.late == late
+
+
+def few_rows(prompt):
+    """Of 5 and 14 tokens."""
+    return [
+        AddedRow(0, 0, prompt[:5], 5, 0, [0, 1], SAMPLINGS[0], max_drafts=8),
+        AddedRow(1, 0, prompt[:14], 14, 0, [2, 3], SAMPLINGS[1], max_drafts=8),
+    ]
+
+
+def test_drafts_on_gpus(on_gpu, prompts):
+    target, head, (runner, watched), plain = on_gpu
+    told = {}
+    for of, num_drafts in ((runner, 2), (plain, 0)):
+        rows = few_rows(prompts[5])
+        first = of.run(StepPlan(0, [], rows, [], [Chunk(0, 0, 5), Chunk(1, 0, 9)], []))
+        tokens = {0: first.rows[0].token_ids if first.rows[0].row == 0 else first.rows[1].token_ids}
+        plan = StepPlan(0, [], [], [], [Chunk(1, 9, 14)], [Decode(0, num_drafts + 1)], max_drafts=num_drafts)
+        for result in of.run(plan).rows:
+            tokens[result.row] = tokens.get(result.row, []) + result.token_ids
+        decode(of, tokens, 4, num_drafts)
+        told[of] = {number: some[:4] for number, some in tokens.items()}
+    assert told[runner] == told[plain]
+    assert {sampling for *_, sampling in watched.proposed} == {SAMPLINGS[0], SAMPLINGS[1]}
+    for history, most, drafts, sampling in watched.proposed:
+        assert drafts == head.drafts(features_of(target, history, FEW_LAYERS)[:-1], history, most, sampling)
+
+
+@pytest.mark.soak
+def test_drafts_while_another_thread_waits_for_steps(on_gpu, prompts):
+    """As in a worker: plans without drafts begin while the one before is computed, and is read."""
+    target, head, (runner, watched), plain = on_gpu
+    rows = few_rows(prompts[5])
+    plans = [StepPlan(0, [], rows, [], [Chunk(0, 0, 5), Chunk(1, 0, 9)], [])]
+    plans.append(StepPlan(1, [], [], [], [Chunk(1, 9, 14)], [Decode(0, 1)]))
+    for step in range(2, 8):
+        num_drafts = 2 * (step % 3 == 0)
+        decodes = [Decode(n, num_drafts + 1) for n in (0, 1)]
+        plans.append(StepPlan(step, [], [], [], [], decodes, max_drafts=2 * num_drafts))
+    told: dict[int, list[int]] = {0: [], 1: []}
+
+    def take(finishes):
+        while (finish := finishes.get()) is not None:
+            for result in finish().rows:
+                told[result.row] += result.token_ids
+
+    finishes: SimpleQueue[Callable[[], StepResult] | None] = SimpleQueue()
+    with ThreadPoolExecutor() as threads:
+        taken = threads.submit(take, finishes)
+        for plan in plans:
+            finishes.put(runner.begin(plan))
+        finishes.put(None)
+        taken.result()
+    assert len(watched.proposed) == 4
+    for history, most, drafts, sampling in watched.proposed:
+        assert drafts == head.drafts(features_of(target, history, FEW_LAYERS)[:-1], history, most, sampling)
+    first = plain.run(StepPlan(0, [], rows, [], [Chunk(0, 0, 5), Chunk(1, 0, 14)], []))
+    expected = {row.row: row.token_ids for row in first.rows}
+    decode(plain, expected, 16, 0)
+    assert told == {number: some[: len(told[number])] for number, some in expected.items()}
 
 
 def knowing_target_and_head(path, build_model, random_tensors, save_head):
@@ -169,6 +268,26 @@ def test_a_head_that_knows_the_answer_saves_steps(
         assert tokens[number] == chain
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_is_drawn_is_drafted_with_the_same_noise(
+    backend, tmp_path, build_model, eagle_config, random_tensors, save_head
+):
+    """A head that has the model's distribution finds its choice, likely or not, as long as the token before was one
+    that it expected."""
+    target, head, after = knowing_target_and_head(tmp_path, build_model, random_tensors, save_head)
+    runner, watched = start(eagle_config(target, head, backend))
+    prompt, hot = list(range(20)), SamplingParams(temperature=2.0, seed=(1 << 64) - 5)
+    plan = StepPlan(0, [], [added(0, prompt, 0, hot)], [], [Chunk(0, 0, 20)], [])
+    tokens = {0: runner.run(plan).rows[0].token_ids}
+    decode(runner, tokens, 61, 3)
+    told = prompt + tokens[0]
+    drafts = {len(history): token_ids[0] for history, _, token_ids, _ in watched.proposed}
+    known = {at: draft for at, draft in drafts.items() if told[at - 1] == after[told[at - 2]]}
+    assert known == {at: told[at] for at in known}
+    unlikely = [draft for at, draft in known.items() if draft != after[told[at - 1]]]
+    assert 5 < len(unlikely) < len(known) - 5
+
+
 def test_the_demo_models_head_drafts_what_its_training_says(worker_config):
     demo, head = resolve_model("demo"), resolve_model("demo_eagle3")
     speculation = SpeculationConfig(DraftMethod.EAGLE3, 3, model=str(head))
@@ -178,7 +297,8 @@ def test_the_demo_models_head_drafts_what_its_training_says(worker_config):
     num_steps = len(watched.proposed)
     assert sum(map(len, told.values())) > 1.3 * num_steps
     target, trained = read_model(demo), read_head(head)
-    for history, most, drafts in watched.proposed[::7]:
+    greedy = [proposed[:3] for proposed in watched.proposed if not proposed[3].temperature]
+    for history, most, drafts in greedy[::7]:
         assert drafts == draft(trained, target, history, most)
 
 
@@ -191,17 +311,19 @@ async def test_a_worker_drafts_with_a_head(tmp_path, build_model, eagle_config, 
     try:
         block_bytes = without.kv_bytes // without.num_blocks + 2 * HEAD_DIM * 4 * BLOCK
         assert facts.num_blocks == (8 << 20) // block_bytes
-        worker.submit(StepPlan(0, [], [added(0, [5, 6, 7], 0, SAMPLINGS[0])], [], [Chunk(0, 0, 3)], []))
-        results = worker.results()
-        tokens = [*(await anext(results)).rows[0].token_ids]
-        num_drafted = 0
-        for step in range(1, 12):
-            worker.submit(StepPlan(step, [], [], [], [], [Decode(0, 4)], max_drafts=3))
-            [row] = (await anext(results)).rows
-            tokens += row.token_ids
-            num_drafted += row.num_drafted
-        assert all(token == after[before] for before, token in pairwise([7, *tokens]))
-        assert len(tokens) == 12 + num_drafted > 12
+        results, num_drafted, epoch = worker.results(), 0, 0
+        while not num_drafted and epoch < 1000:  # whether a row has drafts is decided by what takes how long
+            begun = added(0, [5, 6, 7], 0, SAMPLINGS[0])
+            begun.epoch, epoch = epoch, epoch + 1
+            worker.submit(StepPlan(0, [0] * (epoch > 1), [begun], [], [Chunk(0, 0, 3)], []))
+            tokens = [*(await anext(results)).rows[0].token_ids]
+            for step in range(1, 21):
+                worker.submit(StepPlan(step, [], [], [], [], [Decode(0, 4)], max_drafts=3))
+                [row] = (await anext(results)).rows
+                tokens += row.token_ids
+                num_drafted += row.num_drafted
+            assert all(token == after[before] for before, token in pairwise([7, *tokens]))
+        assert len(tokens) == 21 + num_drafted > 21
     finally:
         await worker.stop()
 
@@ -220,12 +342,12 @@ def test_who_shares_a_prefix_shares_what_the_head_read_of_it(target_and_head, ea
             runner.run(plan)
         decoding = StepPlan(0, [], [], [], [], [Decode(0, 4)], max_drafts=3)
         runner.run(decoding)
-        [(history, most, tokens)] = watched.proposed
+        [(history, most, tokens, _)] = watched.proposed
         assert most == 3
         return history, tokens
 
     def expected(history, begin):
-        return head.drafts(features_of(target, history)[begin:-1], history[begin:], 3)
+        return head.drafts(features_of(target, history)[begin:-1], history[begin:], 3, SAMPLINGS[0])
 
     history, tokens = drafts([StepPlan(0, [], [row(0, first_block=0)], [], [Chunk(0, 0, 64)], [])])
     assert tokens == expected(history, 0)

@@ -81,11 +81,9 @@ def test_layers_that_a_config_does_not_name_are_those_that_all_heads_take(
         check_head(tmp_path, with_layers(spec, 5))
 
 
-def test_what_cannot_be_had_is_refused(target_and_head, eagle_config):
+def test_a_head_that_is_not_there_is_refused(target_and_head, eagle_config):
     target, head = target_and_head
     config = eagle_config(target, head, "auto")
-    with pytest.raises(ModelError, match="method eagle3 is not there on GPUs yet: give method"):
-        eagle.with_room(msgspec.structs.replace(config, device="cuda"))
     nowhere = SpeculationConfig(DraftMethod.EAGLE3, 3, model="/nowhere")
     with pytest.raises(ModelError, match="--speculative-config: /nowhere: no such directory"):
         eagle.with_room(msgspec.structs.replace(config, speculation=nowhere))
@@ -94,4 +92,6 @@ def test_what_cannot_be_had_is_refused(target_and_head, eagle_config):
 def test_the_heads_pages_are_counted(target_and_head, eagle_config):
     target, head = target_and_head
     config = eagle_config(target, head, "cpu")
-    assert eagle.with_room(config).block_bytes_beside == 2 * KV_HEADS * HEAD_DIM * 4 * BLOCK
+    with_room = eagle.with_room(config)
+    assert with_room.block_bytes_beside == 2 * KV_HEADS * HEAD_DIM * 4 * BLOCK
+    assert with_room.feature_layers == (0, 2, 4)

@@ -1,20 +1,24 @@
 """What an EAGLE-3 head computes is what plain torch computes, on every backend that has one."""
 
+from importlib import import_module
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
-from penstock.models.cpu_head import load_head as load_cpu_head
-from penstock.models.draft_head import HeadStep
-from penstock.models.eagle import LoadHead
+from penstock.models.device_lines import DeviceLines
+from penstock.models.draft_head import Draws, HeadStep
+from penstock.models.eagle import HEADS, LoadHead
 from penstock.models.eagle_checkpoint import check_head
-from penstock.models.reference_head import load_head as load_reference_head
+from penstock.scheduler.plan import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
-LOADERS: dict[str, LoadHead] = {"cpu": load_cpu_head, "reference": load_reference_head}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "max_model_len": 64}
 VOCAB, HIDDEN, BLOCK = 160, 64, 16
 STEPS = (
     [(0, 0, 5), (1, 0, 5)],
@@ -24,13 +28,22 @@ STEPS = (
     [(0, 59, 60), (1, 38, 39)],
 )
 """Of each: rows, and which of their positions are computed; the last ones twice, as where drafts are made again."""
+FEW_STEPS = ([(1, 0, 3), (0, 0, 5)], [(0, 5, 18)], [(1, 3, 4), (0, 18, 20)], [(0, 19, 20), (1, 3, 4)])
+"""Where kernels are interpreted."""
+SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.3, seed=6))
+"""Of the rows."""
+
+
+def on_host(lines):
+    return lines.tensor.float().cpu().numpy() if isinstance(lines, DeviceLines) else lines
 
 
 class Played:
     """A head with two rows of random tokens and features."""
 
-    def __init__(self, head, runs):
+    def __init__(self, head, runs, lines):
         self.head, self._runs = head, runs
+        self.lines = lines
         self.rng = np.random.default_rng(4)
         self.token_ids = self.rng.integers(0, VOCAB, (2, 64))
         self.features = self.rng.standard_normal((2, 64, 3 * HIDDEN)).astype(np.float32)
@@ -40,7 +53,7 @@ class Played:
 
     def run(self, spans, hidden=None):
         """Computes positions of rows, and drafts after the last of each."""
-        given = np.concatenate([self.features[row, start:end] for row, start, end in spans])
+        parts = [self.lines(self.features[row, start:end]) for row, start, end in spans]
         return self._runs.run(
             HeadStep(
                 token_ids=np.concatenate([self.token_ids[row, start:end] for row, start, end in spans]),
@@ -49,7 +62,12 @@ class Played:
                 tables=self._tables[[row for row, _, _ in spans]],
                 block_size=BLOCK,
                 sampled=np.cumsum([end - start for _, start, end in spans]) - 1,
-                features=given if hidden is None else None,
+                draws=Draws(
+                    np.array([SAMPLINGS[row].temperature for row, _, _ in spans]),
+                    np.array([SAMPLINGS[row].seed for row, _, _ in spans], dtype=np.uint64),
+                    np.array([end + 1 for _, _, end in spans]),
+                ),
+                features=parts if hidden is None else None,
                 hidden=hidden,
             )
         )
@@ -59,30 +77,44 @@ class Played:
         for at, (row, _, end) in enumerate(spans):
             expected = self.head.layer(self.token_ids[row, :end], given[at][:end])[-1:]
             scale = float(expected.abs().max())
-            np.testing.assert_allclose(result.hidden[at : at + 1], expected, atol=tolerance * scale)
+            np.testing.assert_allclose(on_host(result.hidden)[at : at + 1], expected, atol=tolerance * scale)
             if tolerance < 0.01:
-                token_id, probability = self.head.likeliest(expected)
-                assert result.token_ids[at] == int(token_id)
-                assert result.probabilities[at] == pytest.approx(float(probability), rel=1e-3)
+                token_id, probability, noise = self.head.choice(expected, SAMPLINGS[row], end + 1)
+                draft = result.told()[at]
+                assert draft.token_id == on_host(result.token_ids)[at] == token_id
+                assert draft.probability == pytest.approx(probability, rel=1e-3)
+                assert draft.noise == pytest.approx(noise)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("bfloat16", 0.1)])
-@pytest.mark.parametrize("backend", LOADERS)
+@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("cuda", marks=pytest.mark.soak)])
 def test_hidden_states_and_tokens_are_those_of_plain_torch(target_and_head, eagle_config, backend, dtype, tolerance):
     """Rows side by side, in pieces; then drafts, each from what came of the one before; then others in their place."""
     target, head = target_and_head
-    config = eagle_config(target, head, backend, dtype=dtype)
+    is_cuda = backend == "cuda"
+    if is_cuda:
+        pytest.importorskip("triton")
+    config = eagle_config(target, head, backend, dtype=dtype, **(SMALL if is_cuda else {}))
     checked = check_head(head.path, check_checkpoint(target.path).spec)
-    played = Played(head, LOADERS[backend](config, checked, load_backend(config)))
-    for spans in STEPS:
+    load_head: LoadHead = import_module(HEADS[backend]).load_head
+    runs = load_head(config, checked, load_backend(config))
+
+    def lines(values):
+        return DeviceLines.of(torch.from_numpy(values).to(DEVICE, getattr(torch, dtype))) if is_cuda else values
+
+    played = Played(head, runs, lines)
+    for spans in FEW_STEPS if is_cuda and DEVICE == "cpu" else STEPS:
         result = played.run(spans)
         played.check(spans, [played.known[row] for row, _, _ in spans], result, tolerance)
     given = [played.known[row][:end] for row, _, end in spans]
     for _ in range(3):
-        given = [torch.cat((before, torch.from_numpy(x[None]))) for before, x in zip(given, result.hidden, strict=True)]
+        came = torch.from_numpy(on_host(result.hidden))
+        given = [torch.cat((before, x[None])) for before, x in zip(given, came, strict=True)]
         spans = [(row, end, end + 1) for row, _, end in spans]
         result = played.run(spans, hidden=result.hidden)
         played.check(spans, given, result, tolerance)
-    played.token_ids[:, 39:] = played.rng.integers(0, VOCAB, (2, 25))
-    spans = [(1, 39, 44)]
-    played.check(spans, [played.known[1]], played.run(spans), tolerance)
+    row, begin, _ = spans[-1]
+    begin -= 2
+    played.token_ids[:, begin:] = played.rng.integers(0, VOCAB, (2, 64 - begin))
+    spans = [(row, begin, begin + 5)]
+    played.check(spans, [played.known[row]], played.run(spans), tolerance)

@@ -28,6 +28,7 @@ from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.attention_common import PAGE_SLOTS
 from penstock.models.backend import load_backend
 from penstock.models.cuda_backend import CudaBackend
+from penstock.models.cuda_model import Hidden
 from penstock.models.cuda_step import Size
 from penstock.models.runner import Runner
 from penstock.scheduler.plan import (
@@ -182,10 +183,11 @@ class Gaps:
     def __enter__(self) -> "Gaps":
         run = self._graphs.run
 
-        def marked(size: Size, wait: Callable[[], None]) -> None:
+        def marked(size: Size, wait: Callable[[], None]) -> Hidden:
             before = self._mark()
-            run(size, wait)
+            made = run(size, wait)
             self._marks.append((before, self._mark()))
+            return made
 
         self._graphs.run = marked  # type: ignore[method-assign]
         return self

@@ -1,13 +1,14 @@
 """Measures what speculative decoding gains, on the CPU, through the service: tokens a second against none.
 
-    make bench-spec                                        two targets, all drafters, 1 and 16 requests; about an hour
+    make bench-spec                                        two targets, all drafters, 1 and 16 requests; half an hour
     make bench-spec ARGS='--targets demo --repetitions 5'
     make bench-spec ARGS='--methods ngram --concurrency 1'
 
 The targets are the demo model, and the same function in 1.2 GB of weights, so that drafts are accepted as often and a
-step costs what a real model's does. Each repetition starts the service once for each drafter, by turns, and sends it
-the same requests; what it answers must be the same tokens. A figure is only as good as the quiet around it: run nothing
-else meanwhile. Fails if an answer differs, never because of a figure.
+step costs what a real model's does. A service for each drafter, and one without, all run; one of them at a time is sent
+as many requests as there are at once, and then the next one the same. What they answer must be the same tokens. A
+figure is only as good as the quiet around it: run nothing else meanwhile. Fails if an answer differs, never because of
+a figure.
 """
 
 import argparse
@@ -17,10 +18,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from cpu_bench.runners.penstock_service import service
 
@@ -33,19 +36,31 @@ NONE = "none"
 MODELS = dict(zip(("draft_model", "eagle3"), DEMO_DRAFTERS, strict=True))
 """Of methods with weights."""
 METHODS = ("ngram", "suffix", *MODELS)
-TARGETS = ("demo", "wide")
+TURNS = {"demo": 8, "wide": 1}
+"""In a repetition, of the targets; four times as many of one request."""
 
 
-@dataclass
-class Measured:
-    """One set of requests."""
+class Set(NamedTuple):
+    """Requests that are sent at once to a service."""
 
     target: str
     text: str
     concurrency: int
     method: str
-    repetition: int
-    tokens_per_s: float
+    turn: int
+
+
+@dataclass
+class Measured:
+    """What came of them."""
+
+    target: str
+    text: str
+    concurrency: int
+    method: str
+    turn: int
+    seconds: float
+    tokens: int
     drafted: int
     accepted: int
     steps: int
@@ -56,7 +71,7 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="the folder where the wide model goes")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--targets", nargs="+", choices=TURNS, default=list(TURNS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 16], metavar="N")
     parser.add_argument("--max-drafts", type=int, default=8, metavar="K", help="num_speculative_tokens (default: 8)")
@@ -67,9 +82,7 @@ def main() -> int:
     print(time.strftime("%Y-%m-%d %H:%M"), flush=True)
     bench = Bench(arguments)
     for target in arguments.targets:
-        for repetition in range(arguments.repetitions):
-            for method in (NONE, *arguments.methods):
-                bench.run(target, method, repetition)
+        bench.run(target)
     print()
     print(table(bench.measured))
     for line in bench.differing:
@@ -82,22 +95,42 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._answers: dict[tuple[str, str, int, int], list[int]] = {}
+        self._answers: dict[tuple[str, str, int, int, int], list[int]] = {}
         self.measured: list[Measured] = []
         self.differing: list[str] = []
 
-    def run(self, target: str, method: str, repetition: int) -> None:
-        """Starts the service, sends it every set."""
-        model, flags = self._model(target), []
-        if method != NONE:
-            config = {"method": method, "num_speculative_tokens": self._arguments.max_drafts}
-            if method in MODELS:
-                config["model"] = MODELS[method]
-            flags = ["--speculative-config", json.dumps(config)]
-        with TemporaryDirectory() as folder, service(str(model), folder, flags) as (_, address, _, _):
-            for concurrency in self._arguments.concurrency:
-                for text in texts(max(2, concurrency)):
-                    self._take(asyncio.run(self._send(address, text, concurrency)), target, method, repetition)
+    def run(self, target: str) -> None:
+        """Starts the services, and sends them every set by turns."""
+        model = self._model(target)
+        with ExitStack() as stack:
+            addresses = {}
+            for method in (NONE, *self._arguments.methods):
+                folder = stack.enter_context(TemporaryDirectory())
+                _, addresses[method], _, _ = stack.enter_context(service(str(model), folder, self._flags(method)))
+            for repetition in range(self._arguments.repetitions):
+                for concurrency in self._arguments.concurrency:
+                    turns = TURNS[target] * (1 if concurrency > 1 else 4)
+                    for text in texts(turns * concurrency, repetition * turns * concurrency):
+                        for turn in range(turns):
+                            self._take_turn(addresses, target, text, concurrency, repetition * turns + turn)
+
+    def _take_turn(self, addresses: dict[str, str], target: str, text: Text, concurrency: int, turn: int) -> None:
+        """The same requests to each service, who begins in turn."""
+        begin = turn * concurrency % len(text.prompts)
+        prompts = text.prompts[begin : begin + concurrency]
+        first = turn % len(addresses)
+        methods = [*addresses][first:] + [*addresses][:first]
+        for method in methods:
+            answers, seconds = asyncio.run(self._send(addresses[method], prompts, text.temperature))
+            self._take(answers, seconds, Set(target, text.name, concurrency, method, turn))
+
+    def _flags(self, method: str) -> list[str]:
+        if method == NONE:
+            return []
+        config = {"method": method, "num_speculative_tokens": self._arguments.max_drafts}
+        if method in MODELS:
+            config["model"] = MODELS[method]
+        return ["--speculative-config", json.dumps(config)]
 
     def _model(self, target: str) -> Path:
         if target == "demo":
@@ -107,19 +140,17 @@ class Bench:
             print(f"the wide model: {widen(folder) / 1e9:.2f} GB", flush=True)
         return folder
 
-    async def _send(self, address: str, text: Text, concurrency: int) -> "Answered":
-        """As many requests at once, until all prompts are through."""
-        limit = asyncio.Semaphore(concurrency)
+    async def _send(
+        self, address: str, prompts: Sequence[str], temperature: float
+    ) -> "tuple[list[tuple[list[int], Finished]], float]":
+        """All at once; the answers, and the seconds until all were there."""
         async with AsyncClient(address) as client:
-            await client.complete(text.prompts[0], max_tokens=4, temperature=0.0)
-
-            async def one(index: int, prompt: str) -> tuple[list[int], Finished]:
-                async with limit:
-                    return await self._one(client, prompt, text.temperature, index)
-
+            await client.complete("The", max_tokens=1)
             began = time.perf_counter()
-            answers = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(text.prompts)))
-            return Answered(text, concurrency, time.perf_counter() - began, answers)
+            answers = await asyncio.gather(
+                *(self._one(client, prompt, temperature, seed) for seed, prompt in enumerate(prompts))
+            )
+            return answers, time.perf_counter() - began
 
     async def _one(self, client: AsyncClient, prompt: str, temperature: float, seed: int) -> tuple[list[int], Finished]:
         token_ids: list[int] = []
@@ -138,20 +169,17 @@ class Bench:
                 return token_ids, event
         raise AssertionError("a stream ended without its last event")
 
-    def _take(self, answered: "Answered", target: str, method: str, repetition: int) -> None:
-        text, concurrency = answered.text.name, answered.concurrency
-        for index, (token_ids, _) in enumerate(answered.answers):
-            expected = self._answers.setdefault((target, text, concurrency, index), token_ids)
+    def _take(self, answers: Sequence[tuple[list[int], Finished]], seconds: float, which: Set) -> None:
+        target, text, concurrency, method, turn = which
+        for index, (token_ids, _) in enumerate(answers):
+            expected = self._answers.setdefault((target, text, concurrency, turn, index), token_ids)
             if token_ids != expected:
-                self.differing.append(f"{target}, {text}, {concurrency} at once, prompt {index}, {method}")
-        told = [finished.speculation for _, finished in answered.answers if finished.speculation is not None]
+                self.differing.append(f"{target}, {text}, {concurrency} at once, turn {turn + 1}, {index}, {method}")
+        told = [finished.speculation for _, finished in answers if finished.speculation is not None]
         measured = Measured(
-            target,
-            text,
-            concurrency,
-            method,
-            repetition,
-            sum(len(token_ids) for token_ids, _ in answered.answers) / answered.seconds,
+            *which,
+            seconds,
+            sum(len(token_ids) for token_ids, _ in answers),
             sum(one.drafted_tokens for one in told),
             sum(one.accepted_tokens for one in told),
             sum(one.steps for one in told),
@@ -161,37 +189,38 @@ class Bench:
             with self._arguments.json.open("a") as file:
                 file.write(json.dumps(asdict(measured)) + "\n")
         print(
-            f"{target} {text} {concurrency} at once, {repetition + 1}, {method}: "
-            f"{measured.tokens_per_s:,.1f} tokens/s, "
+            f"{target} {text} {concurrency} at once, {turn + 1}, {method}: {measured.tokens / seconds:,.1f} tokens/s, "
             f"{measured.accepted} of {measured.drafted} drafts accepted in {measured.steps} steps",
             flush=True,
         )
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A set of requests, and what came."""
-
-    text: Text
-    concurrency: int
-    seconds: float
-    answers: Sequence[tuple[list[int], Finished]]
-
-
 def table(measured: Sequence[Measured]) -> str:
-    """Medians over the repetitions; ratios are medians of those against none in the same repetition."""
-    by_set: dict[tuple[str, str, int, str], dict[int, Measured]] = defaultdict(dict)
+    """Of all turns together: tokens over seconds, and the seconds without drafts over those with."""
+    by_set: dict[tuple[str, str, int, str], list[Measured]] = defaultdict(list)
     for one in measured:
-        by_set[one.target, one.text, one.concurrency, one.method][one.repetition] = one
-    heads = ("target", "text", "at once", "drafts from", "tokens/s", "ratio", "tokens a step with drafts")
+        by_set[one.target, one.text, one.concurrency, one.method].append(one)
+    heads = (
+        "target",
+        "text",
+        "at once",
+        "drafts from",
+        "tokens/s",
+        "ratio",
+        "of the turns",
+        "tokens a step with drafts",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for (target, text, concurrency, method), runs in sorted(by_set.items(), key=lambda item: item[0][:3]):
-        plain = by_set[target, text, concurrency, NONE]
-        ratio = median(run.tokens_per_s / plain[number].tokens_per_s for number, run in runs.items())
-        steps = sum(run.steps for run in runs.values())
-        length = f"{1 + sum(run.accepted for run in runs.values()) / steps:.2f}" if steps else ""
-        rate = median(run.tokens_per_s for run in runs.values())
-        lines.append(f"| {target} | {text} | {concurrency} | {method} | {rate:,.1f} | {ratio:.2f} | {length} |")
+    for (target, text, concurrency, method), turns in sorted(by_set.items(), key=lambda item: item[0][:3]):
+        plain = {one.turn: one.seconds for one in by_set[target, text, concurrency, NONE]}
+        seconds, steps = sum(one.seconds for one in turns), sum(one.steps for one in turns)
+        ratios = [plain[one.turn] / one.seconds for one in turns]
+        length = f"{1 + sum(one.accepted for one in turns) / steps:.2f}" if steps else ""
+        rate = sum(one.tokens for one in turns) / seconds
+        lines.append(
+            f"| {target} | {text} | {concurrency} | {method} | {rate:,.1f} | {sum(plain.values()) / seconds:.2f} | "
+            f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f} | {length} |"
+        )
     return "\n".join(lines)
 
 

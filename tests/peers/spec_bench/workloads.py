@@ -18,17 +18,17 @@ class Text:
     prompts: tuple[str, ...]
 
 
-def texts(num_prompts: int) -> tuple[Text, Text]:
+def texts(num_prompts: int, begin: int = 0) -> tuple[Text, Text]:
     """Repetition: passages of documents and code, quoted once and begun again, greedily. Prose: beginnings of
-    documents, sampled, so that the model does not go in circles."""
+    documents, sampled, so that the model does not go in circles. ``begin``: the first passage."""
     documents = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()]
     passages = [
         text[start : start + PASSAGE]
-        for start in range(0, 60 * PASSAGE, PASSAGE)
+        for start in range(0, 60 * PASSAGE, PASSAGE // 2)
         for text in documents
         if len(text) >= start + PASSAGE
-    ][:num_prompts]
-    assert len(passages) == num_prompts, "there are not so many passages"
+    ]
+    passages = [passages[(begin + at) % len(passages)] for at in range(num_prompts)]
     quoted = tuple(f"{passage}\n\n{passage}\n\n{passage[:100]}" for passage in passages)
     return (
         Text("repetition", 0.0, quoted),

@@ -1,0 +1,78 @@
+"""What answers must match, as flags of the terminal tools."""
+
+import argparse
+import json
+
+import pytest
+
+from penstock.clients.constraint_option import add_constraint_flags, constraint_settings
+from penstock.clients.requests import build_start
+from penstock.v1 import constraint_pb2
+
+SCHEMA = '{"type": "null"}'
+LARK, GBNF = 'start: "a" | "b"\n', 'root ::= "a" | "b"\n'
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Files with these texts, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("schema.json", SCHEMA), ("a.lark", LARK), ("a.gbnf", GBNF)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "picture").write_bytes(b"\xff\xd8\xff")
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    add_constraint_flags(parser)
+    return dict(constraint_settings(parser.parse_args(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made"),
+    [
+        (["--json-schema", " " + SCHEMA], constraint_pb2.Constraint(json_schema=" " + SCHEMA)),
+        (["--json-schema", "schema.json"], constraint_pb2.Constraint(json_schema=SCHEMA)),
+        (["--any-json"], constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())),
+        (["--regex", "[0-9]+"], constraint_pb2.Constraint(regex="[0-9]+")),
+        (["--grammar", "a.lark"], constraint_pb2.Constraint(lark=LARK)),
+        (["--grammar", "a.gbnf"], constraint_pb2.Constraint(gbnf=GBNF)),
+        (
+            ["--choice", "yes", "--choice", "no, never"],
+            constraint_pb2.Constraint(choices=constraint_pb2.Choices(values=["yes", "no, never"])),
+        ),
+    ],
+)
+def test_each_kind_has_a_flag(files, arguments, made):
+    assert build_start("a", parsed(*arguments)).constraint == made
+
+
+def test_without_a_flag_nothing_is_asked_of_answers():
+    assert parsed() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json-schema", "nowhere.json"], "argument --json-schema: cannot read nowhere.json: No such file"),
+        (["--grammar", "picture"], "argument --grammar: picture is no text"),
+        (["--regex", "a", "--any-json"], "not allowed with argument --regex"),
+        (["--choice", "a", "--grammar", "a.lark"], "not allowed with argument --choice"),
+    ],
+)
+def test_what_is_wrong_is_said(files, capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_chat_and_generate_send_it(files, tool, threaded_service):
+    asked = ("--target", threaded_service.target, "--json-schema", "schema.json")
+    assert tool.run("chat", *asked, "--once", "hello").stdout == "hello\n"
+    own = {"id": 2, "prompt": "b", "constraint": {"regex": "b"}}
+    lines = "".join(json.dumps(line) + "\n" for line in ({"id": 1, "prompt": "a"}, own))
+    done = tool.run("generate", *asked, "--input", "-", "--output", "-", text=lines)
+    assert done.returncode == 0, done.stderr
+    chat, first, second = (start.constraint for start in threaded_service.starts)
+    assert chat == first == constraint_pb2.Constraint(json_schema=SCHEMA)
+    assert second == constraint_pb2.Constraint(regex="b")

@@ -1,0 +1,196 @@
+"""An engine over the worker's code without its process, that drafts and matches grammars as a worker does."""
+
+import asyncio
+import itertools
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.models.backend import Backend, load_backend
+from penstock.models.drafter import Drafter, Wanted
+from penstock.models.drafters import check_speculation, make_drafter, make_drafting
+from penstock.models.drafting import Drafted, Drafting, _valid
+from penstock.models.grammars import grammars_of
+from penstock.models.runner import Runner
+from penstock.models.step_costs import StepCosts
+from penstock.scheduler.engine import Engine
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
+from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
+from penstock.scheduler.state import EngineStats
+
+
+class Eager(Drafting):
+    """All that is proposed is drafted, whatever it costs; bounds are kept as ever."""
+
+    def __init__(self, drafter: Drafter, max_drafts: int) -> None:
+        super().__init__(drafter, max_drafts, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+
+    def draft(self, wanted: list[Wanted], plan: StepPlan) -> Drafted:
+        drafts, room = {}, plan.max_drafts
+        for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True):
+            token_ids = _valid(one, proposal).token_ids[: min(one.max_drafts, room)]
+            if token_ids:
+                drafts[one.row.number] = token_ids
+                room -= len(token_ids)
+        return Drafted(drafts)
+
+
+class InProcessExecutor:
+    """The worker's code without its process, so that a test need not import torch again for each engine."""
+
+    def __init__(self, config: WorkerConfig, is_eager: bool = False, deaths: Iterable[int] = ()) -> None:
+        """``is_eager``: it drafts all that it may, and else as it finds worth the while; ``deaths``: plans, counted
+        over all of its lives, in the place of whose answers it dies."""
+        self._config = config
+        self._is_eager = is_eager
+        self._deaths = set(deaths)
+        self._due: deque[Callable[[], StepResult]] = deque()
+        self._changed = asyncio.Event()
+        self._num_answered = 0
+        self.plans: list[StepPlan] = []
+
+    async def start(self) -> WorkerFacts:
+        config = check_speculation(self._config)
+        grammars = grammars_of(config)
+        backend = load_backend(config)
+        self._runner = Runner(backend, self._drafting(config, backend), grammars)
+        if config.speculation is not None and not self._is_eager:
+            self._runner.warm()  # it measures what drafts cost
+        self._stopped = False
+        return backend.facts
+
+    def _drafting(self, config: WorkerConfig, backend: Backend) -> Drafting | None:
+        if config.speculation is None or not self._is_eager:
+            return make_drafting(config, backend)
+        return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        # As the worker does: a backend that runs ahead has the next plan before it answers the last one.
+        runner = self._runner
+        self._due.append(runner.begin(plan) if runner.runs_ahead else partial(runner.run, plan))
+        self._changed.set()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        while not self._stopped:
+            if not self._due:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            self._num_answered += 1
+            if self._num_answered in self._deaths:
+                raise ExecutorError("it dies here")
+            yield self._due.popleft()()
+
+    def condemn(self, why: str) -> None:
+        raise AssertionError(why)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._due.clear()
+        self._changed.set()
+
+
+class NoText:
+    """A text state for tests that look at ids alone."""
+
+    def feed(self, token_id: int) -> Released:
+        return Released(1, "")
+
+    def finish(self) -> Released:
+        return Released(0, "")
+
+
+@dataclass
+class Answer:
+    """What came of one request; of its first choice, where it has several."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+    others: defaultdict[int, "Answer"] = field(default_factory=lambda: defaultdict(Answer))
+    """The other choices, by their number."""
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Delta() if event.choice:
+                self.others[event.choice].take(replace(event, choice=0))
+            case Delta():
+                self.token_ids += event.token_ids
+                if event.logprobs is not None:
+                    self._take_logprobs(event.logprobs)
+            case PromptLogprobs():
+                self.prompt_logprobs.append(event)
+            case Finished():
+                self.finished = event
+
+    def _take_logprobs(self, logprobs: TokenLogprobs) -> None:
+        self.logprobs += logprobs.chosen
+        k = logprobs.num_top
+        for t in range(len(logprobs.chosen)):
+            self.tops.append((logprobs.top_token_ids[t * k : t * k + k], logprobs.top[t * k : t * k + k]))
+
+    @property
+    def output(self) -> tuple[Any, ...]:
+        """All that its caller is told of its tokens, in however many parts it came."""
+        parts = [part.logprobs for part in self.prompt_logprobs]
+        of_prompt = [
+            [value for part in parts for value in values(part)]
+            for values in (attrgetter("chosen"), attrgetter("top_token_ids"), attrgetter("top"))
+        ]
+        others = {choice: other.output for choice, other in self.others.items()}
+        return self.token_ids, self.logprobs, self.tops, of_prompt, others
+
+
+class EngineUnderTest:
+    """An engine with prompts put in and answers taken out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ids = itertools.count()
+
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, max_tokens: int, tenant: str = "default", **more: Any
+    ) -> Answer:
+        """``more`` are fields of the request."""
+        answer = Answer()
+        salt = tenant_salt("test", tenant)
+        self.engine.submit(
+            Request(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=prompt,
+                block_hashes=hash_blocks(prompt, self.engine.facts.block_size, salt),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                sink=answer.take,
+                make_text=NoText,
+                tenant=tenant,
+                hash_salt=salt,
+                **more,
+            )
+        )
+        return answer
+
+    async def run(self, prompts: list[list[int]], sampling: SamplingParams, max_tokens: int) -> list[Answer]:
+        """All prompts at once; returns when all are answered."""
+        answers = [self.submit(prompt, sampling, max_tokens) for prompt in prompts]
+        await self.finish(answers)
+        return answers
+
+    async def finish(self, answers: list[Answer]) -> None:
+        """Waits until all are answered, as they should be."""
+        await self.engine.wait_idle()
+        for answer in answers:
+            assert answer.finished is not None
+            assert answer.finished.reason in (FinishReason.LENGTH, FinishReason.STOP), answer.finished
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
