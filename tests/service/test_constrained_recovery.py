@@ -2,7 +2,9 @@
 one that it would have been."""
 
 import json
+import time
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import grpc
@@ -10,12 +12,13 @@ import psutil
 import pytest
 
 from penstock.service.local import local_service
-from penstock.v1 import constraint_pb2, generation_pb2 as pb
+from penstock.v1 import admin_pb2, constraint_pb2, generation_pb2 as pb
+from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 RECORDS = {
     "type": "array",
-    "minItems": 30,
+    "minItems": 150,
     "items": {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
@@ -39,24 +42,56 @@ class Output(NamedTuple):
     """Drafts."""
 
 
+class Killer:
+    """Kills the worker, which is none of ``others``, when so many characters of a request have come, and again."""
+
+    def __init__(self, kill_at: Sequence[int], admin: AdminServiceStub, others: Collection[psutil.Process]) -> None:
+        self._left = list(kill_at)
+        self._admin = admin
+        self._others = set(others)
+        self._num_killed = 0
+
+    def saw(self, num_chars: int) -> None:
+        if self._left and num_chars >= self._left[0]:
+            self._wait_until_it_runs()
+            [worker] = workers() - self._others
+            worker.kill()
+            self._num_killed += 1
+            del self._left[0]
+
+    def _wait_until_it_runs(self) -> None:
+        """On the worker that followed those killed: what came may have been under way since before."""
+        for _ in range(3000):
+            stats = next(self._admin.WatchStats(admin_pb2.WatchStatsRequest(), timeout=60))
+            if stats.worker_restarts == self._num_killed and stats.running_rows:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"not running after {self._num_killed} kills: {stats}")
+
+
 @pytest.mark.parametrize(
     "drafts",
     [None, {"method": "suffix"}, {"method": "draft_model", "model": "demo_draft"}],
     ids=["forced tokens", "suffix", "draft model"],
 )
-def test_killed_workers_change_nothing(drafts: dict[str, str] | None) -> None:
+def test_killed_workers_change_nothing(drafts: dict[str, str] | None, tmp_path: Path) -> None:
     """In float32: on the reference backend steps of other sizes differ in their last bits."""
-    small = {"kv_cache_memory_bytes": "64M", "max_model_len": 1024, "threads": 1, "dtype": "float32"}
-    sampling = pb.Sampling(temperature=1.0, repetition_penalty=1.05, seed=1, max_tokens=240)
+    small = {"kv_cache_memory_bytes": "64M", "max_model_len": 2048, "threads": 1, "dtype": "float32"}
+    sampling = pb.Sampling(temperature=1.0, repetition_penalty=1.05, seed=1, max_tokens=1200)
     start = pb.Start(text="An example:", constraint=CONSTRAINT, sampling=sampling)
     undrafted = pb.Start(text="An example:", constraint=CONSTRAINT, sampling=sampling, max_draft_tokens=0)
     others = workers()
-    with local_service("demo", speculative_config=drafts, **small) as target, grpc.insecure_channel(target) as channel:
+    admin_target = f"unix:{tmp_path / 'admin'}"
+    with (
+        local_service("demo", speculative_config=drafts, admin_listen=admin_target, **small) as target,
+        grpc.insecure_channel(target) as channel,
+        grpc.insecure_channel(admin_target) as admin,
+    ):
         stub = GenerationServiceStub(channel)
         plain = generate(stub, undrafted)
         undisturbed = generate(stub, start)
         # Until the worker dies suffixes have the last output to draft from, which is this one.
-        disturbed = generate(stub, start, KILL_AT, others)
+        disturbed = generate(stub, start, Killer(KILL_AT, AdminServiceStub(admin), others))
     assert (plain.restarts, undisturbed.restarts, disturbed.restarts) == (0, 0, len(KILL_AT))
     assert plain.text == undisturbed.text == disturbed.text
     assert len(plain.text) > KILL_AT[-1] + 40
@@ -64,18 +99,12 @@ def test_killed_workers_change_nothing(drafts: dict[str, str] | None) -> None:
     assert disturbed.accepted > 0
 
 
-def generate(
-    stub: GenerationServiceStub, start: pb.Start, kill_at: Sequence[int] = (), others: Collection[psutil.Process] = ()
-) -> Output:
-    """Streams it; kills the worker, which is none of the others, whenever so many characters have come."""
-    left = list(kill_at)
+def generate(stub: GenerationServiceStub, start: pb.Start, killer: Killer | None = None) -> Output:
     text, finished = "", pb.Finished()
     for answer in stub.GenerateOne(pb.GenerateOneRequest(start=start), timeout=120):
         text += "".join(delta.text for delta in answer.deltas)
-        if left and len(text) >= left[0]:
-            [worker] = workers() - set(others)
-            worker.kill()
-            del left[0]
+        if killer is not None:
+            killer.saw(len(text))
         if answer.HasField("finished"):
             finished = answer.finished
     return Output(text, finished.timings.restarts, finished.speculation.accepted_tokens)
