@@ -85,10 +85,13 @@ class WorkerProcess:
         """As they were the first time, when what was measured may have been a little different."""
         if self._facts is None:
             return facts
-        facts = msgspec.structs.replace(facts, copy_us_per_block=self._facts.copy_us_per_block)
-        if facts == self._facts:
+        first = self._facts
+        facts = msgspec.structs.replace(
+            facts, copy_us_per_block=first.copy_us_per_block, measured_steps=first.measured_steps
+        )
+        if facts == first:
             return facts
-        now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(self._facts)
+        now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(first)
         differences = [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]
         raise ExecutorError(f"the new worker is not like the last one: {'; '.join(differences)}; restart the service")
 

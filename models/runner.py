@@ -3,7 +3,7 @@ but its own."""
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
     Decode,
+    MeasuredStep,
     RowResult,
     SamplingParams,
     StepPlan,
@@ -30,6 +31,10 @@ from penstock.scheduler.plan import (
 
 if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
     from penstock.models.grammars import Grammars
+
+MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
+"""Chunks of one history, and rows that are continued, of the steps that are measured at the start: together half a second
+for a model of 1.2 GB on two cores."""
 
 
 class Runner:
@@ -59,9 +64,9 @@ class Runner:
         if drafting is not None:
             drafting.attach(self._rows)
 
-    def warm(self) -> None:
+    def warm(self) -> tuple[MeasuredStep, ...]:
         """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
-        drafts cost, where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
+        steps cost, and drafts where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
         facts = self._backend.facts
         # No position is computed that no request could have: tables end with the context.
         end = min(facts.block_size, facts.max_model_len)
@@ -77,6 +82,40 @@ class Runner:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
             self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
             self._measure_asking(self._drafting)
+        return tuple(self._measure_steps())
+
+    def _measure_steps(self) -> Iterator[MeasuredStep]:
+        """Always the same ones: each rank of a group runs them."""
+        facts = self._backend.facts
+        room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
+        length = min(MEASURED_CHUNKS[-1][1], room)
+        blocks = list(range(-(-length // facts.block_size)))
+        row = AddedRow(0, 0, [0] * length, length, 0, blocks, SamplingParams(temperature=0.0))
+        chunks = [Chunk(0, start, min(end, length)) for start, end in MEASURED_CHUNKS if start < length]
+        # The first chunk is the first use of much memory: it is computed once before.
+        self.run(StepPlan(0, [], [row], [], chunks[:1], []))
+        for number, chunk in enumerate(chunks):
+            dropped, added = ([0], [row]) if number == 0 else ([], [])
+            result = self.run(StepPlan(0, dropped, added, [], [chunk], []))
+            yield MeasuredStep(chunk.start, chunk.end, 0, result.computed_us)
+        self.run(StepPlan(0, [0], [], [], [], []))
+        for number in MEASURED_DECODES:
+            rows = self._begin_short_rows(number)
+            if rows:
+                result = self.run(StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows]))
+                self.run(StepPlan(0, rows, [], [], [], []))
+                yield MeasuredStep(0, 0, len(rows), result.computed_us)
+
+    def _begin_short_rows(self, number: int) -> list[int]:
+        """So many rows of two tokens each, as far as a step has room for them; none where rows cannot be so long."""
+        facts = self._backend.facts
+        number = min(number, facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
+        if facts.block_size < 2 or facts.max_model_len < 3:
+            return []
+        sampling = SamplingParams(temperature=0.0)
+        added = [AddedRow(row, 0, [0], 1, 0, [row], sampling, max_drafts=1) for row in range(number)]
+        self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
+        return list(range(number))
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a row of one token and so many less one drafts."""
@@ -89,14 +128,9 @@ class Runner:
 
     def _measure_asking(self, drafting: Drafting) -> None:
         """Asks for drafts of rows of two tokens."""
-        facts = self._backend.facts
-        number = min(max(SIZES), facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
-        if facts.block_size < 2 or facts.max_model_len < 3:
-            return  # no row has room for a draft
-        added = [AddedRow(row, 0, [0], 1, 0, [row], SamplingParams(), max_drafts=1) for row in range(number)]
-        self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
-        drafting.measure_asking([self._rows[row] for row in range(number)])
-        self.run(StepPlan(0, list(range(number)), [], [], [], []))
+        if rows := self._begin_short_rows(max(SIZES)):
+            drafting.measure_asking([self._rows[row] for row in rows])
+            self.run(StepPlan(0, rows, [], [], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""

@@ -77,9 +77,9 @@ def serve(channel: Channel) -> int:
             grammars = _grammars(config)
             backend = load_backend(config)
             runner = Runner(backend, make_drafting(config, backend), grammars)
-            runner.warm()
+            facts = msgspec.structs.replace(backend.facts, measured_steps=runner.warm())
             gc.freeze()
-            channel.send(Kind.FACTS, backend.facts)
+            channel.send(Kind.FACTS, facts)
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone

@@ -228,7 +228,7 @@ MAX_BATCHED_TOKENS = 2048
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What a worker needs to start. The same config gives the same facts after every restart."""
+    """What a worker needs to start. The same config gives the same facts after every restart, but for times."""
 
     model: str
     """A directory in Hugging Face's layout."""
@@ -292,6 +292,16 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Where they meet: the path of a file that does not exist yet, in a directory of theirs alone."""
 
 
+class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):
+    """What a step took: of one chunk of a history, or of rows of two tokens that are continued."""
+
+    start: int
+    end: int
+    """Of the chunk; 0: there was none."""
+    decodes: int
+    computed_us: int
+
+
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What a started worker tells the service."""
 
@@ -324,6 +334,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """Slots of the host tier, numbered from 0."""
     copy_us_per_block: float = 0.0
     """About what copying one block between the tiers takes, as measured at the start."""
+    measured_steps: tuple[MeasuredStep, ...] = ()
+    """Some steps that were computed at the start, so that times can be predicted from the first request on."""
 
 
 def num_row_numbers(max_num_seqs: int) -> int:

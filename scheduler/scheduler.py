@@ -28,7 +28,7 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 from penstock.scheduler.planner import Counters, Planned, Planner
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Accepted, Change, Context, FinishReason, Request
-from penstock.scheduler.step_model import StepModel
+from penstock.scheduler.step_model import StepModel, StepWork
 from penstock.scheduler.suspects import Suspects
 from penstock.scheduler.tenants import Tenants
 from penstock.scheduler.timeline import Cause, Timeline, Timelines
@@ -52,6 +52,8 @@ class Scheduler:
         self.timelines = Timelines(config.explain_requests, clock)
         self._suspects = Suspects()
         model = StepModel(facts.copy_us_per_block * 1e-6)
+        for measured in facts.measured_steps:
+            model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
         self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
         self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
         self._planner.beginnings.is_late = self.outlook.is_late

@@ -20,7 +20,7 @@ from operator import mul
 from statistics import median
 from typing import NamedTuple
 
-from penstock.scheduler.plan import StepPlan
+from penstock.scheduler.plan import MeasuredStep, StepPlan
 
 MIN_CHUNK = 16
 """Prompt tokens that a step takes at least, whatever its target: a prompt always goes on."""
@@ -82,6 +82,13 @@ class StepWork(NamedTuple):
             end += chunk.end
         copied = len(plan.copies_out) + len(plan.copies_in)
         return cls(tokens, kv, len(plan.decodes), decode_kv, len(plan.chunks), end, copied)
+
+    @classmethod
+    def measured(cls, step: MeasuredStep) -> "StepWork":
+        """That of a step at a worker's start."""
+        tokens = step.end - step.start
+        kv = tokens * (step.start + step.end) // 2
+        return cls(tokens, kv, step.decodes, 2 * step.decodes, int(tokens > 0), step.end)
 
 
 class _Moments:

@@ -35,8 +35,14 @@ async def test_other_dtypes_come_close(tiny_model, in_process, start_engine, pro
 )
 def test_warming_leaves_no_row(tiny_model, worker_config, changes):
     runner = Runner(load_backend(worker_config(tiny_model("mistral-window9").path, **changes)))
-    runner.warm()
+    measured = runner.warm()
     assert len(runner._rows) == 0
+    room = changes.get("max_model_len", 144)
+    chunks = [(0, min(128, room)), *([(128, 144)] if room > 128 else [])]
+    assert [(step.start, step.end) for step in measured if step.end] == chunks
+    decodes = [] if room < 3 or changes.get("block_size") == 1 else [1, 16]
+    assert [step.decodes for step in measured if step.decodes] == decodes
+    assert all(step.computed_us > 0 for step in measured)
 
 
 async def test_dtype_auto_is_the_checkpoints(tiny_model, in_process):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from penstock.scheduler.plan import MeasuredStep
 from penstock.scheduler.simulate import cpu_step_s
 from penstock.scheduler.step_model import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepModel, StepWork
 
@@ -66,6 +67,24 @@ def test_nothing_is_said_before_enough_is_known():
     model = StepModel()
     assert model.predict(StepWork(0, 0, 1, 10)) is None
     assert model.max_prefill(4, 100, 0, 0.01, at_most=512) == 512
+
+
+@pytest.mark.parametrize("num_decodes", [1, 4, 16])
+@pytest.mark.parametrize("context", [0, 500])
+def test_what_a_worker_measured_at_its_start_is_enough_to_size_chunks(num_decodes, context):
+    """As of a model of 1.2 GB on two cores."""
+
+    def step_s(work: StepWork) -> float:
+        return 0.045 + 6e-4 * work.prefill_tokens + 1e-3 * work.decodes
+
+    model = StepModel()
+    for start, end, decodes in ((0, 128, 0), (128, 144, 0), (0, 0, 1), (0, 0, 16)):
+        work = StepWork.measured(MeasuredStep(start, end, decodes, 0))
+        model.observe(work, step_s(work))
+    tokens = model.max_prefill(num_decodes, 10 * num_decodes, context, None, at_most=2048)
+    chunk = StepWork(tokens, tokens * (context + tokens // 2), num_decodes, 10 * num_decodes, 1, context + tokens)
+    target_s = max(COMFORT_S, MIN_SHARE * step_s(StepWork(0, 0, num_decodes, 10 * num_decodes)))
+    assert step_s(chunk) == pytest.approx(target_s, rel=0.15)
 
 
 @pytest.mark.parametrize("seed", range(5))
