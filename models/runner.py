@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # its library is not needed by a worker whose model has no to
     from penstock.models.grammars import Grammars
 
 MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
-"""Chunks of one history, and rows that are continued, of the steps that are measured at the start: together half a second
-for a model of 1.2 GB on two cores."""
+"""Chunks of one history, and rows that are continued, of the steps that are measured at the start: half a second for a
+model of 1.2 GB on two cores."""
 
 
 class Runner:
