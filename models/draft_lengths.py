@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 MIN_CHANCE = 0.05
 """Drafts with less are not worth thinking about."""
-MIN_GAIN = 1.02
+MIN_GAIN = 1.03
 """How many times as many tokens a second drafts must bring as none would: what is known of both is not exact."""
 
 

@@ -11,15 +11,15 @@ TRIAL = 4
 class RowRecord:
     """What is remembered of a row that may be drafted for."""
 
-    __slots__ = ("chances", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
+    __slots__ = ("asked_at", "chances", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
 
     def __init__(self, max_drafts: int, worth_s: float) -> None:
         self.max_drafts = max_drafts
         self.chances = RowChances(max_drafts)
         self.worth_s = worth_s
         """Seconds that a step gains by asking for it: of late, on average."""
-        self.tried_at = 0
-        """The last step in which it was asked for, or had a draft, though that did not pay."""
+        self.asked_at = self.tried_at = 0
+        """The last steps in which it was asked for, and had a draft, though that did not pay."""
         self.is_followed = False
         """Whether the drafter reads along."""
         self.trials_left = 0

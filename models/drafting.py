@@ -251,7 +251,10 @@ class Drafting:
             for result in rows:
                 if result.row in drafted.records:
                     record, confidences = drafted.records[result.row]
-                    self._chances.learn(record.chances, confidences, len(result.token_ids) - 1)
+                    num_right = len(result.token_ids) - 1
+                    self._chances.learn(record.chances, confidences, num_right)
+                    if num_right:
+                        record.tried_at = 0  # whoever was right is worth another trial, before all others
 
     def _candidates(self, table: RowTable, plan: StepPlan) -> tuple[list[Wanted], list[Wanted]]:
         """Rows that have paid so far, or of which nothing is known; and the others."""
@@ -272,7 +275,7 @@ class Drafting:
         as far as a step's time goes. What they take is spent. A trial that has begun is ended whatever is left."""
         spare_s, spent_s = self._to_ask_s - fence_s, 0.0
         chosen: list[Wanted] = []
-        for row, most in sorted(others, key=self._tried_at):
+        for row, most in sorted(others, key=self._asked_at):
             record = self._rows[row]
             if self._drafter.feature_layers and not record.is_followed:
                 if self._may_try(spare_s):
@@ -281,7 +284,7 @@ class Drafting:
             ask_s = self._ask_costs.seconds(1, 1, self._drafter.backlog(row))
             if record.trials_left or spent_s + ask_s <= (min(spare_s, step_s) if chosen else spare_s):
                 spent_s += ask_s
-                record.tried_at = self._step
+                record.asked_at = self._step
                 chosen.append(Wanted(row, 1 if self._drafter.by_rounds else most))
         self._to_ask_s -= spent_s + (fence_s if chosen else 0.0)
         return chosen
@@ -290,8 +293,8 @@ class Drafting:
         """Whether a row that does not pay may be on trial."""
         return not self._rows.num_on_trial and spare_s >= TRIAL * self._ask_costs.seconds(1)
 
-    def _tried_at(self, wanted: Wanted) -> int:
-        return self._rows[wanted.row].tried_at
+    def _asked_at(self, wanted: Wanted) -> int:
+        return self._rows[wanted.row].asked_at
 
     def _shortened(self, wanted: list[Wanted], plan: StepPlan) -> list[Wanted]:
         """As many drafts of each row as are expected to pay. Rows that were chosen though they do not pay stay."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def sums_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter a product sums a row alike wherever it lies in its tile, as a GPU does. BLAS does not, on
+    some CPUs."""
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        product: np.ndarray = np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
+        return product
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 @pytest.fixture(scope="session")

@@ -250,20 +250,13 @@ def said_of(number: int, results: list[StepResult]) -> tuple[list[Any], list[Any
     return [(row.token_ids, row.logprobs) for row in rows], sorted(of_prompt)
 
 
-def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Rows are summed alike wherever they lie in a tile, as on a GPU: the interpreter's BLAS does not on all CPUs."""
-    product: np.ndarray = np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
-    return product
-
-
 SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS if name != "qwen3-tied-bias-yarn-windows"]
 
 
 @pytest.mark.parametrize("variant", ["qwen3-tied-bias-yarn-windows", *SOAKED])
-def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load, monkeypatch):
+def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load, sums_alike):
     """A row alone; one that has neighbours, and its prompt in parts down to a single token; and one that begins again
     with what it decoded."""
-    monkeypatch.setattr(np, "matmul", matmul_by_rows)
     runner = load(variant, deterministic=True)
     prompt = [7, 3, 150, 21, 9, 66, 8, 2]
     sampling = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=2)

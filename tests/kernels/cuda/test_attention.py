@@ -209,7 +209,7 @@ def test_random_batches(seed):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window):
+def test_prefill_bits_do_not_depend_on_the_batch_or_the_chunk(window, sums_alike):
     step = sequences(replace(SMALL, window=window), [(1, 230), (60, 100), (5, 120), (1, 40)])
     whole = computed(step, max_queries=0)
     torch.testing.assert_close(whole, expected(step), atol=2e-5, rtol=2e-5)

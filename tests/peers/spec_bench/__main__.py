@@ -6,7 +6,7 @@
 
 The targets are the demo model, and the same function in 1.2 GB of weights, so that drafts are accepted as often and a
 step costs what a real model's does. A service for each drafter, and one without, all run; one of them at a time is sent
-as many requests as there are at once, and then the next one the same. What they answer must be the same tokens. A
+some requests, of which so many run at once, and then the next one the same. What they answer must be the same tokens. A
 figure is only as good as the quiet around it: run nothing else meanwhile. Fails if an answer differs, never because of
 a figure.
 """
@@ -30,18 +30,20 @@ from cpu_bench.runners.penstock_service import service
 from penstock.clients import AsyncClient, Delta, Finished
 from penstock.models.checkpoint import DEMO, DEMO_DRAFTERS, resolve_model
 from spec_bench.widen import widen
-from spec_bench.workloads import Text, texts
+from spec_bench.workloads import texts
 
 NONE = "none"
 MODELS = dict(zip(("draft_model", "eagle3"), DEMO_DRAFTERS, strict=True))
 """Of methods with weights."""
 METHODS = ("ngram", "suffix", *MODELS)
-TURNS = {"demo": 8, "wide": 1}
-"""In a repetition, of the targets; four times as many of one request."""
+TURNS = {"demo": 4, "wide": 1}
+"""In a repetition, of the targets."""
+REQUESTS = {1: 4, 16: 3}
+"""Of a turn, times as many as run at once: so that most of its time so many do."""
 
 
 class Set(NamedTuple):
-    """Requests that are sent at once to a service."""
+    """Requests that are sent to a service in a turn."""
 
     target: str
     text: str
@@ -107,22 +109,24 @@ class Bench:
             for method in (NONE, *self._arguments.methods):
                 folder = stack.enter_context(TemporaryDirectory())
                 _, addresses[method], _, _ = stack.enter_context(service(str(model), folder, self._flags(method)))
+            num_asked = 0
             for repetition in range(self._arguments.repetitions):
                 for concurrency in self._arguments.concurrency:
-                    turns = TURNS[target] * (1 if concurrency > 1 else 4)
-                    for text in texts(turns * concurrency, repetition * turns * concurrency):
+                    turns, number = TURNS[target], REQUESTS.get(concurrency, 3) * concurrency
+                    for text in texts(turns * number, num_asked):
                         for turn in range(turns):
-                            self._take_turn(addresses, target, text, concurrency, repetition * turns + turn)
+                            prompts = text.prompts[turn * number :][:number]
+                            which = Set(target, text.name, concurrency, NONE, repetition * turns + turn)
+                            self._take_turn(addresses, which, prompts, text.temperature)
+                    num_asked += turns * number
 
-    def _take_turn(self, addresses: dict[str, str], target: str, text: Text, concurrency: int, turn: int) -> None:
+    def _take_turn(self, addresses: dict[str, str], which: Set, prompts: Sequence[str], temperature: float) -> None:
         """The same requests to each service, who begins in turn."""
-        begin = turn * concurrency % len(text.prompts)
-        prompts = text.prompts[begin : begin + concurrency]
-        first = turn % len(addresses)
+        first = which.turn % len(addresses)
         methods = [*addresses][first:] + [*addresses][:first]
         for method in methods:
-            answers, seconds = asyncio.run(self._send(addresses[method], prompts, text.temperature))
-            self._take(answers, seconds, Set(target, text.name, concurrency, method, turn))
+            answers, seconds = asyncio.run(self._send(addresses[method], prompts, temperature, which.concurrency))
+            self._take(answers, seconds, which._replace(method=method))
 
     def _flags(self, method: str) -> list[str]:
         if method == NONE:
@@ -141,15 +145,19 @@ class Bench:
         return folder
 
     async def _send(
-        self, address: str, prompts: Sequence[str], temperature: float
+        self, address: str, prompts: Sequence[str], temperature: float, concurrency: int
     ) -> "tuple[list[tuple[list[int], Finished]], float]":
-        """All at once; the answers, and the seconds until all were there."""
+        """So many at once, a new one when one ends; the answers, and the seconds until all were there."""
+        turn = asyncio.Semaphore(concurrency)
+
+        async def one(seed: int, prompt: str) -> tuple[list[int], Finished]:
+            async with turn:
+                return await self._one(client, prompt, temperature, seed)
+
         async with AsyncClient(address) as client:
             await client.complete("The", max_tokens=1)
             began = time.perf_counter()
-            answers = await asyncio.gather(
-                *(self._one(client, prompt, temperature, seed) for seed, prompt in enumerate(prompts))
-            )
+            answers = await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
             return answers, time.perf_counter() - began
 
     async def _one(self, client: AsyncClient, prompt: str, temperature: float, seed: int) -> tuple[list[int], Finished]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HELD_OUT = Path(__file__).parents[2] / "models" / "heldout.jsonl"
-PASSAGE = 900
-"""Characters."""
+PASSAGE, STRIDE = 900, 97
+"""Characters: of a passage, and from one to the next of a document. So there are some 700, and what was asked before is
+not asked again."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def texts(num_prompts: int, begin: int = 0) -> tuple[Text, Text]:
     documents = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()]
     passages = [
         text[start : start + PASSAGE]
-        for start in range(0, 60 * PASSAGE, PASSAGE // 2)
+        for start in range(0, 60 * PASSAGE, STRIDE)
         for text in documents
         if len(text) >= start + PASSAGE
     ]
