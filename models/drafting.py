@@ -33,8 +33,8 @@ then it must be known well. Two, where a backend runs ahead: the first one after
 follows."""
 MUCH = 1.5
 """Times as many tokens a second."""
-LOOK_EVERY = 8
-"""Of so many steps one is looked at, where nothing pays: looking takes time as well."""
+LOOK_S = 0.005
+"""Where nothing pays a step is looked at after so many seconds: looking takes 25 us."""
 WORTH_RATE, TYPICAL_RATE, READ_RATE, USUAL_RATE = 0.2, 0.02, 0.1, 0.05
 USUAL = 0.9
 """A drafter's confidence, before it had any: high, so that it is asked at all."""
@@ -101,7 +101,8 @@ class Drafting:
         """What was earned for rows that do not pay."""
         self._plain_every = PLAIN_OFTEN
         self._num_plain = NUM_PLAIN if runs_ahead else 1
-        self._step = 0
+        self._step = self._looked_step = 0
+        self._looked_at = clock()
         self._is_idle = False
         """Whether nobody looks at the step."""
         self._choosing_s = 0.0
@@ -158,21 +159,24 @@ class Drafting:
         is drafted."""
         began = self._clock()
         self._step += 1
-        self._is_idle = not (self._rows.num_paying or self._rows.num_on_trial) and self._step % LOOK_EVERY != 0
+        is_busy = self._rows.num_paying or self._rows.num_on_trial
+        self._is_idle = not is_busy and began - self._looked_at < LOOK_S
         if self._is_idle:
             return []
+        num_steps, self._looked_step, self._looked_at = self._step - self._looked_step, self._step, began
         self._take_in()
         if not plan.max_drafts or not self._rows or 0 < self._step % self._plain_every <= self._num_plain:
             return []
-        wanted = self._wanted(table, plan)
+        wanted = self._wanted(table, plan, num_steps)
         self._choosing_s = self._clock() - began
         return wanted
 
-    def _wanted(self, table: RowTable, plan: StepPlan) -> list[Wanted]:
+    def _wanted(self, table: RowTable, plan: StepPlan, num_steps: int) -> list[Wanted]:
+        """``num_steps``: since the last one that was looked at."""
         free, fenced = (self._costs.seconds(_num_tokens(plan), is_fenced) for is_fenced in (not self._runs_ahead, True))
         fence_s = max(0.0, fenced - free)
         is_busy = self._rows.num_paying or self._rows.num_on_trial
-        earned_s = PROBE_SHARE / 2 * free * (1 if is_busy else LOOK_EVERY)
+        earned_s = PROBE_SHARE / 2 * free * num_steps
         self._to_ask_s = min(self._to_ask_s + earned_s, MAX_SAVED * free)
         self._to_try_s = min(self._to_try_s + earned_s, free)
         if not is_busy and self._to_ask_s < fence_s + self._ask_costs.seconds(1):

@@ -51,6 +51,8 @@ class Runner:
         self._drafting = drafting
         self._grammars = grammars
         self._put_off = PutOff()
+        self._matching: set[int] = set()
+        """Numbers of rows whose output must match a grammar."""
         self._clock = clock
         self._done_at = 0
         self._newest = threading.Event()
@@ -158,8 +160,11 @@ class Runner:
                 drafting.forget(rows[number])
         fresh = rows.apply(plan)
         self._backend.renew(fresh)
+        if self._matching:
+            self._matching.difference_update(plan.dropped)
         for added in plan.added:
             if added.grammar:
+                self._matching.add(added.row)
                 assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
                 rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens)
                 if self._grammars.puts_off:
@@ -187,10 +192,10 @@ class Runner:
 
     def _matched(self, plan: StepPlan) -> list[Wanted]:
         """Rows that the plan continues, whose grammars may force tokens."""
-        if self._grammars is None or not plan.max_drafts:
+        if not self._matching or not plan.max_drafts:
             return []
-        rows = [(self._rows[decode.row], decode.max_tokens - 1) for decode in plan.decodes]
-        return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if row.matcher is not None and most > 0]
+        rows = [(self._rows[one.row], one.max_tokens - 1) for one in plan.decodes if one.row in self._matching]
+        return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if most > 0]
 
     def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
         is_fenced = self._newest.is_set()
