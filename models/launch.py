@@ -77,7 +77,11 @@ class WorkerProcess:
         self._facts = facts
         # Nothing is chosen anew, so a reason why the best cannot be had is not told anew either.
         self._config = msgspec.structs.replace(
-            self._config, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len, backend=facts.backend
+            self._config,
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            backend=facts.backend,
+            measures_steps=False,
         )
         return facts
 

@@ -66,9 +66,9 @@ class Runner:
         if drafting is not None:
             drafting.attach(self._rows)
 
-    def warm(self) -> tuple[MeasuredStep, ...]:
+    def warm(self) -> None:
         """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
-        steps cost, and drafts where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
+        drafts cost, where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
         facts = self._backend.facts
         # No position is computed that no request could have: tables end with the context.
         end = min(facts.block_size, facts.max_model_len)
@@ -84,10 +84,10 @@ class Runner:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
             self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
             self._measure_asking(self._drafting)
-        return tuple(self._measure_steps())
 
-    def _measure_steps(self) -> Iterator[MeasuredStep]:
-        """Always the same ones: each rank of a group runs them."""
+    def measure_steps(self) -> Iterator[MeasuredStep]:
+        """Runs some, and tells what they took. Always the same ones: each rank of a group runs them. Leaves nothing
+        behind either."""
         facts = self._backend.facts
         room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
         length = min(MEASURED_CHUNKS[-1][1], room)

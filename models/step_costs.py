@@ -37,7 +37,7 @@ class StepCosts:
         self.most = most
         self._scales = [1.0, 1.0]
         self._rising: list[float] | None = None
-        self._know({1: guess[0], 64: guess[1]})
+        self._know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
 
     def measure(self, run: Callable[[int], None], most: int, clock: Callable[[], float]) -> None:
         """``run`` computes a step of so many tokens, up to ``most``; ``clock`` tells seconds."""
@@ -50,7 +50,7 @@ class StepCosts:
                 break
             run(size)
             best[size] = min(best.get(size, float("inf")), max(MIN_S, clock() - began))
-        self._know(best)
+        self._know(best, MEASURED_WEIGHT)
 
     def seconds(self, num_tokens: int, is_fenced: bool = True) -> float:
         """Of a step; ``is_fenced``: it begins when the last one is over."""
@@ -77,10 +77,10 @@ class StepCosts:
             self._weights[at] = min(MAX_WEIGHT, weight + part)
         self._rising = None
 
-    def _know(self, seconds: dict[int, float]) -> None:
-        """Of these sizes what they take; others are guessed from them."""
+    def _know(self, seconds: dict[int, float], weight: float) -> None:
+        """Of these sizes what they take, and how well that is known; others are guessed from them."""
         sizes = sorted(size for size in seconds if size <= self.most)
-        known = _rising([seconds[size] for size in sizes], [1.0] * len(sizes))
+        known = _isotonic([seconds[size] for size in sizes], [1.0] * len(sizes))
         self._sizes = sorted({*(size for size in (*SIZES, *LARGER) if size < self.most), self.most, *sizes})
         if sizes[-1] < self.most:
             width = sizes[-1] - sizes[-2] if len(sizes) > 1 else sizes[-1]
@@ -88,14 +88,14 @@ class StepCosts:
             known.append(known[-1] + slope * (self.most - sizes[-1]))
             sizes.append(self.most)
         self._seconds: list[float] = np.interp(self._sizes, sizes, known).tolist()
-        self._weights = [MEASURED_WEIGHT if size in seconds else GUESSED_WEIGHT for size in self._sizes]
+        self._weights = [weight if size in seconds else GUESSED_WEIGHT for size in self._sizes]
         self._rising = None
 
     def _rising_seconds(self) -> list[float]:
         """At the sizes: more tokens never take less."""
         rising = self._rising
         if rising is None:
-            rising = self._rising = _rising(self._seconds, self._weights)
+            rising = self._rising = _isotonic(self._seconds, self._weights)
         return rising
 
     def _parts(self, num_tokens: int) -> tuple[tuple[int, float], ...]:
@@ -110,7 +110,7 @@ class StepCosts:
         return ((at - 1, 1.0 - part), (at, part))
 
 
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The nearest values that never fall, by squares: more tokens never take less, so where they seem to, all of these
     sizes take their mean, by how well each is known. (Pool adjacent violators.)"""
     pools: list[tuple[float, float, int]] = []

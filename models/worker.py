@@ -77,9 +77,10 @@ def serve(channel: Channel) -> int:
             grammars = _grammars(config)
             backend = load_backend(config)
             runner = Runner(backend, make_drafting(config, backend), grammars)
-            facts = msgspec.structs.replace(backend.facts, measured_steps=runner.warm())
+            runner.warm()
+            measured = tuple(runner.measure_steps()) if config.measures_steps else ()
             gc.freeze()
-            channel.send(Kind.FACTS, facts)
+            channel.send(Kind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone

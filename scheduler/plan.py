@@ -290,6 +290,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Which of them this worker is. All get every plan; only the results of rank 0 are told."""
     rendezvous: str = ""
     """Where they meet: the path of a file that does not exist yet, in a directory of theirs alone."""
+    measures_steps: bool = True
+    """Whether some steps are computed for ``measured_steps``: not for a worker that replaces another."""
 
 
 class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):

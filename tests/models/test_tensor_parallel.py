@@ -67,7 +67,7 @@ class RankZero:
         self._inner, self._connection = inner, connection
 
     async def start(self):
-        other = msgspec.structs.replace(self._inner._config, tensor_parallel_rank=1)
+        other = msgspec.structs.replace(self._inner._config, tensor_parallel_rank=1, measures_steps=False)
         self._connection.sendall(encode_frame(Kind.CONFIG, other))
         facts = await self._inner.start()
         self._inner._runner.warm()
