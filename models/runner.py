@@ -170,7 +170,8 @@ class Runner:
                 if self._grammars.puts_off:
                     self._put_off.add(rows[added.row])
         if drafting is not None:
-            drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
+            if fresh or plan.copies_in:
+                drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
                 drafting.add(rows[added.row])
 
