@@ -13,9 +13,9 @@ class RowRecord:
 
     __slots__ = ("asked_at", "chances", "is_followed", "max_drafts", "trials_left", "tried_at", "worth_s")
 
-    def __init__(self, max_drafts: int, worth_s: float) -> None:
+    def __init__(self, max_drafts: int, chances: RowChances, worth_s: float) -> None:
         self.max_drafts = max_drafts
-        self.chances = RowChances(max_drafts)
+        self.chances = chances
         self.worth_s = worth_s
         """Seconds that a step gains by asking for it: of late, on average."""
         self.asked_at = self.tried_at = 0

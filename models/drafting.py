@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.models.ask_costs import AskCosts
 from penstock.models.batch import Batch, FeatureLines
-from penstock.models.draft_chances import DraftChances
+from penstock.models.draft_chances import ClassChances, RowChances
 from penstock.models.draft_lengths import choose_lengths, choose_rounds
 from penstock.models.draft_rows import TRIAL, DraftedRows, RowRecord
 from penstock.models.drafter import Drafter, Proposal, Wanted
@@ -85,7 +85,8 @@ class Drafting:
         self._ask_costs = AskCosts(costs.most)
         self._runs_ahead = runs_ahead
         self._clock = clock
-        self._chances = DraftChances()
+        self._greedy, self._drawn = ClassChances(), ClassChances()
+        """Of rows at temperature 0, and of others: drafts are the likeliest token more often than one that is drawn."""
         self._usual = [USUAL] * max_drafts
         """Confidences, by a draft's place."""
         self._rows = DraftedRows(drafter)
@@ -147,7 +148,9 @@ class Drafting:
     def add(self, row: Row) -> None:
         """A row begins."""
         if row.max_drafts and row.pooled is None:
-            record = RowRecord(min(row.max_drafts, self._max_drafts), self._typical_s)
+            most = min(row.max_drafts, self._max_drafts)
+            chances = RowChances(most, self._drawn if row.sampling.temperature else self._greedy)
+            record = RowRecord(most, chances, self._typical_s)
             self._rows.add(row, record, self._may_try(self._to_ask_s))
 
     def forget(self, row: Row) -> None:
@@ -173,13 +176,14 @@ class Drafting:
 
     def _wanted(self, table: RowTable, plan: StepPlan, num_steps: int) -> list[Wanted]:
         """``num_steps``: since the last one that was looked at."""
-        free, fenced = (self._costs.seconds(_num_tokens(plan), is_fenced) for is_fenced in (not self._runs_ahead, True))
-        fence_s = max(0.0, fenced - free)
+        num_tokens = _num_tokens(plan)
+        free = self._costs.seconds(num_tokens, not self._runs_ahead)
+        fence_s = max(0.0, self._costs.seconds(num_tokens) - free) if self._runs_ahead else 0.0
         is_busy = self._rows.num_paying or self._rows.num_on_trial
         earned_s = PROBE_SHARE / 2 * free * num_steps
         self._to_ask_s = min(self._to_ask_s + earned_s, MAX_SAVED * free)
         self._to_try_s = min(self._to_try_s + earned_s, free)
-        if not is_busy and self._to_ask_s < fence_s + self._ask_costs.seconds(1):
+        if not is_busy and self._to_ask_s < fence_s + self._least_s():
             return []
         paying, others = self._candidates(table, plan)
         if paying and sum(self._rows[row].worth_s for row, _ in paying) < fence_s:
@@ -198,7 +202,7 @@ class Drafting:
         records = [self._rows[row] for row, _ in wanted]
         proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
         chances = [
-            self._chances.estimate(record.chances, proposal.confidences[:most])
+            record.chances.estimate(proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)
         ]
         seconds = self._step_seconds(plan, sum(map(len, chances)))
@@ -256,7 +260,7 @@ class Drafting:
                 if result.row in drafted.records:
                     record, confidences = drafted.records[result.row]
                     num_right = len(result.token_ids) - 1
-                    self._chances.learn(record.chances, confidences, num_right)
+                    record.chances.learn(confidences, num_right)
                     if num_right:
                         record.tried_at = 0  # whoever was right is worth another trial, before all others
 
@@ -293,6 +297,11 @@ class Drafting:
         self._to_ask_s -= spent_s + (fence_s if chosen else 0.0)
         return chosen
 
+    def _least_s(self) -> float:
+        """What a row takes at least to be asked for, or to be on trial, where none is."""
+        askings = TRIAL if self._drafter.feature_layers and not self._rows.num_followed else 1
+        return askings * self._ask_costs.seconds(1)
+
     def _may_try(self, spare_s: float) -> bool:
         """Whether a row that does not pay may be on trial."""
         return not self._rows.num_on_trial and spare_s >= TRIAL * self._ask_costs.seconds(1)
@@ -305,7 +314,7 @@ class Drafting:
         paying = [one for one in wanted if self._rows[one.row].worth_s >= 0.0]
         if not paying:
             return wanted
-        chances = [self._chances.estimate(self._rows[row].chances, self._usual[:most]) for row, most in paying]
+        chances = [self._rows[row].chances.estimate(self._usual[:most]) for row, most in paying]
         seconds = self._step_seconds(plan, sum(map(len, chances)))
         read_s, number = len(paying) * self._read_s, len(paying)
         rounds = choose_rounds(
