@@ -124,9 +124,9 @@ class DraftModelDrafter(Drafter):
         self._backend.renew(list(block_ids))
 
     def backlog(self, row: Row) -> int:
-        """Tokens that the draft model has not read, besides the newest; but for what it finds in the cache."""
+        """Tokens that the draft model would read of it, besides the newest; but for what it finds in the cache."""
         draft = self._drafts.get(row)
-        return max(0, len(row.history) - 1 - (0 if draft is None else draft.num_computed))
+        return max(0, min(self._max_tokens, len(row.history) - (0 if draft is None else draft.num_computed)) - 1)
 
     def forget(self, row: Row) -> None:
         """The row is dropped."""

@@ -42,7 +42,7 @@ class Drafter(ABC):
         return True
 
     def backlog(self, row: Row) -> int:
-        """Tokens that it must read before it can draft for a row, besides the newest."""
+        """Tokens that it would read of a row if it were asked for it now, besides the newest."""
         return 0
 
     def follow(self, row: Row) -> None:  # noqa: B027

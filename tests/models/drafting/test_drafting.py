@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
+from penstock.models.ask_costs import AskCosts
 from penstock.models.batch import build_batch
 from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
 from penstock.models.drafter import Drafter, Proposal
@@ -192,6 +193,24 @@ def test_drafts_that_are_always_right_are_as_long_as_may_be(simulation, num_rows
     assert speed > 0.95 * best
     if seconds is idle:
         assert all(one.num_steps <= 540 // 9 + 10 for one in told)
+
+
+def test_what_a_drafter_reads_takes_other_time_than_what_it_drafts():
+    now = 0.0
+
+    def run(size):
+        nonlocal now
+        now += 1e-4 + 1e-5 * size
+
+    costs = AskCosts(2048)
+    costs.measure(run, 64, lambda: now)
+    assert costs.seconds(4, 3) == pytest.approx(3 * 1.4e-4)
+    for _ in range(60):
+        costs.observe(1, 2, 256, 2 * 2.2e-4 + 256 * 2e-6)
+        for _ in range(4):
+            costs.observe(1, 2, 0, 2 * 2.2e-4)
+    assert costs.seconds(1, 3) == pytest.approx(3 * 2.2e-4, rel=0.05)
+    assert costs.seconds(1, 1, 600) == pytest.approx(2.2e-4 + 600 * 2e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.45, 0.6])
