@@ -39,13 +39,25 @@ def read_tokenizer(
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at the beginning of an output, which has been asked once what may come: so its copies know already what
-    takes long to find out. Raises GrammarError."""
+    takes long to find out. Raises GrammarError, also for a grammar that the library gives up at the first token."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(reason_of(matcher))
+    begun = _after_one_token(matcher, tokenizer) if not matcher.is_error() else None
+    for one in (matcher, begun):
+        if one is not None and one.is_error():
+            raise GrammarError(reason_of(one))
     return matcher
+
+
+def _after_one_token(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher | None:
+    """Of those that may come first, but for an end; None where there is none."""
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    for token_id in tokenizer.eos_tokens:
+        allowed &= ~(1 << token_id)
+    if not allowed:
+        return None
+    begun = matcher.deep_copy()
+    begun.consume_token(allowed.bit_length() - 1)
+    return begun
 
 
 def reason_of(matcher: LLMatcher) -> str:
