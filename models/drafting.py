@@ -33,8 +33,9 @@ then it must be known well. Two, where a backend runs ahead: the first one after
 follows."""
 MUCH = 1.5
 """Times as many tokens a second."""
-LOOK_S = 0.005
-"""Where nothing pays a step is looked at after so many seconds: looking takes 25 us."""
+LOOK_S, MAX_LOOK_S = 0.005, 0.1
+"""Where nothing pays a step is looked at after so many seconds, since looking takes 25 us; and later where nobody could
+be asked for any sooner, but not after more than this."""
 WORTH_RATE, TYPICAL_RATE, READ_RATE, USUAL_RATE = 0.2, 0.02, 0.1, 0.05
 USUAL = 0.9
 """A drafter's confidence, before it had any: high, so that it is asked at all."""
@@ -103,7 +104,7 @@ class Drafting:
         self._plain_every = PLAIN_OFTEN
         self._num_plain = NUM_PLAIN if runs_ahead else 1
         self._step = self._looked_step = 0
-        self._looked_at = clock()
+        self._look_at = 0.0
         self._is_idle = False
         """Whether nobody looks at the step."""
         self._choosing_s = 0.0
@@ -163,27 +164,29 @@ class Drafting:
         began = self._clock()
         self._step += 1
         is_busy = self._rows.num_paying or self._rows.num_on_trial
-        self._is_idle = not is_busy and began - self._looked_at < LOOK_S
+        self._is_idle = not is_busy and began < self._look_at
         if self._is_idle:
             return []
-        num_steps, self._looked_step, self._looked_at = self._step - self._looked_step, self._step, began
+        self._look_at = began + LOOK_S
         self._take_in()
         if not plan.max_drafts or not self._rows or 0 < self._step % self._plain_every <= self._num_plain:
             return []
-        wanted = self._wanted(table, plan, num_steps)
+        wanted = self._wanted(table, plan)
         self._choosing_s = self._clock() - began
         return wanted
 
-    def _wanted(self, table: RowTable, plan: StepPlan, num_steps: int) -> list[Wanted]:
-        """``num_steps``: since the last one that was looked at."""
+    def _wanted(self, table: RowTable, plan: StepPlan) -> list[Wanted]:
         num_tokens = _num_tokens(plan)
         free = self._costs.seconds(num_tokens, not self._runs_ahead)
         fence_s = max(0.0, self._costs.seconds(num_tokens) - free) if self._runs_ahead else 0.0
         is_busy = self._rows.num_paying or self._rows.num_on_trial
-        earned_s = PROBE_SHARE / 2 * free * num_steps
+        earned_s = PROBE_SHARE / 2 * free * (self._step - self._looked_step)
+        self._looked_step = self._step
         self._to_ask_s = min(self._to_ask_s + earned_s, MAX_SAVED * free)
         self._to_try_s = min(self._to_try_s + earned_s, free)
-        if not is_busy and self._to_ask_s < fence_s + self._least_s():
+        lacking_s = fence_s + self._least_s() - self._to_ask_s
+        if not is_busy and lacking_s > 0.0:
+            self._look_at += min(MAX_LOOK_S, lacking_s * 2 / PROBE_SHARE)
             return []
         paying, others = self._candidates(table, plan)
         if paying and sum(self._rows[row].worth_s for row, _ in paying) < fence_s:
