@@ -203,6 +203,7 @@ class Drafting:
                 return NOTHING
         backlog = sum(self._drafter.backlog(row) for row, _ in wanted)
         records = [self._rows[row] for row, _ in wanted]
+        num_others = sum(record.worth_s < 0.0 for record in records)
         proposals = [_valid(one, proposal) for one, proposal in zip(wanted, self._drafter.propose(wanted), strict=True)]
         chances = [
             record.chances.estimate(proposal.confidences[:most])
@@ -227,6 +228,7 @@ class Drafting:
         if self._drafter.by_rounds:
             self._learn_usual(proposals)
         took = self._clock() - began
+        self._to_ask_s -= (took + choosing_s) * num_others / len(wanted)
         self._ask_costs.observe(len(wanted), self._num_rounds(wanted), backlog, took + choosing_s)
         return Drafted(
             {number: drafts for number, drafts, _ in given}, {number: record for number, _, record in given}, took
@@ -283,7 +285,7 @@ class Drafting:
 
     def _affordable(self, others: list[Wanted], fence_s: float, step_s: float) -> list[Wanted]:
         """Those for which a drafter can be asked with what was earned, who have waited the longest; more than one only
-        as far as a step's time goes. What they take is spent. A trial that has begun is ended whatever is left."""
+        as far as a step's time goes. A trial that has begun is ended whatever is left."""
         spare_s, spent_s = self._to_ask_s - fence_s, 0.0
         chosen: list[Wanted] = []
         for row, most in sorted(others, key=self._asked_at):
@@ -297,7 +299,7 @@ class Drafting:
                 spent_s += ask_s
                 record.asked_at = self._step
                 chosen.append(Wanted(row, 1 if self._drafter.by_rounds else most))
-        self._to_ask_s -= spent_s + (fence_s if chosen else 0.0)
+        self._to_ask_s -= fence_s if chosen else 0.0
         return chosen
 
     def _least_s(self) -> float:
