@@ -105,6 +105,7 @@ class Drafting:
         self._num_plain = NUM_PLAIN if runs_ahead else 1
         self._step = self._looked_step = 0
         self._look_at = 0.0
+        """When a step is looked at next, where nothing pays."""
         self._is_idle = False
         """Whether nobody looks at the step."""
         self._choosing_s = 0.0
