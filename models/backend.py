@@ -44,6 +44,11 @@ class Backend(Protocol):
         is called later finds it done."""
         ...
 
+    def take_memory(self) -> None:
+        """Has the system give what the first requests will write, beside whatever is computed from now on. Called once,
+        when nothing is measured any more."""
+        ...
+
     def begin(self, batch: Batch) -> "Finish":
         """Has the layers run, writing the KV of every token, and the next token chosen of each row that has all its
         history computed; adds to the vectors of those that are pooled. Where that goes on without the caller, the next

@@ -139,6 +139,12 @@ class CpuBackend(AtOnce):
         recorded = None if features is None else features.array
         return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts(), recorded)
 
+    def take_memory(self) -> None:
+        """Of the first pages: their first write can cost more than what is computed meanwhile."""
+        facts, num_layers = self.facts, self.model.model.num_layers
+        page_bytes = facts.kv_bytes // facts.num_blocks * LANES // facts.block_size // num_layers
+        _populate(self._pages, num_layers, page_bytes, self._num_threads)
+
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""
         return self._program.seconds()
@@ -324,7 +330,6 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         num_threads=config.num_threads,
         hidden_size=spec.hidden_size,
     )
-    _populate(pages, spec.num_layers, block_bytes(spec, formats.kv, LANES) // spec.num_layers, config.num_threads)
     program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
 
@@ -357,10 +362,9 @@ def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> 
 
 
 def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int) -> None:
-    """Takes the memory of the first pages that will be written from the system: there, the first write can cost more
-    than what is computed meanwhile. As many threads as compute do it for a moment, beside whatever is computed then,
-    and one goes on in the time that nothing else needs. The other pages are taken as they are written, so that an idle
-    service does not hold memory for nothing."""
+    """Takes the memory of the first pages that will be written. As many threads as compute do it for a moment, and one
+    goes on in the time that nothing else needs. The other pages are taken as they are written, so that an idle service
+    does not hold memory for nothing."""
     layer_bytes = pages.num_bytes // num_layers
     wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES), POPULATED_BYTES // num_layers)
     slices = iter(range(0, wanted, SLICE_BYTES))

@@ -90,6 +90,9 @@ class CudaBackend:
         """Has slots of the host tier copied to blocks, before the next step."""
         self._host_pages.copy_in(copies)
 
+    def take_memory(self) -> None:
+        """The device's is all there."""
+
     @torch.inference_mode()
     def _warm(self) -> None:
         """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -30,11 +30,44 @@ def read_tokenizer(
     """What matchers know of a vocabulary, from a model's directory. Masks have ``vocab_size`` bits; ``special_tokens``
     are special even where tokenizer.json only has them in its vocabulary. Raises ValueError for a tokenizer whose
     tokens the library cannot tell the bytes of."""
-    library = tokenizers.Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
-    library.no_truncation()
-    library.no_padding()
-    library.add_special_tokens([token for token in special_tokens if library.token_to_id(token) is not None])
-    return LLTokenizer(library.to_str(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    described = _with_specials((Path(directory) / "tokenizer.json").read_bytes(), special_tokens)
+    return LLTokenizer(described, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def _with_specials(described: bytes, special_tokens: Sequence[str]) -> str:
+    """A tokenizer.json in which these of its tokens are special, and nothing is cut off or filled up. The vocabulary
+    is passed on as it stands, unread if that can be: reading it would take the time of all the rest."""
+    parts = msgspec.json.decode(described, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(parts.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
+    by_content = {token["content"]: token for token in added}
+    vocabulary: Mapping[str, int] = {}
+    if not by_content.keys() >= set(special_tokens):
+        vocabulary = msgspec.json.decode(parts["model"], type=_Model).ids
+    for content in special_tokens:
+        token_id = by_content[content]["id"] if content in by_content else vocabulary.get(content)
+        if token_id is not None:
+            by_content[content] = {"id": token_id, "content": content, **_SPECIAL}
+    tokens = sorted(by_content.values(), key=lambda token: token["id"])
+    nothing = msgspec.Raw(b"null")
+    changed = {"added_tokens": msgspec.Raw(msgspec.json.encode(tokens)), "truncation": nothing, "padding": nothing}
+    return msgspec.json.encode({**parts, **changed}).decode()
+
+
+_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+"""What a token is that a configuration names, as Hugging Face's library makes it."""
+
+
+class _Model(msgspec.Struct):
+    """Of tokenizer.json."""
+
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """By the tokens' names."""
+        if isinstance(self.vocab, dict):
+            return self.vocab
+        return {name: token_id for token_id, (name, _) in enumerate(self.vocab)}
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -85,6 +85,9 @@ class ReferenceBackend(AtOnce):
         """Copies slots of the host tier to blocks."""
         self._host_pages.copy_in(copies)
 
+    def take_memory(self) -> None:
+        """Is the allocator's."""
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and chooses the next tokens."""

@@ -79,6 +79,7 @@ def serve(channel: Channel) -> int:
             runner = Runner(backend, make_drafting(config, backend), grammars)
             runner.warm()
             measured = tuple(runner.measure_steps()) if config.measures_steps else ()
+            backend.take_memory()
             gc.freeze()
             channel.send(Kind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
             _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)

@@ -1,23 +1,27 @@
 """How much text one token can stand for, of the tokenizers that lose nothing of a text. Knows no requests."""
 
-from collections.abc import Container
+from collections.abc import Container, Set as AbstractSet
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 
-def longest_token_bytes(library: tokenizers.Tokenizer, special_ids: Container[int]) -> int | None:
-    """The most bytes of a caller's text that a token stands for; none of ``special_ids`` does.
+def longest_token_bytes(
+    library: tokenizers.Tokenizer, names: AbstractSet[str], special_ids: Container[int]
+) -> int | None:
+    """The most bytes of a caller's text that a token stands for; ``names`` has those of all tokens, and none of
+    ``special_ids`` stands for any.
 
     None where that can't be told: where a normalizer, an unknown token or a token that takes the spaces around it may
     make any amount of text vanish. What is left is byte-level BPE, as most models of today have it: there each
     character of a token's name is a byte.
     """
-    vocabulary = library.get_vocab(with_added_tokens=False)
-    added = [token for token_id, token in library.get_added_tokens_decoder().items() if token_id not in special_ids]
+    all_added = library.get_added_tokens_decoder()
+    added = [token for token_id, token in all_added.items() if token_id not in special_ids]
+    vocabulary = names - {token.content for token in all_added.values()}
     if library.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
         return None
-    if not isinstance(library.model, models.BPE) or not vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+    if not isinstance(library.model, models.BPE) or not vocabulary >= set(pre_tokenizers.ByteLevel.alphabet()):
         return None
     if not _is_byte_level(library.pre_tokenizer):
         return None

@@ -43,7 +43,8 @@ class Tokenizer:
         self.special_tokens = tuple(sorted(t for t in files.special_tokens if library.token_to_id(t) is not None))
         """Those that the configuration names, and tokenizer.json has."""
         library.add_special_tokens(list(self.special_tokens))
-        self.vocab_size = max(library.get_vocab().values(), default=-1) + 1
+        vocabulary = library.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Token ids lie below it; added tokens count, aliases of our own do not."""
         self.eos_token_ids = tuple(sorted(i for i in files.eos_token_ids if 0 <= i < self.vocab_size))
         """Tokens that end an output. A configuration may name ids that the tokenizer lacks: they are never chosen."""
@@ -55,11 +56,11 @@ class Tokenizer:
         self.special_ids = frozenset(specials)
         """Ids that leave no trace in a text, unless special tokens are asked for."""
         try:
-            self.pieces = Pieces(library, self.vocab_size, self.special_ids, files.decoder)
+            self.pieces = Pieces(vocabulary, self.vocab_size, self.special_ids, files.decoder)
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
-        self.longest_token_bytes = longest_token_bytes(library, specials)
+        self.longest_token_bytes = longest_token_bytes(library, vocabulary.keys(), specials)
         """The most bytes of a caller's text that one token stands for, where that is known."""
         self._specials = Specials(library, specials)
         self._library = library

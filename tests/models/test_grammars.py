@@ -5,6 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import tokenizers
+from llguidance import LLTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.models.backend import load_backend
 from penstock.models.drafter import Drafter, Proposal
@@ -295,3 +298,42 @@ def test_what_is_not_understood_is_never_passed_over(tokenizer):
     schema = '{"type": "array", "uniqueItems": true, "x-guidance": {"lenient": true}}'
     with pytest.raises(GrammarError, match="uniqueItems"):
         compile_grammar(tokenizer, to_grammar("json_schema", schema))
+
+
+def libraries():
+    """By kind: byte-level BPE, and Unigram with byte fallback, each with a token of its own and one that is special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, "ab", "<a>", "<b>"]
+    bpe = tokenizers.Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[("a", "b")]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "ab", "<a>", "<b>"]
+    unigram = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback=True))
+    unigram.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return {"bpe": bpe, "unigram": unigram}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("configured", [[], ["<new>"], ["<a>"], ["<b>", "<new>", "<a>", "<nowhere>"]])
+def test_tokens_that_a_configuration_names_are_special(kind, configured, tmp_path):
+    library = libraries()[kind]
+    library.add_special_tokens(["<b>"])
+    library.add_tokens([tokenizers.AddedToken("<new>", lstrip=True, normalized=False)])
+    library.enable_truncation(2)
+    library.enable_padding(length=40)
+    library.save(str(tmp_path / "tokenizer.json"))
+    size = library.get_vocab_size()
+
+    found = read_tokenizer(str(tmp_path), configured, size, [0])
+
+    # As the library that made the file marks them.
+    library.no_truncation()
+    library.no_padding()
+    library.add_special_tokens([token for token in configured if library.token_to_id(token) is not None])
+    expected = LLTokenizer(library.to_str(), n_vocab=size, eos_token=[0])
+    special = {i for i in range(size) if expected.is_special_token(i)}
+    assert special >= {library.token_to_id(name) for name in {"<b>", *configured} - {"<nowhere>"}}
+    assert {i for i in range(size) if found.is_special_token(i)} == special
+    for token_id in range(size):
+        assert found.decode_bytes([token_id]) == expected.decode_bytes([token_id])
+    text = "ab <a><b> <new> abab"
+    assert found.tokenize_str(text) == expected.tokenize_str(text)

@@ -127,6 +127,9 @@ class Device(AtOnce):
 
     copy_in = copy_out
 
+    def take_memory(self) -> None:
+        """There is none."""
+
     def run(self, batch: Batch) -> BatchResult:
         """Takes its time."""
         self._clock.now += self.seconds(len(batch.token_ids))
