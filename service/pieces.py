@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tokenizers
+
 
 class UnsupportedDecoder(Exception):
     """A decoder that cannot be turned into tables; the text names it."""
@@ -17,14 +19,11 @@ class Pieces:
     """The tables. A token's text is whole, or it is bytes that make a character with the tokens around it."""
 
     def __init__(
-        self, vocabulary: Mapping[str, int], vocab_size: int, special_ids: frozenset[int], decoder: Any
+        self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], decoder: Any
     ) -> None:
-        """``vocabulary`` has the ids of all tokens, ``decoder`` is that of tokenizer.json, parsed. Raises
-        UnsupportedDecoder."""
+        """``decoder`` is that of tokenizer.json, parsed. Raises UnsupportedDecoder."""
         rules = _Rules(decoder)
-        tokens: list[str | None] = [None] * vocab_size
-        for name, token_id in vocabulary.items():
-            tokens[token_id] = name
+        tokens = [tokenizer.id_to_token(token_id) for token_id in range(vocab_size)]
         self._tokens = tokens
         self._opening = rules.opening
         self.opens_differently = rules.opening is not None

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +44,7 @@ from penstock.service.operator_files import OperatorFiles
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tenants_file import Tenants
 from penstock.service.tokenizer import Tokenizer, TokenizerError
+from penstock.service.tokenizer_files import TokenizerFacts, foresee_facts
 from penstock.service.watched_files import FileError
 
 USAGE_ERROR = 2
@@ -67,7 +68,7 @@ class Prepared:
 
     server: ServerConfig
     worker: WorkerConfig
-    tokenizer: Tokenizer
+    load_tokenizer: Callable[[], Tokenizer]
     http: Address | None
     """Where the HTTP gateway listens; None is nowhere."""
     http_options: Sequence[str]
@@ -144,11 +145,11 @@ def prepare(config: ServeConfig) -> Prepared:
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
-    tokenizer = Tokenizer.load(path, config.chat_template)
+    load_tokenizer, facts = _find_tokenizer(path, config.chat_template)
     num_rows = checkpoint.spec.vocab_size
-    if tokenizer.vocab_size > num_rows:
+    if facts.vocab_size > num_rows:
         raise ModelError(
-            f"{path / 'tokenizer.json'}: has {tokenizer.vocab_size:,} tokens, and vocab_size in config.json is "
+            f"{path / 'tokenizer.json'}: has {facts.vocab_size:,} tokens, and vocab_size in config.json is "
             f"{num_rows:,}: the two are of different models"
         )
     scheduler = SchedulerConfig(
@@ -181,8 +182,23 @@ def prepare(config: ServeConfig) -> Prepared:
         grace_s=config.shutdown_grace,
         checks_grammars_soon=True,
     )
-    worker = replace(_worker_config(config, path, tokenizer, machine), speculation=speculation)
-    return Prepared(server, worker, tokenizer, http, http_options(config))
+    worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)
+    return Prepared(server, worker, load_tokenizer, http, http_options(config))
+
+
+def _find_tokenizer(path: Path, chat_template: Path | None) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
+    """What reads the tokenizer, and what the worker is told of it, which mostly can be known before."""
+    facts = foresee_facts(path)
+    if facts is None:
+        tokenizer = Tokenizer.load(path, chat_template)
+        return lambda: tokenizer, tokenizer.facts
+
+    def load() -> Tokenizer:
+        tokenizer = Tokenizer.load(path, chat_template)
+        assert tokenizer.facts == facts, "the worker was told something else"
+        return tokenizer
+
+    return load, facts
 
 
 def http_options(config: ServeConfig) -> Sequence[str]:
@@ -198,7 +214,7 @@ def http_options(config: ServeConfig) -> Sequence[str]:
     )
 
 
-def _worker_config(config: ServeConfig, path: Path, tokenizer: Tokenizer, machine: Machine) -> WorkerConfig:
+def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, machine: Machine) -> WorkerConfig:
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
@@ -233,7 +249,7 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: Tokenizer, machin
         cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=tokenizer.vocab_size,
-        tokenizer=str(tokenizer.directory.resolve()),
+        tokenizer=str(path.resolve()),
         special_tokens=tokenizer.special_tokens,
         eos_token_ids=tokenizer.eos_token_ids,
         load_format=config.load_format,
@@ -255,7 +271,7 @@ class _Life:
         self._http = None
         if prepared.http is not None:
             self._http = HttpGateway(prepared.http, prepared.http_options)
-        self._server = Server(prepared.server, self._engine, prepared.tokenizer, self._http)
+        self._server = Server(prepared.server, self._engine, prepared.load_tokenizer, self._http)
         self._start: asyncio.Task[str] | None = None
         self._signal = 0
         self._has_failed = False
@@ -287,16 +303,17 @@ class _Life:
         return int(self._has_failed)
 
     def _greet(self, bound: str) -> None:
-        config, tokenizer, facts = self._prepared.server, self._prepared.tokenizer, self._engine.facts
+        config, facts = self._prepared.server, self._engine.facts
+        has_chat_template = self._server.tokenizer.has_chat_template
         wants_key = not isinstance(config.authenticator, Everyone)
         transport = Transport.PLAIN
         if config.tls is not None:
             transport = Transport.MUTUAL_TLS if config.tls.is_mutual else Transport.TLS
-        calls = str(Calls(Address.parse(bound), tokenizer.has_chat_template, wants_key, transport))
+        calls = str(Calls(Address.parse(bound), has_chat_template, wants_key, transport))
         if self._server.http_target is not None:
             http = Address.parse(self._server.http_target)
             has_tls = transport is not Transport.PLAIN
-            calls += f"\n\n{HttpCalls(http, config.model_name, tokenizer.has_chat_template, wants_key, has_tls)}"
+            calls += f"\n\n{HttpCalls(http, config.model_name, has_chat_template, wants_key, has_tls)}"
         if self._server.admin_target is not None:
             admin = Address.parse(self._server.admin_target)
             admin_transport = Transport.PLAIN if admin.is_local else transport

@@ -65,6 +65,8 @@ from penstock.v1 import (
 
 _log = logging.getLogger(__name__)
 
+HEAD_START_S = 0.01
+"""For the worker to be told what to load, before the tokenizer's library keeps the interpreter to itself for a while."""
 FLUSH_S = 1.0
 """How long last words may take to be read, when the service goes down."""
 _STREAMS_BESIDES = 64
@@ -128,13 +130,17 @@ class Server:
     """One service: a listener for callers, one for operators, and what serves HTTP in front of it."""
 
     def __init__(
-        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, http: HttpGateway | None = None
+        self,
+        config: ServerConfig,
+        engine: Engine,
+        load_tokenizer: Callable[[], Tokenizer],
+        http: HttpGateway | None = None,
     ) -> None:
-        """Raises ListenError for an address that is none. The engine and ``http`` are started and stopped by the
-        server."""
+        """``load_tokenizer`` is called once, on another thread, while the engine starts. Raises ListenError for an
+        address that is none. The engine and ``http`` are started and stopped by the server."""
         self._config = config
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._load_tokenizer = load_tokenizer
         self._http = http
         self._address = Address.parse(config.listen)
         self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
@@ -150,8 +156,10 @@ class Server:
         self._hurry = asyncio.Event()
         self._running: _Running | None = None
         self._stopped: asyncio.Task[None] | None = None
+        self.tokenizer: Tokenizer
+        """From ``start`` on."""
         self.admin_target: str | None = None
-        """Where the administration listens, from ``start`` on."""
+        """Where the administration listens, from then on."""
         self.http_target: str | None = None
         """The same of the HTTP gateway."""
         self.metrics_target: str | None = None
@@ -160,15 +168,16 @@ class Server:
     async def start(self) -> str:
         """Starts the engine, then listens; returns the address with the port that was bound.
 
-        Raises ListenError, before the engine starts if it can be known, and ExecutorError.
+        Raises ListenError, before the engine starts if it can be known, ExecutorError, and what ``load_tokenizer``
+        raises.
         """
         self._address.check_free()
         if self._admin_address is not None:
             self._admin_address.check_free()
-        facts = await self._engine.start()
+        facts = await self._load()
         running = None
         try:
-            running = _Running(self._config, self._engine, self._tokenizer, facts, self._health)
+            running = _Running(self._config, self._engine, self.tokenizer, facts, self._health)
             if self._admin_address is not None:
                 running.add_admin(self._admin_address, self._loop_lag, self._is_going_down)
             private = () if self._http is None else (self._http.open(),)
@@ -193,6 +202,19 @@ class Server:
         self._file_watch.start()
         self._loop_lag.start(asyncio.get_running_loop())
         return bound
+
+    async def _load(self) -> WorkerFacts:
+        """The worker loads the model while this process reads the tokenizer, which both take seconds."""
+        starting = asyncio.create_task(self._engine.start())
+        try:
+            await asyncio.sleep(HEAD_START_S)
+            self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._engine.stop()
+            raise
+        return await starting
 
     async def serve_until_stopped(self) -> None:
         """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the

@@ -19,7 +19,7 @@ from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials, without_marks
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
-from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer
+from penstock.service.tokenizer_files import TokenizerError, TokenizerFacts, TokenizerFiles, read_tokenizer
 
 __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
@@ -40,14 +40,12 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self.directory = files.path.parent
-        self.special_tokens = tuple(sorted(t for t in files.special_tokens if library.token_to_id(t) is not None))
-        """Those that the configuration names, and tokenizer.json has."""
-        library.add_special_tokens(list(self.special_tokens))
         vocabulary = library.get_vocab()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        """Token ids lie below it; added tokens count, aliases of our own do not."""
-        self.eos_token_ids = tuple(sorted(i for i in files.eos_token_ids if 0 <= i < self.vocab_size))
-        """Tokens that end an output. A configuration may name ids that the tokenizer lacks: they are never chosen."""
+        self.facts = facts = TokenizerFacts.of(vocabulary, files.special_tokens, files.eos_token_ids)
+        self.vocab_size, self.special_tokens, self.eos_token_ids = (
+            facts.vocab_size, facts.special_tokens, facts.eos_token_ids
+        )  # fmt: skip
+        library.add_special_tokens(list(self.special_tokens))
         specials = {
             token_id: token
             for token_id, token in library.get_added_tokens_decoder().items()
@@ -56,7 +54,7 @@ class Tokenizer:
         self.special_ids = frozenset(specials)
         """Ids that leave no trace in a text, unless special tokens are asked for."""
         try:
-            self.pieces = Pieces(vocabulary, self.vocab_size, self.special_ids, files.decoder)
+            self.pieces = Pieces(library, self.vocab_size, self.special_ids, files.decoder)
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error

@@ -1,10 +1,10 @@
 """Reads a model's tokenizer from its directory. Knows nothing of what is done with it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import tokenizers
@@ -33,15 +33,52 @@ class TokenizerFiles:
     template: ChatTemplate | None
 
 
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a worker is told of the tokenizer."""
+
+    vocab_size: int
+    """Token ids lie below it; added tokens count, aliases of our own do not."""
+    special_tokens: tuple[str, ...]
+    """Those that the configuration names, and tokenizer.json has, in order."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an output. A configuration may name ids that the tokenizer lacks: they are never chosen."""
+
+    @classmethod
+    def of(cls, ids: Mapping[str, int], special_tokens: Iterable[str], eos_token_ids: Iterable[int]) -> Self:
+        """From the ids of all tokens, and what the files say."""
+        vocab_size = max(ids.values(), default=-1) + 1
+        return cls(
+            vocab_size,
+            tuple(sorted({token for token in special_tokens if token in ids})),
+            tuple(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size})),
+        )
+
+
+def foresee_facts(directory: Path) -> TokenizerFacts | None:
+    """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
+    tell, which gives some tokens other ids than the file does. Raises TokenizerError."""
+    try:
+        described = msgspec.json.decode(_read_tokenizer_json(directory), type=_Vocabulary)
+    except msgspec.MsgspecError:
+        return None
+    ids = described.ids()
+    if ids is None:
+        return None
+    config = _read_config(directory)
+    named = named_tokens(config)
+    special_tokens = frozenset(named.values()) | frozenset(unnamed_tokens(config))
+    return TokenizerFacts.of(ids, special_tokens, _eos_token_ids(directory, ids.get(named.get("eos_token", ""))))
+
+
 def read_tokenizer(directory: Path, chat_template: Path | None = None) -> TokenizerFiles:
     """Reads tokenizer.json and what stands beside it; ``chat_template`` takes the place of the model's own template.
 
     Raises TokenizerError.
     """
     path = directory / "tokenizer.json"
-    data = _read(path, "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it")
-    library, decoder = _load(path, data)
-    config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    library, decoder = _load(path, _read_tokenizer_json(directory))
+    config = _read_config(directory)
     named = named_tokens(config)
     return TokenizerFiles(
         path=path,
@@ -51,6 +88,43 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
         eos_token_ids=frozenset(_eos_token_ids(directory, library.token_to_id(named.get("eos_token", "")))),
         template=_read_template(directory, chat_template, config, named),
     )
+
+
+def _read_tokenizer_json(directory: Path) -> bytes:
+    remedy = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it"
+    return _read(directory / "tokenizer.json", remedy)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+
+
+class _VocabularyModel(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    """What tokenizer.json says of ids."""
+
+    model: _VocabularyModel
+    added_tokens: list[_AddedToken] = []
+
+    def ids(self) -> dict[str, int] | None:
+        """Of all tokens; None where the file's may not be the library's, which numbers added tokens by itself: each as
+        the model does, or else from its last one on."""
+        vocab = self.model.vocab
+        ids = dict(vocab) if isinstance(vocab, dict) else {name: index for index, (name, _) in enumerate(vocab)}
+        if len(ids) < len(vocab) or set(ids.values()) != set(range(len(ids))):
+            return None
+        for token in self.added_tokens:
+            if ids.setdefault(token.content, len(ids)) != token.id:
+                return None
+        return ids
 
 
 class _Model(msgspec.Struct):

@@ -123,7 +123,7 @@ async def serve_grpc() -> None:
     )
     scheduler = SchedulerConfig()
     config = ServerConfig(model_name="fake", listen="127.0.0.1:0", scheduler=scheduler)
-    print(await Server(config, Engine(executor, scheduler), tokenizer).start(), flush=True)
+    print(await Server(config, Engine(executor, scheduler), lambda: tokenizer).start(), flush=True)
     await asyncio.Event().wait()
 
 

@@ -198,7 +198,9 @@ async def with_service(
     engine = Engine(executor, scheduler)
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = byte_tokenizer(Path(directory))
-    server = Server(ServerConfig(model_name="fake", listen="127.0.0.1:0", scheduler=scheduler), engine, tokenizer)
+    server = Server(
+        ServerConfig(model_name="fake", listen="127.0.0.1:0", scheduler=scheduler), engine, lambda: tokenizer
+    )
     target = await server.start()
     clients = [start_client(target, task) for task in tasks]
     try:

@@ -72,7 +72,7 @@ class RealService:
             scheduler=self._scheduler,
             authenticator=self._authenticator,
         )
-        self.server = Server(config, self.engine, self._tokenizer)
+        self.server = Server(config, self.engine, lambda: self._tokenizer)
         self.target = await self.server.start()
         return self
 

@@ -123,7 +123,7 @@ async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService
             scheduler = scheduler or SchedulerConfig()
             engine = engine or Engine(executor, scheduler)
             settings: dict[str, Any] = {"model_name": "bytes", "listen": "127.0.0.1:0", "scheduler": scheduler} | config
-            server = Server(ServerConfig(**settings), engine, tokenizer or byte_tokenizer)
+            server = Server(ServerConfig(**settings), engine, lambda: tokenizer or byte_tokenizer)
             target = await server.start()
             stack.push_async_callback(server.stop)
             channels = []

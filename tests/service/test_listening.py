@@ -118,7 +118,7 @@ class TestFailedStart:
                 f"unix:{admin}",
                 f"127.0.0.1:{port}" if fails == "metrics" else "127.0.0.1:0",
             )
-            server = Server(config, engine, byte_tokenizer, http)
+            server = Server(config, engine, lambda: byte_tokenizer, http)
             if fails == "admin":
                 monkeypatch.setattr("penstock.service.admin_listener.bind", self.cannot_bind)
             with pytest.raises(ListenError):

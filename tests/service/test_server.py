@@ -390,7 +390,7 @@ async def main():
         vocab_size=26, num_blocks=30000, next_token=lambda history, sampling: 0, seconds_per_step=0.01
     )
     config = ServerConfig(model_name="fake", listen="{{listen}}", grace_s={GRACE_S})
-    server = Server(config, Engine(executor), Tokenizer.load(directory))
+    server = Server(config, Engine(executor), lambda: Tokenizer.load(directory))
     await server.start()
     await server.serve_until_stopped()
 

@@ -12,6 +12,7 @@ from penstock.service.errors import ServiceError
 from penstock.service.specials import _any_of
 from penstock.service.text_size import MAX_TEXT_BYTES
 from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.service.tokenizer_files import foresee_facts
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 
@@ -122,6 +123,11 @@ def directories(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(directories):
     return {kind: Tokenizer.load(directory) for kind, directory in directories.items()}
+
+
+@every_kind
+def test_facts_are_foreseen(kind, directories, loaded):
+    assert foresee_facts(directories[kind]) == loaded[kind].facts
 
 
 @pytest.fixture(scope="module")

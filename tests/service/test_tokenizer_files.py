@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 
 from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.tokenizer_files import foresee_facts
 
 
 @pytest.fixture
@@ -48,6 +49,23 @@ def test_vocabulary_and_end_tokens(tmp_path, library):
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.vocab_size == library.get_vocab_size()
     assert tokenizer.eos_token_ids == tuple(sorted((end, start, library.token_to_id("<|stop|>"))))
+
+
+@pytest.mark.parametrize(
+    "added, is_foreseen", [({}, True), ({"id": 300}, False), ({"content": "a"}, False)], ids=["as made", "gap", "twice"]
+)
+def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added, is_foreseen):
+    end, stop = library.token_to_id("<|end|>"), "<|stop|>"
+    library.add_tokens([tokenizers.AddedToken("plain"), tokenizers.AddedToken(stop, special=True)])
+    config = {"eos_token": stop, "extra_special_tokens": {"none": "<|none|>", "turn": "<|turn|>"}}
+    write(tmp_path, library, config=config, generation_config={"eos_token_id": [end, 10**6]})
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["added_tokens"][-2] |= added
+    file.write_text(json.dumps(described))
+    facts = Tokenizer.load(tmp_path).facts
+    assert facts.special_tokens == ("<|stop|>", "<|turn|>")
+    assert foresee_facts(tmp_path) == (facts if is_foreseen else None)
 
 
 def test_an_end_token_that_is_not_marked_special_is_special_all_the_same(tmp_path, library):
