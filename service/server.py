@@ -66,7 +66,7 @@ from penstock.v1 import (
 _log = logging.getLogger(__name__)
 
 HEAD_START_S = 0.01
-"""For the worker to be told what to load, before the tokenizer's library keeps the interpreter to itself for a while."""
+"""For the worker to be told what to load, before the tokenizer's library keeps the interpreter to itself."""
 FLUSH_S = 1.0
 """How long last words may take to be read, when the service goes down."""
 _STREAMS_BESIDES = 64

@@ -52,7 +52,9 @@ def test_vocabulary_and_end_tokens(tmp_path, library):
 
 
 @pytest.mark.parametrize(
-    "added, is_foreseen", [({}, True), ({"id": 300}, False), ({"content": "a"}, False)], ids=["as made", "gap", "twice"]
+    ("added", "is_foreseen"),
+    [({}, True), ({"id": 300}, False), ({"content": "a"}, False)],
+    ids=["as made", "gap", "twice"],
 )
 def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added, is_foreseen):
     end, stop = library.token_to_id("<|end|>"), "<|stop|>"
