@@ -27,7 +27,7 @@ MIN_CHUNK = 16
 
 COMFORT_S = 0.12
 """Between a row's tokens, where nobody has said how long it may be: streamed text still reads as fluent."""
-MIN_SHARE = 3
+MIN_SHARE = 2
 """How many times as long as its decodes alone a step with chunks may always take, where nobody has said: on a slow
 machine prompts would else hardly go on."""
 

@@ -223,7 +223,7 @@ class ServeConfig:
     target_itl: float = flag(
         0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
         "that fit; a high one favours prompts", metavar="MS", low=0, high=60_000,
-        shown="120, or three times what a step takes without prompts",
+        shown="120, or twice what a step takes without prompts",
     )  # fmt: skip
     max_num_seqs: int = flag(
         256, "sequences in a step at most, as far as it has tokens for them", metavar="N", low=1, high=4096
