@@ -500,7 +500,7 @@ class Settings(_message.Message):
     """Prompt tokens that may wait: 1 to 4,294,967,296."""
     target_itl_ms: _builtins.float
     """The time between a stream's tokens that chunks of prompts may not exceed, in milliseconds: above 0 to 60,000, or 0:
-    120 ms, or three times what a step takes without the chunks if that is more.
+    120 ms, or twice what a step takes without the chunks if that is more.
     """
     @_builtins.property
     def default_tenant(self) -> Global___TenantSettings:
