@@ -109,10 +109,10 @@ class Memory:
         self._c = library
         _with(self, library.penstock_unmap, self.address, num_bytes)
 
-    def populate(self, num_parts: int, part_bytes: int, begin: int, num_bytes: int) -> None:
-        """Takes so many bytes of each part, from ``begin`` on, from the system now, a huge page of every part in turn,
-        while others may read and write there. One call, which holds no lock of the interpreter's."""
-        self._c.penstock_populate(self.address + begin, num_parts, part_bytes, num_bytes)
+    def populate(self, begin: int, num_bytes: int) -> None:
+        """Takes so many bytes, from ``begin`` on, from the system now, while others may read and write there. One call,
+        which holds no lock of the interpreter's."""
+        self._c.penstock_populate(self.address + begin, num_bytes)
 
 
 class Library:
@@ -206,7 +206,7 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
     signatures: dict[str, tuple[object, list[object]]] = {
         "penstock_map": (address, [long]),
         "penstock_unmap": (None, [address, long]),
-        "penstock_populate": (None, [address, integer, long, long]),
+        "penstock_populate": (None, [address, long]),
         "penstock_threads": (address, [integer, address]),
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),

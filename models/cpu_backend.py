@@ -1,13 +1,9 @@
 """The backend for CPUs: a step is a call into the library, which runs the model and chooses the tokens. Imports no
 tensor library."""
 
-import contextlib
 import ctypes
 import logging
 import math
-import os
-import threading
-import time
 
 import numpy as np
 
@@ -18,6 +14,7 @@ from penstock.models.batch import Batch, BatchResult, Ids, Sampled
 from penstock.models.checkpoint import CheckpointInfo
 from penstock.models.cpu_cores import choose_cores
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.cpu_pages import FirstPages, allocate_pages
 from penstock.models.cpu_weights import open_tensors
 from penstock.models.errors import ModelError
 from penstock.models.lines import Line
@@ -53,13 +50,6 @@ MOST_BATCHED_TOKENS = 256
 TILE_TOKENS = 32
 """Products go by tiles of so many rows, or a part of it."""
 
-POPULATED_TOKENS, POPULATED_BYTES = 1 << 15, 4 << 30
-"""Of KV at most, whose memory is taken before they are there."""
-POPULATE_S = 1.0
-"""How long it may take time from the first steps."""
-SLICE_BYTES = 2 << 20
-"""Of a layer, at a time: a huge page."""
-
 
 class CpuBackend(AtOnce):
     """A ``Backend`` over the CPU library."""
@@ -76,7 +66,7 @@ class CpuBackend(AtOnce):
     ) -> None:
         self.facts = facts
         self.model = model
-        self._pages = pages
+        self._first_pages = FirstPages(pages, model.model.kv.page_bytes)
         self._program = program
         self._num_logits = num_logits
         self._num_threads = num_threads
@@ -128,22 +118,21 @@ class CpuBackend(AtOnce):
             **(features.fields if features else {}),
         )
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
-        if batch.masks is None:
-            self._program.run(step, num_threads)
-        else:
-            self._program.begin(step, num_threads)
-            masks = batch.masks.words.result()
-            assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
-            sampling.mask(batch.masks.lines, masks)
-            self._program.finish()
+        with self._first_pages.left_alone():
+            if batch.masks is None:
+                self._program.run(step, num_threads)
+            else:
+                self._program.begin(step, num_threads)
+                masks = batch.masks.words.result()
+                assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
+                sampling.mask(batch.masks.lines, masks)
+                self._program.finish()
         recorded = None if features is None else features.array
         return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts(), recorded)
 
     def take_memory(self) -> None:
-        """Of the first pages: their first write can cost more than what is computed meanwhile."""
-        facts, num_layers = self.facts, self.model.model.num_layers
-        page_bytes = facts.kv_bytes // facts.num_blocks * LANES // facts.block_size // num_layers
-        _populate(self._pages, num_layers, page_bytes, self._num_threads)
+        """Of the first pages."""
+        self._first_pages.take(self._num_threads)
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""
@@ -330,7 +319,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         num_threads=config.num_threads,
         hidden_size=spec.hidden_size,
     )
-    program = model.program(pages, num_blocks * num_bytes // spec.num_layers)
+    program = model.program(pages)
     return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
 
 
@@ -342,48 +331,12 @@ def _check_tiers(config: WorkerConfig) -> None:
         )
 
 
-def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
-    """Of so many blocks of so many bytes."""
-    try:
-        return library.memory(num_blocks * num_bytes)
-    except MemoryError as error:
-        raise ModelError(
-            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
-            "--kv-cache-memory-bytes or --max-model-len"
-        ) from error
-
-
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
     """Tokens that a step computes in about ``STEP_S``: whoever arrives waits so long, and products are nearly as fast
     as with more."""
     per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
     tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
-
-
-def _populate(pages: Memory, num_layers: int, page_bytes: int, num_threads: int) -> None:
-    """Takes the memory of the first pages that will be written. As many threads as compute do it for a moment, and one
-    goes on in the time that nothing else needs. The other pages are taken as they are written, so that an idle service
-    does not hold memory for nothing."""
-    layer_bytes = pages.num_bytes // num_layers
-    wanted = min(layer_bytes, page_bytes * (POPULATED_TOKENS // LANES), POPULATED_BYTES // num_layers)
-    slices = iter(range(0, wanted, SLICE_BYTES))
-
-    def populate() -> None:
-        until = time.monotonic() + POPULATE_S
-        while time.monotonic() < until and (begin := next(slices, None)) is not None:
-            pages.populate(num_layers, layer_bytes, begin, min(SLICE_BYTES, wanted - begin))
-
-    def populate_all() -> None:
-        populate()
-        begin = next(slices, wanted)
-        with contextlib.suppress(OSError):  # it is only slower then
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        # One call: between two it would hold the interpreter while it waits for a core.
-        pages.populate(num_layers, layer_bytes, begin, wanted - begin)
-
-    for work in [populate_all] + [populate] * (num_threads - 1):
-        threading.Thread(target=work, name="populate", daemon=True).start()
 
 
 def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from penstock.kernels.cpu import LANES, SampledToken, SamplingRow, address, find_kernels
 from penstock.kernels.cpu_program import Library, Memory, Program, Step
 from penstock.models.backend import Backend
-from penstock.models.cpu_backend import DTYPES, SMALL_STEP, CpuBackend, allocate_pages
+from penstock.models.cpu_backend import DTYPES, SMALL_STEP, CpuBackend
 from penstock.models.cpu_cores import choose_cores
 from penstock.models.cpu_model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.cpu_pages import allocate_pages
 from penstock.models.cpu_weights import FileTensors
 from penstock.models.draft_head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.eagle_checkpoint import HeadCheckpoint
@@ -108,6 +109,5 @@ def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> C
     if not spec.has_embedding:
         for name in ("embedding_format", "embedding", "packed_embedding"):
             setattr(model.model, name, getattr(target.model, name))
-    num_bytes = facts.num_blocks * block_bytes(spec, plain, facts.block_size)
-    pages = allocate_pages(library, facts.num_blocks, num_bytes // facts.num_blocks)
-    return CpuHead(head, model, target, pages, model.program(pages, num_bytes), config.num_threads)
+    pages = allocate_pages(library, facts.num_blocks, block_bytes(spec, plain, facts.block_size))
+    return CpuHead(head, model, target, pages, model.program(pages), config.num_threads)

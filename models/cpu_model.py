@@ -81,25 +81,26 @@ class CpuModel:
     """What quantising at load cost."""
     parts: tuple[object, ...]
 
-    def program(self, pages: Memory, layer_bytes: int) -> Program:
-        """What runs the model's steps over KV pages, of which each layer has so many bytes."""
+    def program(self, pages: Memory) -> Program:
+        """What runs the model's steps over KV pages."""
         self.model.pages = pages.address
-        self.model.layer_bytes = layer_bytes
         self.library.loaded()
         return self.library.program(self.model)
 
 
 def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
-    """A page of one layer, as ``csrc/kernels.h`` draws it."""
+    """A page of one layer, as ``csrc/kernels.h`` draws it. Those of the same tokens lie side by side for all layers:
+    memory that is written for the first time comes evenly then, and not for all layers at once."""
     padded = -(-spec.head_dim // LANES) * LANES
     section = padded * LANES * ELEMENT_BYTES[format]
     head_bytes = 2 * section + (2 * LANES * 4 if format is Format.INT8 else 0)
-    return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, spec.num_kv_heads * head_bytes)
+    page_bytes = spec.num_layers * spec.num_kv_heads * head_bytes
+    return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, page_bytes)
 
 
 def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
     """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
-    return int(kv_layout(spec, format).page_bytes) * (block_size // LANES) * spec.num_layers
+    return int(kv_layout(spec, format).page_bytes) * (block_size // LANES)
 
 
 def max_weight_bytes(
@@ -152,6 +153,7 @@ def load_model(
         *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
     )
     clamped = spec.experts.gate if spec.experts else None
+    kv = kv_layout(spec, formats.kv)
     model = Model(
         kernels=ctypes.pointer(kernels),
         vocab_size=vocab,
@@ -186,7 +188,8 @@ def load_model(
         norm=packer.vector("model.norm.weight", hidden, spec.norm_offset),
         layers=ctypes.addressof(layers),
         ropes=ctypes.addressof(rope_array),
-        kv=kv_layout(spec, formats.kv),
+        kv=kv,
+        layer_bytes=kv.kv_heads * kv.head_bytes,
     )
     if isinstance(spec, HeadSpec):
         model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)

@@ -72,7 +72,7 @@ struct KvLayout {
   int32_t kv_heads;
   int32_t head_dim;
   int64_t head_bytes;  // of one head in one page, keys and values; a multiple of 64
-  int64_t page_bytes;  // kv_heads * head_bytes
+  int64_t page_bytes;  // from a page to the next one of the same layer
 };
 
 // One layer's attention over a batch of rows.

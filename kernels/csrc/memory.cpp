@@ -83,12 +83,9 @@ uint8_t* Arena::piece(int64_t bytes) {
 }  // namespace penstock
 
 PENSTOCK_API void* penstock_map(int64_t bytes) { return penstock::map_memory(bytes); }
-// The first `bytes` of each of `num` parts of `part_bytes`: a huge page of every part in turn, so that nobody who needs
-// the process's memory map waits for longer than one takes.
-PENSTOCK_API void penstock_populate(uint8_t* memory, int32_t num, int64_t part_bytes, int64_t bytes) {
+// A huge page at a time, so that nobody who needs the process's memory map waits for longer than one takes.
+PENSTOCK_API void penstock_populate(uint8_t* memory, int64_t bytes) {
   for (int64_t offset = 0; offset < bytes; offset += penstock::HUGE)
-    for (int32_t i = 0; i < num; i++)
-      penstock::populate_memory(memory + i * part_bytes + offset,
-                                bytes - offset < penstock::HUGE ? bytes - offset : penstock::HUGE);
+    penstock::populate_memory(memory + offset, bytes - offset < penstock::HUGE ? bytes - offset : penstock::HUGE);
 }
 PENSTOCK_API void penstock_unmap(void* memory, int64_t bytes) { penstock::unmap_memory(memory, bytes); }

@@ -64,7 +64,7 @@ struct Model {
   const Rope* ropes;
   KvLayout kv;
   uint8_t* pages;       // of layer 0
-  int64_t layer_bytes;  // from a layer's pages to the next one's
+  int64_t layer_bytes;  // from a page to that of the same tokens in the next layer
 };
 
 // R rows of T tokens, as models/batch.py builds them, and what is wanted of them.

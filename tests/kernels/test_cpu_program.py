@@ -52,9 +52,10 @@ class Toy:
         self.table, self.norm = self.draw(VOCAB, HIDDEN), self.draw(HIDDEN)
         layers = (Layer * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
         ropes = (Rope * 2)(*(Rope(self.keep(frequencies), 1.0 + i) for i, frequencies in enumerate(self.frequencies)))
-        kv = KvLayout(Format.F32, KV_HEADS, HEAD_DIM, 2 * 32 * LANES * 4, KV_HEADS * 2 * 32 * LANES * 4)
-        layer_bytes = NUM_BLOCKS * BLOCK // LANES * kv.page_bytes
-        pages = self.library.memory(layer_bytes * len(kind.windows))
+        head_bytes = 2 * 32 * LANES * 4
+        layer_bytes = KV_HEADS * head_bytes
+        kv = KvLayout(Format.F32, KV_HEADS, HEAD_DIM, head_bytes, len(kind.windows) * layer_bytes)
+        pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * kv.page_bytes)
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
         table = self.matrix(self.table)
         model = Model(

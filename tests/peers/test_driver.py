@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +106,20 @@ def test_a_model_that_was_not_written_is_missing(tmp_path: Path) -> None:
 
 def test_short_runs_are_measured_more_often() -> None:
     assert Turn.of("M0", "W1").measured > Turn.of("M1", "W1").measured
+
+
+def test_what_took_long_is_warm_without_a_run_that_is_not_measured(tmp_path: Path) -> None:
+    sets = []
+
+    class Slow(Fake):
+        def run(self, requests: list[Request]) -> Ran:
+            sets.append(len(requests))
+            ran = super().run(requests)
+            return Ran(ran.began, 40.0 if len(requests) == 16 else 1.0, ran.events)
+
+    driver = Driver([engine("a", tmp_path)], tmp_path, lambda one, model: nullcontext(Slow()), lambda measured: None)
+    driver.run("M1", ["W1", "W4"], range(2))
+    assert sets == [4, 16, 16, 1, 1, 4, 16, 1, 1]
 
 
 RUNNER = """

@@ -1,0 +1,76 @@
+"""The memory of KV pages on CPUs, and when it is taken from the system: where a virtual machine's memory is its host's
+too, the first write to it can cost more than what is computed meanwhile. Imports no tensor library."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from penstock.kernels.cpu import LANES
+from penstock.kernels.cpu_program import Library, Memory
+from penstock.models.errors import ModelError
+
+FIRST_TOKENS, FIRST_BYTES = 1 << 15, 4 << 30
+"""Of KV at most, whose memory is taken before they are there."""
+BURST_S = 1.0
+"""How long it is taken beside whatever is computed."""
+QUIET_S = 0.1
+"""Without a step, until it is taken again."""
+SLICE_BYTES = 2 << 20
+"""At a time: a huge page. A step that begins meanwhile may wait for so much."""
+
+
+def allocate_pages(library: Library, num_blocks: int, num_bytes: int) -> Memory:
+    """Of so many blocks of so many bytes. Raises ModelError."""
+    try:
+        return library.memory(num_blocks * num_bytes)
+    except MemoryError as error:
+        raise ModelError(
+            f"the KV cache of {num_blocks} blocks cannot be allocated on cpu: lower --gpu-memory-utilization, "
+            "--kv-cache-memory-bytes or --max-model-len"
+        ) from error
+
+
+class FirstPages:
+    """Those that will be written first. The others are taken as they are written, so that an idle service does not hold
+    memory for nothing."""
+
+    def __init__(self, pages: Memory, page_bytes: int) -> None:
+        """``page_bytes``: of a page of 16 tokens, in all layers."""
+        self._pages = pages
+        self.num_bytes = min(page_bytes * (FIRST_TOKENS // LANES), FIRST_BYTES, pages.num_bytes)
+        """What is taken ahead."""
+        self._quiet_since: float | None = 0.0
+        """None: a step is computed."""
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """While a step is computed."""
+        self._quiet_since = None
+        yield
+        self._quiet_since = time.monotonic()
+
+    def take(self, num_threads: int) -> None:
+        """Begins to: on so many threads for a moment, then on one while there are no steps. Not in what they leave of
+        the cores, however low the priority: each page that the system clears then was seen to keep a step waiting."""
+        slices = iter(range(0, self.num_bytes, SLICE_BYTES))
+        for number in range(num_threads):
+            work = self._take_all if number == 0 else self._take_some
+            threading.Thread(target=work, args=(slices,), name="pages", daemon=True).start()
+
+    def _take_some(self, slices: Iterable[int]) -> None:
+        until = time.monotonic() + BURST_S
+        for begin in slices:
+            self._take(begin)
+            if time.monotonic() > until:
+                return
+
+    def _take_all(self, slices: Iterable[int]) -> None:
+        self._take_some(slices)
+        for begin in slices:
+            while (since := self._quiet_since) is None or time.monotonic() - since < QUIET_S:
+                time.sleep(QUIET_S)
+            self._take(begin)
+
+    def _take(self, begin: int) -> None:
+        self._pages.populate(begin, min(SLICE_BYTES, self.num_bytes - begin))
