@@ -43,8 +43,12 @@ class Engine:
         """What it needs and is not there, or None."""
         if not self.python(peers).exists():
             return f"{self.python(peers)} is not there; make bench-peers installs it"
-        path = peers / self.model.format(model=model)
+        path = self.path(peers, model)
         return None if path.exists() else f"{path} is not there; make bench-peers writes it"
+
+    def path(self, peers: Path, model: str) -> Path:
+        """Of the model as it reads it."""
+        return peers / self.model.format(model=model)
 
     def python(self, peers: Path) -> Path:
         """The interpreter that runs it."""
@@ -53,7 +57,7 @@ class Engine:
     def command(self, peers: Path, model: str, threads: int) -> list[str]:
         """The command line of its runner."""
         flags = [flag.format(peers=peers) for flag in self.flags]
-        path = peers / self.model.format(model=model)
+        path = self.path(peers, model)
         module = f"cpu_bench.runners.{self.runner}"
         return [str(self.python(peers)), "-P", "-m", module, str(path), "--threads", str(threads), *flags]
 
