@@ -80,9 +80,13 @@ class Runner:
         assert not plan.dropped, "row 5 does not exist"
         return lambda: StepResult(plan.step, [], [], 0, 1)
 
+class Backend(FakeExecutor):
+    def take_memory(self):
+        pass
+
 def load_backend(config):
     {refuse}
-    return FakeExecutor()
+    return Backend()
 
 worker.load_backend = load_backend
 worker.Runner = Runner
