@@ -45,8 +45,8 @@ class Backend(Protocol):
         ...
 
     def take_memory(self) -> None:
-        """Has the system give what the first requests will write, beside whatever is computed from now on. Called once,
-        when nothing is measured any more."""
+        """Has the system give what the first requests will write, when nothing is computed. Called once, when nothing
+        is measured any more."""
         ...
 
     def begin(self, batch: Batch) -> "Finish":

@@ -132,7 +132,7 @@ class CpuBackend(AtOnce):
 
     def take_memory(self) -> None:
         """Of the first pages."""
-        self._first_pages.take(self._num_threads)
+        self._first_pages.take()
 
     def seconds(self) -> dict[str, float]:
         """Spent in each stage of a step so far."""

@@ -3,7 +3,7 @@ too, the first write to it can cost more than what is computed meanwhile. Import
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.kernels.cpu import LANES
@@ -12,10 +12,8 @@ from penstock.models.errors import ModelError
 
 FIRST_TOKENS, FIRST_BYTES = 1 << 15, 4 << 30
 """Of KV at most, whose memory is taken before they are there."""
-BURST_S = 1.0
-"""How long it is taken beside whatever is computed."""
 QUIET_S = 0.1
-"""Without a step, until it is taken again."""
+"""Without a step, until it is taken."""
 SLICE_BYTES = 2 << 20
 """At a time: a huge page. A step that begins meanwhile may wait for so much."""
 
@@ -50,27 +48,13 @@ class FirstPages:
         yield
         self._quiet_since = time.monotonic()
 
-    def take(self, num_threads: int) -> None:
-        """Begins to: on so many threads for a moment, then on one while there are no steps. Not in what they leave of
-        the cores, however low the priority: each page that the system clears then was seen to keep a step waiting."""
-        slices = iter(range(0, self.num_bytes, SLICE_BYTES))
-        for number in range(num_threads):
-            work = self._take_all if number == 0 else self._take_some
-            threading.Thread(target=work, args=(slices,), name="pages", daemon=True).start()
+    def take(self) -> None:
+        """Begins to, on a thread of its own, while there are no steps. Not beside them, however low the priority: each
+        page that the system cleared meanwhile was seen to keep a step waiting."""
+        threading.Thread(target=self._take_all, name="pages", daemon=True).start()
 
-    def _take_some(self, slices: Iterable[int]) -> None:
-        until = time.monotonic() + BURST_S
-        for begin in slices:
-            self._take(begin)
-            if time.monotonic() > until:
-                return
-
-    def _take_all(self, slices: Iterable[int]) -> None:
-        self._take_some(slices)
-        for begin in slices:
+    def _take_all(self) -> None:
+        for begin in range(0, self.num_bytes, SLICE_BYTES):
             while (since := self._quiet_since) is None or time.monotonic() - since < QUIET_S:
                 time.sleep(QUIET_S)
-            self._take(begin)
-
-    def _take(self, begin: int) -> None:
-        self._pages.populate(begin, min(SLICE_BYTES, self.num_bytes - begin))
+            self._pages.populate(begin, min(SLICE_BYTES, self.num_bytes - begin))
