@@ -11,6 +11,8 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from penstock.models.tokenizer_json import Vocabulary
+
 LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 """Of the work that a grammar takes at its start and in each step, and of a matcher's memory: a state takes 1 to 2 kB,
 and each row has its own. The others are the library's."""
@@ -42,7 +44,7 @@ def _with_specials(described: bytes, special_tokens: Sequence[str]) -> str:
     by_content = {token["content"]: token for token in added}
     vocabulary: Mapping[str, int] = {}
     if not by_content.keys() >= set(special_tokens):
-        vocabulary = msgspec.json.decode(parts["model"], type=_Model).ids
+        vocabulary = msgspec.json.decode(parts["model"], type=Vocabulary).ids()
     for content in special_tokens:
         token_id = by_content[content]["id"] if content in by_content else vocabulary.get(content)
         if token_id is not None:
@@ -55,19 +57,6 @@ def _with_specials(described: bytes, special_tokens: Sequence[str]) -> str:
 
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 """What a token is that a configuration names, as Hugging Face's library makes it."""
-
-
-class _Model(msgspec.Struct):
-    """Of tokenizer.json."""
-
-    vocab: dict[str, int] | list[tuple[str, float]]
-
-    @property
-    def ids(self) -> Mapping[str, int]:
-        """By the tokens' names."""
-        if isinstance(self.vocab, dict):
-            return self.vocab
-        return {name: token_id for token_id, (name, _) in enumerate(self.vocab)}
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

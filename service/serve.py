@@ -195,7 +195,11 @@ def _find_tokenizer(path: Path, chat_template: Path | None) -> tuple[Callable[[]
 
     def load() -> Tokenizer:
         tokenizer = Tokenizer.load(path, chat_template)
-        assert tokenizer.facts == facts, "the worker was told something else"
+        if tokenizer.facts != facts:  # the worker was told something else
+            raise TokenizerError(
+                f"{path / 'tokenizer.json'}: its tokens have other ids than it says: "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers writes it anew"
+            )
         return tokenizer
 
     return load, facts

@@ -9,6 +9,7 @@ from typing import Any, Self
 import msgspec
 import tokenizers
 
+from penstock.models.tokenizer_json import Vocabulary
 from penstock.service.chat_template import ChatTemplate, TemplateSyntaxError
 from penstock.service.specials import named_tokens, unnamed_tokens
 
@@ -59,8 +60,8 @@ def foresee_facts(directory: Path) -> TokenizerFacts | None:
     """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
     tell, which gives some tokens other ids than the file does. Raises TokenizerError."""
     try:
-        described = msgspec.json.decode(_read_tokenizer_json(directory), type=_Vocabulary)
-    except msgspec.MsgspecError:
+        described = msgspec.json.decode(_read_tokenizer_json(directory), type=_Numbered)
+    except (ValueError, RecursionError):  # the library says what is wrong
         return None
     ids = described.ids()
     if ids is None:
@@ -99,27 +100,22 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
 
 
-class _VocabularyModel(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]]
-
-
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
 
 
-class _Vocabulary(msgspec.Struct):
+class _Numbered(msgspec.Struct):
     """What tokenizer.json says of ids."""
 
-    model: _VocabularyModel
+    model: Vocabulary
     added_tokens: list[_AddedToken] = []
 
     def ids(self) -> dict[str, int] | None:
         """Of all tokens; None where the file's may not be the library's, which numbers added tokens by itself: each as
         the model does, or else from its last one on."""
-        vocab = self.model.vocab
-        ids = dict(vocab) if isinstance(vocab, dict) else {name: index for index, (name, _) in enumerate(vocab)}
-        if len(ids) < len(vocab) or set(ids.values()) != set(range(len(ids))):
+        ids = self.model.ids()
+        if len(ids) < len(self.model.vocab) or set(ids.values()) != set(range(len(ids))):
             return None
         for token in self.added_tokens:
             if ids.setdefault(token.content, len(ids)) != token.id:

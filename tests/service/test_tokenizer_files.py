@@ -123,3 +123,13 @@ def test_a_template_file_that_is_not_there_is_named(tmp_path, library):
     write(tmp_path, library)
     with pytest.raises(TokenizerError, match=r"nowhere\.jinja: is missing"):
         Tokenizer.load(tmp_path, tmp_path / "nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 200_000, b'{"x": ' * 200_000, b'{"model": {"vocab": null}}', b'{"model": 5}']
+)
+def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    assert foresee_facts(tmp_path) is None
+    with pytest.raises(TokenizerError, match="is no valid tokenizer"):
+        Tokenizer.load(tmp_path)
