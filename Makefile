@@ -95,7 +95,7 @@ PEERS ?= .peers
 bench-peers: setup ## install the other engines, each in an environment of its own below PEERS=.peers
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench.install --peers $(PEERS) $(ARGS)
 
-bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; some hours
+bench-cpu: setup ## compare ours with the other engines on CPUs, by turns; two hours
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
 bench-spec: setup ## measure what speculative decoding gains, on the CPU; half an hour

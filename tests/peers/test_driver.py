@@ -1,6 +1,7 @@
 """The driver: by turns, an engine that is missing or breaks is named and left out, and a real process is spoken to."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -79,6 +80,30 @@ def test_a_turn_goes_through_all_workloads(tmp_path: Path) -> None:
     driver.run("M1", ["W1", "W4"], range(3, 5))
     assert started == ["a", "a"]
     assert [(run.workload, run.repetition) for run in driver.measured] == [("W1", 3), ("W4", 3), ("W1", 4), ("W4", 4)]
+
+
+@pytest.mark.parametrize("repeat_all", [False, True])
+def test_who_is_far_behind_on_a_workload_is_not_repeated_there(tmp_path: Path, repeat_all: bool) -> None:
+    class Paced(Fake):
+        """Takes a second for 16 requests, and for one as long as it is told."""
+
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self._seconds = seconds
+
+        def run(self, requests: list[Request]) -> Ran:
+            ran = super().run(requests)
+            return Ran(ran.began, self._seconds if len(requests) == 1 else 1.0, ran.events)
+
+    pace = {"penstock": Paced(9.0), "fast": Paced(1.0), "near": Paced(1.9), "slow": Paced(2.1)}
+    found = [engine(name, tmp_path) for name in pace]
+    driver = Driver(found, tmp_path, lambda one, model: nullcontext(pace[one.name]), lambda measured: None)
+    driver.run("M1", ["W1", "W4"], range(3), repeat_all=repeat_all)
+    times = Counter((run.engine, run.workload) for run in driver.measured)
+    once = times.pop(("slow/bf16", "W4"))
+    assert once == (3 if repeat_all else 1)
+    assert set(times.values()) == {3}
+    assert len(times) == 7
 
 
 def test_what_is_not_installed_is_named_and_the_rest_goes_on(

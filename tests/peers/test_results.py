@@ -1,11 +1,12 @@
 """Figures from events, medians and ratios, and what is said where an engine gave nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cpu_bench import results
 from cpu_bench.engines import Engine, engines
-from cpu_bench.results import Measured
+from cpu_bench.results import Measured, Row, far_behind
 from cpu_bench.wire import Ran
 
 
@@ -68,6 +69,18 @@ def test_the_table_has_medians_ratios_and_the_floor() -> None:
     assert "event loop is 8.0 ms late at p99 of its worst 2 s" in text
     assert "Medians of 1 to 3 repetitions" in text
     assert "- fast/bf16 (fast/bf16 1.0): weights bf16; as it comes" in text
+
+
+def test_who_is_slow_but_steady_is_not_far_behind_where_lateness_counts() -> None:
+    runs = [
+        measured("penstock/bf16", 500.0, 1.0),
+        measured("fast/bf16", 100.0, 50.0),
+        measured("steady/bf16", 6.0, 10.0),
+    ]
+    rows = [Row(one, (run,)) for one, run in zip(ALL, runs, strict=True)]
+    assert far_behind(rows) == set()
+    assert far_behind([Row(row.engine, (replace(row.runs[0], workload="W1"),)) for row in rows]) == {"steady/bf16"}
+    assert far_behind(rows[:1]) == set()
 
 
 def test_no_ratio_to_the_best_while_one_is_missing() -> None:

@@ -1,10 +1,14 @@
 """Runs ours and the other engines by turns on the same token ids, and prints medians with ratios.
 
-    make bench-cpu                                                M1 and M0, W1 to W4, 3 repetitions: some hours
+    make bench-cpu                                                M1 and M0, W1 to W4, 3 repetitions: two hours
     make bench-cpu ARGS='--workloads W1 --engines vllm-cpu llama.cpp/bf16'
     make bench-cpu ARGS='--models M0 --repetitions 5'
     make bench-cpu ARGS='--repetitions 1 --add-to today.jsonl'    one more of a run that goes on piece by piece
     make bench-cpu ARGS='--repetitions 0 --add-to today.jsonl'    the tables of what it has
+
+Where an engine is less than half as fast as the best of the others at its precision, and on W2 its tokens come more
+than twice as late at p99 as the steadiest's, it isn't repeated: it would take most of the time and change no ratio.
+The table says how often each was run; --repeat-all repeats all.
 
 Every repetition is a line of JSON in PEERS/results.jsonl, or in --add-to, at once. A figure is only as good as
 the quiet around it: run nothing else meanwhile; rows that were disturbed say so. Fails if ours gave no figures, never
@@ -36,6 +40,7 @@ def main() -> int:
     )
     parser.add_argument("--engines", nargs="+", metavar="NAME[/VARIANT]", help="which besides ours (default: all)")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
+    parser.add_argument("--repeat-all", action="store_true", help="engines that are far behind as well: some hours")
     parser.add_argument("--add-to", type=Path, metavar="FILE", help="figures of earlier runs, which count as well")
     arguments = parser.parse_args()
     peers = arguments.peers.absolute()
@@ -60,7 +65,8 @@ def main() -> int:
         driver.measured += results.read(arguments.add_to)
     first = 1 + max((run.repetition for run in driver.measured), default=-1)
     for model in arguments.models:
-        driver.run(model, arguments.workloads, range(first, first + arguments.repetitions))
+        repetitions = range(first, first + arguments.repetitions)
+        driver.run(model, arguments.workloads, repetitions, repeat_all=arguments.repeat_all)
     print()
     print(results.tables(driver.measured, engines(), driver.missing, floors(machine, arguments.models)))
     return 0 if any(run.engine.startswith(f"{OURS}/") for run in driver.measured) else 1

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import IO, Any, Protocol
 from cpu_bench import results, workloads
 from cpu_bench.engines import Engine
 from cpu_bench.metering import ForeignLoad, MemoryMeter
-from cpu_bench.results import Measured
+from cpu_bench.results import Measured, Row
 from cpu_bench.wire import Ran, Ready, Request
 
 ANSWER_LIMIT_S = 1200.0
@@ -77,22 +78,38 @@ class Driver:
         self.missing: dict[str, str] = {}
         self.measured: list[Measured] = []
 
-    def run(self, model: str, names: Sequence[str], repetitions: Iterable[int]) -> None:
-        """All engines, by turns, through the workloads of these names."""
+    def run(self, model: str, names: Sequence[str], repetitions: Iterable[int], *, repeat_all: bool = False) -> None:
+        """All engines, by turns, through the workloads of these names. Where one has been found far behind, it is not
+        repeated, unless ``repeat_all``: the slowest take most of the time and change no ratio."""
         for repetition in repetitions:
+            behind = set() if repeat_all else {(label, name) for name in names for label in self._behind(model, name)}
             for engine in self._engines:
                 key = f"{engine.label} on {model}"
-                if key in self.missing:
+                worthwhile = [name for name in names if (engine.label, name) not in behind]
+                if key in self.missing or not worthwhile:
                     continue
                 why = engine.missing(self._peers, model)
                 if why is None:
                     try:
-                        self._turn(engine, model, names, repetition)
+                        self._turn(engine, model, worthwhile, repetition)
                     except EngineFailed as failure:
                         why = str(failure)
                 if why is not None:
                     self.missing[key] = why
                     print(f"{key}: {why}", file=sys.stderr, flush=True)
+
+    def _behind(self, model: str, name: str) -> set[str]:
+        """Labels of the engines that the figures so far tell to be far behind on a workload."""
+        rows: dict[str, list[Row]] = defaultdict(list)
+        for engine in self._engines:
+            if runs := self._of(engine, model, name):
+                rows[engine.precision].append(Row(engine, runs))
+        return {label for of_one in rows.values() for label in results.far_behind(of_one)}
+
+    def _of(self, engine: Engine, model: str, name: str) -> tuple[Measured, ...]:
+        """What it has given so far on a workload."""
+        wanted = (engine.label, model, name)
+        return tuple(run for run in self.measured if (run.engine, run.model, run.workload) == wanted)
 
     def _turn(self, engine: Engine, model: str, names: Sequence[str], repetition: int) -> None:
         with self._start(engine, model) as session:
@@ -104,10 +121,7 @@ class Driver:
                     raise EngineFailed(f"{name}: {error}") from None
 
     def _workload(self, session: Session, engine: Engine, model: str, name: str, repetition: int) -> None:
-        same = (
-            run.wall_s for run in self.measured if (run.engine, run.model, run.workload) == (engine.label, model, name)
-        )
-        turn = Turn.of(model, name, max(same, default=0.0))
+        turn = Turn.of(model, name, max((run.wall_s for run in self._of(engine, model, name)), default=0.0))
         for number in range(turn.unmeasured + turn.measured):
             # No two sets that an engine sees in one turn have an id in common but by chance.
             requests = workloads.build(name, repetition * 100 + number)

@@ -13,6 +13,10 @@ from cpu_bench.wire import Ran, Request
 
 FOREIGN_SHARE = 0.03
 """Of a core, on the average over the run: what others take beyond it makes a row doubtful."""
+FAR_BEHIND = 2.0
+"""Times slower, or later, than the best of the other engines."""
+LATENESS_COUNTS = ("W2",)
+"""Workloads where the time between tokens at p99 is compared as well."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,20 @@ class Row:
         return statistics.median(run.foreign_s / run.wall_s for run in self.runs) > FOREIGN_SHARE
 
 
+def far_behind(rows: Sequence[Row]) -> set[str]:
+    """Labels of those that will not be the best of these rows, which are of one model, workload and precision, however
+    often they are repeated. Ours is never among them, nor does it say who is."""
+    others = [row for row in rows if row.engine.name != OURS]
+    if not others:
+        return set()
+    fastest = max(row.median("tokens_per_s") for row in others)
+    behind = {row.engine.label for row in others if row.median("tokens_per_s") * FAR_BEHIND < fastest}
+    if rows[0].runs[0].workload in LATENESS_COUNTS:
+        steadiest = min(row.median("itl_p99") for row in others)
+        behind -= {row.engine.label for row in others if row.median("itl_p99") <= steadiest * FAR_BEHIND}
+    return behind
+
+
 def tables(
     runs: Iterable[Measured],
     engines: Sequence[Engine],
@@ -130,7 +148,7 @@ def tables(
 
 
 _COLUMNS = ("engine", "tokens/s", "ours is", "share of the floor", "first token p50", "p99", "between tokens p50",
-            "p99", "RSS GiB", "PSS GiB", "ready s", "foreign CPU s")  # fmt: skip
+            "p99", "RSS GiB", "PSS GiB", "ready s", "foreign CPU s", "runs")  # fmt: skip
 
 
 def _table(rows: Sequence[Row], floor: float | None) -> str:
@@ -147,6 +165,7 @@ def _table(rows: Sequence[Row], floor: float | None) -> str:
             *(f"{row.median(name) / 2**30:.2f}" for name in ("rss_bytes", "pss_bytes")),
             f"{row.median('ready_s'):.1f}",
             f"{row.median('foreign_s'):.1f}{' (!)' if row.is_disturbed else ''}",
+            str(len(row.runs)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
