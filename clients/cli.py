@@ -23,7 +23,7 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("penstock.service.serve:main", "serve a model over gRPC (needs penstock[server])"),
+    "serve": Command("penstock.service.command:main", "serve a model over gRPC (needs penstock[server])"),
     "gateway": Command(
         "penstock.clients.gateway.command:main", "serve OpenAI's HTTP API in front of a running service", "gateway"
     ),

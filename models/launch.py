@@ -6,27 +6,20 @@ know.
 
 import asyncio
 import logging
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
 import msgspec
 
+from penstock.models.spawn import Spawned, spawn
 from penstock.models.vital_signs import MemoryKills, Silence, is_stopped
 from penstock.models.wire import FrameBuffer, Kind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
-
-WORKER = "from penstock.models.worker import main; main()"
-QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Compute threads that wait for each other sleep instead of spinning: where the service's loop or anything else shares
-their cores, spinning was seen to cost nine tenths of the speed."""
 
 CLOSE_TIMEOUT_S = 2.0
 """For a worker to end by itself when its socket closes; it ignores SIGTERM, and holds nothing that SIGKILL would
@@ -48,8 +41,12 @@ class WorkerProcess:
     """An ``Executor`` over a worker process. All methods are for the event loop's thread, which must outlive the
     worker: the kernel ends the worker with the thread that started it."""
 
-    def __init__(self, config: WorkerConfig, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, env: Mapping[str, str] | None = None, spawned: Spawned | None = None
+    ) -> None:
+        """``spawned`` is the first worker, if its process was started already."""
         self._config = config
+        self._spawned = spawned
         self._env = dict(env or {})
         self._facts: WorkerFacts | None = None
         self._link: _Link | None = None
@@ -66,7 +63,8 @@ class WorkerProcess:
         A later start gives the same facts, however much memory is free by then, or raises ExecutorError.
         """
         assert self._link is None, "the worker is running"
-        link = await _Link.open(self._env)
+        spawned, self._spawned = self._spawned, None
+        link = await _Link.open(spawned or self._spawn())
         self._link = link
         try:
             link.send(Kind.CONFIG, self._config)
@@ -84,6 +82,12 @@ class WorkerProcess:
             measures_steps=False,
         )
         return facts
+
+    def _spawn(self) -> Spawned:
+        try:
+            return spawn(self._env)
+        except OSError as error:
+            raise ExecutorError(f"the worker process cannot be started: {error}") from error
 
     def _checked(self, facts: WorkerFacts) -> WorkerFacts:
         """As they were the first time, when what was measured may have been a little different."""
@@ -156,29 +160,15 @@ class _Link(asyncio.Protocol):
         self._farewell: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, env: Mapping[str, str]) -> "_Link":
-        """Starts the process and connects to it."""
-        ours, theirs = socket.socketpair()
+    async def open(cls, spawned: Spawned) -> "_Link":
+        """Connects to the process."""
+        link = cls(spawned.process)
         try:
-            with theirs:
-                process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the child is waited for without blocking
-                    [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env={**QUIET_THREADS, **os.environ, **env},
-                )
-        except OSError as error:
-            ours.close()
-            raise ExecutorError(f"the worker process cannot be started: {error}") from error
-        link = cls(process)
-        try:
-            ours.setblocking(False)
-            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            spawned.connection.setblocking(False)
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=spawned.connection)
         except BaseException:
             link._closing = True  # its end is no news to anyone
-            ours.close()
-            process.kill()
-            process.wait()
+            spawned.drop()
             raise
         return link
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.models.launch import WorkerProcess
+from penstock.models.spawn import Spawned
 from penstock.models.wire import Kind, encode_frame
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import StepPlan, StepResult, WorkerConfig, WorkerFacts
@@ -22,9 +23,13 @@ ANSWER_S = 0.2
 """For rank 0 to answer the steps before one that another rank failed in."""
 
 
-def new_executor(config: WorkerConfig) -> Executor:
-    """What runs the plans of a service with this config."""
-    return WorkerProcess(config) if config.tensor_parallel_size == 1 else WorkerGroup(config)
+def new_executor(config: WorkerConfig, spawned: Spawned | None = None) -> Executor:
+    """What runs the plans of a service with this config; ``spawned`` is a worker's process that was started already."""
+    if config.tensor_parallel_size == 1:
+        return WorkerProcess(config, spawned=spawned)
+    if spawned is not None:
+        spawned.drop()  # ranks are started together
+    return WorkerGroup(config)
 
 
 class WorkerGroup:

@@ -26,6 +26,7 @@ from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 from penstock.models.log_format import JSON, log_uncaught, set_up_logging
 from penstock.models.pooling_config import read_embedding
+from penstock.models.spawn import Spawned
 from penstock.models.worker_group import new_executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -75,14 +76,9 @@ class Prepared:
     """Its further flags."""
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command until it is told to stop, and ends the process with its status."""
-    end_process(serve(argv))
-
-
-def serve(argv: list[str], lifeline: int | None = None) -> int:
+def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None = None) -> int:
     """Serves until it is told to stop, or, at once, until the descriptor ``lifeline`` reaches its end; returns the exit
-    status."""
+    status. ``worker``: the process of one, if it was started already."""
     try:
         config = parse_config(argv)
     except ConfigError as error:
@@ -97,7 +93,7 @@ def serve(argv: list[str], lifeline: int | None = None) -> int:
         prepared = prepare(config)
         _say(config, logging.INFO, f"loading {config.model} ...")
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            return runner.run(_Life(prepared).run(lifeline))
+            return runner.run(_Life(prepared, worker).run(lifeline))
     except _REFUSALS as error:
         _say(config, logging.CRITICAL, str(error))
         return 1
@@ -269,9 +265,9 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
 class _Life:
     """The service from the start of its worker to its end."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, worker: Spawned | None) -> None:
         self._prepared = prepared
-        self._engine = Engine(new_executor(prepared.worker), prepared.server.scheduler)
+        self._engine = Engine(new_executor(prepared.worker, worker), prepared.server.scheduler)
         self._http = None
         if prepared.http is not None:
             self._http = HttpGateway(prepared.http, prepared.http_options)

@@ -14,7 +14,7 @@ import transformers
 
 from penstock.kernels import reference_cuda
 from penstock.kernels.cpu import Format
-from penstock.models import launch
+from penstock.models import spawn
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.cpu_backend import DTYPES
 from penstock.models.cpu_model import block_bytes
@@ -255,7 +255,7 @@ def without_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def without_model(interval: float = 0.5, refuse: str = "pass") -> None:
         code = WITHOUT_MODEL.replace("{interval}", str(interval)).replace("{refuse}", refuse)
-        monkeypatch.setattr(launch, "WORKER", code)
+        monkeypatch.setattr(spawn, "WORKER", code)
 
     return without_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.kernels.cpu import LibraryMissing, load_library
-from penstock.models import cpu_backend, launch
+from penstock.models import cpu_backend, spawn
 from penstock.models.backend import load_backend
 from penstock.models.errors import ModelError
 from penstock.models.launch import WorkerProcess
@@ -192,7 +192,7 @@ async def test_a_worker_imports_no_tensor_library_and_is_silent_if_told(
     odd, worker_config, tmp_path, monkeypatch, capfd
 ):
     file = tmp_path / "modules"
-    monkeypatch.setattr(launch, "WORKER", WORKER.format(file=str(file)))
+    monkeypatch.setattr(spawn, "WORKER", WORKER.format(file=str(file)))
     config = worker_config(odd.path, backend="auto", dtype="bfloat16", quantization="int8", log_level="warning")
     worker = WorkerProcess(config)
     facts = await worker.start()

@@ -21,9 +21,9 @@ from penstock.models import loader
 from penstock.models.backend import load_backend
 from penstock.models.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.launch import QUIET_THREADS
 from penstock.models.loader import FileSource, load_weights
 from penstock.models.parallel import Alone
+from penstock.models.spawn import QUIET
 from penstock.models.wire import Kind, encode_frame
 from penstock.models.worker_group import WorkerGroup, new_executor
 from penstock.scheduler.executor import ExecutorError
@@ -93,7 +93,7 @@ def connections():
     pairs = [socket.socketpair() for _ in (*FAMILIES, "on kernels")]
     descriptors = [theirs.fileno() for _, theirs in pairs]
     command = [sys.executable, "-P", "-c", OTHER_RANK, *map(str, descriptors)]
-    with subprocess.Popen(command, pass_fds=descriptors, env={**QUIET_THREADS, **os.environ}) as process:
+    with subprocess.Popen(command, pass_fds=descriptors, env={**QUIET, **os.environ}) as process:
         for _, theirs in pairs:
             theirs.close()
         yield (ours for ours, _ in pairs)

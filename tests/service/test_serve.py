@@ -408,14 +408,14 @@ def test_a_second_interrupt_ends_it_at_once(small_model):
 
 SLOW_TOKENIZER = """
 import sys, time
-from penstock.service import serve, tokenizer
+from penstock.service import command, tokenizer
 
 def encode(self, text, add_special_tokens=True):
     print("a thread is busy", file=sys.stderr, flush=True)
     time.sleep(60)
 
 tokenizer.Tokenizer.encode = encode
-sys.exit(serve.main(sys.argv[1:]))
+sys.exit(command.main(sys.argv[1:]))
 """
 
 
@@ -438,10 +438,10 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
 IMPATIENT = """
 import sys
 from penstock.scheduler.engine import Engine
-from penstock.service import serve
+from penstock.service import command
 
 Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
-sys.exit(serve.main(sys.argv[1:]))
+sys.exit(command.main(sys.argv[1:]))
 """
 
 
@@ -474,10 +474,17 @@ def workers_of(process):
     return found
 
 
+def catches(process, number):
+    """Whether a signal is its own to answer by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return int(caught, 16) >> (number - 1) & 1
+
+
 def test_a_signal_while_it_loads_ends_it_and_its_worker():
     with subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE) as process:
         try:
-            wait_until(lambda: workers_of(process))
+            wait_until(lambda: catches(process, signal.SIGTERM))
             (worker,) = workers_of(process)
         finally:
             process.terminate()

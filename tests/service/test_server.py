@@ -290,7 +290,7 @@ class TestGoingDown:
     async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
         """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
         arguments = ["demo", "--listen={listen}", f"--shutdown-grace={GRACE_S}", "--kv-cache-memory-bytes=128M"]
-        command = f"from penstock.service.serve import main; sys.exit(main({arguments}))"
+        command = f"from penstock.service.command import main; sys.exit(main({arguments}))"
         readings = await sigterm(command, f"unix:{tmp_path / 's'}", new_reading, short=4)
         check_ends(readings)
 
