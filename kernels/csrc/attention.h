@@ -180,9 +180,9 @@ static float mask_scores(const Block& block, uint8_t* scores, const Query& query
     if (soft_cap != 0) x = splat(soft_cap) - 2 * soft_cap / (exp(x * (2 / soft_cap)) + 1);
     const int begin = page * LANES;
     if (begin < first || begin + LANES > last) {
-      const Ints position = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + begin;
-      const Ints seen = (position >= first) & (position < last);
-      x = seen ? x : splat(nothing);
+      const Floats position = to_floats(lane_numbers() + begin);
+      x = where_less(position, splat(static_cast<float>(first)), splat(nothing), x);
+      x = where_less(position, splat(static_cast<float>(last)), x, splat(nothing));
     }
     store_ints(scores + page * VECTOR, as_ints(x));
     best = max(best, x);

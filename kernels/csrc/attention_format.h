@@ -125,14 +125,6 @@ struct Int8Kv {
   INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, keys, query); }
   INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_quads(sum, weights, values); }
 
-  INLINE void store_bytes(uint8_t* out, Ints numbers) {
-#if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(numbers)));
-#else
-    for (int i = 0; i < LANES; i++) out[i] = static_cast<uint8_t>(numbers[i]);
-#endif
-  }
-
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
     const float range = largest_magnitude(x, head_dim);
     const float by = range > 0 ? QUERY_LARGEST / range : 0;

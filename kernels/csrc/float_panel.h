@@ -127,7 +127,7 @@ static void bf16_prepare(int columns, const float* x, uint8_t* out) {
 #if defined(__AVX512BF16__)
     store_bf16(reinterpret_cast<bf16*>(out) + c, value);
 #else
-    store_ints(out + static_cast<int64_t>(c) * 4, reinterpret_cast<Ints>(narrowed(value) << 16));
+    store_ints(out + static_cast<int64_t>(c) * 4, as_ints(narrowed(value) << 16));
 #endif
   }
 }

@@ -46,13 +46,16 @@ static uint16_t to_half(float x) {
 INLINE Floats load_half(const void* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(TWO_REGISTERS) && defined(__F16C__)
+  const __m128i* from = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
 #else
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   Words half;
   for (int i = 0; i < LANES; i++) half[i] = static_cast<uint32_t>(bytes[2 * i] | bytes[2 * i + 1] << 8);
   // The exponent has another bias, 112 less; zero and what is denormal come right by the multiplication.
-  const Floats magnitude = as_floats(reinterpret_cast<Ints>((half & 0x7fffu) << 13)) * splat(0x1p112f);
-  return as_floats(as_ints(magnitude) | reinterpret_cast<Ints>((half & 0x8000u) << 16));
+  const Floats magnitude = as_floats(as_ints((half & 0x7fffu) << 13)) * splat(0x1p112f);
+  return as_floats(as_ints(magnitude) | as_ints((half & 0x8000u) << 16));
 #endif
 }
 
@@ -66,9 +69,8 @@ INLINE Floats store_half(void* p, Floats x) {
 
 // For scales up to `bound` in each lane: the power of two that leaves them below 512, far from both ends of float16.
 INLINE Floats int4_unit(Floats bound) {
-  const Ints exponent = as_ints(bound) & 0x7f800000;
-  const Ints lowest = splat_int(9 << 23);
-  return as_floats((exponent > lowest ? exponent : lowest) - (8 << 23));
+  const Floats power = as_floats(as_ints(bound) & 0x7f800000), lowest = as_floats(splat_int(9 << 23));
+  return as_floats(as_ints(max(power, lowest)) - (8 << 23));
 }
 
 // --------------------------------------------------------------------------------------------------- 16 rows at a time
@@ -78,7 +80,7 @@ struct Grid {
   Floats scale, zero;
 };
 
-INLINE Floats int4_inverse(Floats scale) { return scale > SMALLEST ? splat(1.0f) / scale : Floats{}; }
+INLINE Floats int4_inverse(Floats scale) { return where(scale > SMALLEST, splat(1.0f) / scale, Floats{}); }
 
 INLINE Floats int4_code(Floats weight, Floats inverse, Floats zero) {
   const Floats code = fma(weight, inverse, zero);
@@ -109,11 +111,11 @@ static Grid int4_fit(const float* weights, int n, Grid grid) {
     products = fma(code, weight, products);
   }
   const Floats count = splat(static_cast<float>(n)), spread = count * squares - codes * codes;
-  const Floats scale = (count * products - codes * sums) / (spread > 0 ? spread : splat(1.0f));
+  const Floats scale = (count * products - codes * sums) / where(spread > 0, spread, splat(1.0f));
   const Floats zero = (codes - sums * int4_inverse(scale)) / count;
   // A slope that is none, or a zero point that is none of the codes', is no grid.
   const Ints usable = (spread > 0) & (scale > SMALLEST) & (zero >= 0) & (zero <= 15);
-  return {usable ? scale : grid.scale, usable ? zero : grid.zero};
+  return {where(usable, scale, grid.scale), where(usable, zero, grid.zero)};
 }
 
 // The best grid for n weights of each row: from the least to the greatest and from narrower ranges, each then fitted.
@@ -135,9 +137,9 @@ static Grid int4_search(const float* weights, int n) {
     grid.scale *= splat(NARROWEST + (1 - NARROWEST) * static_cast<float>(i) / (TRIALS - 1));
     grid = int4_fit(weights, n, grid);
     const Floats wrong = int4_error(weights, n, grid);
-    best.scale = wrong < least ? grid.scale : best.scale;
-    best.zero = wrong < least ? grid.zero : best.zero;
-    least = wrong < least ? wrong : least;
+    best.scale = where_less(wrong, least, grid.scale, best.scale);
+    best.zero = where_less(wrong, least, grid.zero, best.zero);
+    least = min(wrong, least);
   }
   return best;
 }

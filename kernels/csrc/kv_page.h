@@ -65,7 +65,7 @@ static void write_bf16(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
     bf16 lanes[LANES];
     store_bf16(lanes, load_up_to(key + dim, head_dim - dim));
     scatter_words(keys + dim / 2 * VECTOR + slot * WORD, lanes, LANES / 2);
-    Ints rounded = reinterpret_cast<Ints>(narrowed(load_up_to(value + dim, head_dim - dim)));
+    Ints rounded = as_ints(narrowed(load_up_to(value + dim, head_dim - dim)));
     replace_bits(values + (slot / 2 * padded + dim) * WORD, rounded, 16, slot % 2 * 16);
   }
 }

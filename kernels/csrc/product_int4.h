@@ -53,15 +53,16 @@ struct Int4 {
         for (int p = 0; p < P; p++) dot[m][p] = sums_of(0);
       ahead.next();
       line += 64;
-      for (int k = begin; k < end; k += 8, line += 64) {
-        DotNibbles weights[P];
-        for (int p = 0; p < P; p++) weights[p] = load_nibbles(line + p * bytes);
-        ahead.next();
-        for (int m = 0; m < M; m++) {
-          const int32_t x0 = load_int(inputs + m * stride + k), x1 = load_int(inputs + m * stride + k + 4);
-          for (int p = 0; p < P; p++) dot[m][p] = add_nibbles(dot[m][p], weights[p], x0, x1);
+      add_lines(dot, divide_up(end - begin, 8), [&](auto& sums, int first, int count) __attribute__((always_inline)) {
+        const uint8_t* x = inputs + begin + first * 8;
+        for (int i = 0; i < count; i++, line += 64, x += 8) {
+          DotNibbles weights[P];
+          for (int p = 0; p < P; p++) weights[p] = load_nibbles(line + p * bytes);
+          ahead.next();
+          for (int m = 0; m < M; m++)
+            for (int p = 0; p < P; p++) sums[m][p] = add_nibbles(sums[m][p], weights[p], x + m * stride);
         }
-      }
+      });
       for (int m = 0; m < M; m++) {
         const Floats input_scale = splat(load_float(scales + m * stride));
         const Floats rest = splat(load_float(scales + m * stride + rests));

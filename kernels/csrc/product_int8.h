@@ -5,6 +5,8 @@
 // the dot product takes one operand so, and because what that adds, 128 times the sum of a segment's inputs, is known
 // when a row is prepared. A prepared row is
 //   bytes [K filled up to 64] | scales [segments] | -128 * their sum, int32 [segments] | sum of the row, float32
+// and, where products take bytes as 16-bit numbers, those as well, from a multiple of 8 on: of each four bytes the
+// first, the third, the second and the fourth.
 //
 // The dot product over a segment is exact in int32; segments are added in float32, in their order.
 #pragma once
@@ -23,7 +25,13 @@ INLINE int64_t int8_weight_bytes(int columns) { return static_cast<int64_t>(divi
 
 static int64_t int8_panel_bytes(int columns) { return int8_weight_bytes(columns) + 128; }
 
+// Where a prepared row has what products take.
+INLINE int int8_numbers_at(int columns) {
+  return INPUT_BYTES == 4 ? 0 : divide_up(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4, 8) * 8;
+}
+
 static int64_t int8_input_bytes(int columns) {
+  if (INPUT_BYTES == 8) return row_bytes(int8_numbers_at(columns) + 2 * filled(columns));
   return row_bytes(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4);
 }
 
@@ -93,6 +101,13 @@ static void int8_unpack_row(const Matrix& matrix, int row, float* out) {
 
 // ------------------------------------------------------------------------------------------------------------- product
 
+INLINE void int8_widen(int n, const int8_t* bytes, uint8_t* out) {
+  for (int k = 0; k < n; k += 4) {
+    const int16_t numbers[4] = {bytes[k], bytes[k + 2], bytes[k + 1], bytes[k + 3]};
+    memcpy(out + 2 * k, numbers, 8);
+  }
+}
+
 static void int8_prepare(int columns, const float* x, uint8_t* out) {
   const uint8_t* scale_at = out + filled(columns);
   uint8_t* at = quantize_row(columns, SEGMENT, x, out);
@@ -106,6 +121,7 @@ static void int8_prepare(int columns, const float* x, uint8_t* out) {
     scale_at += 4;
   }
   memcpy(at, &total, 4);
+  if (INPUT_BYTES == 8) int8_widen(filled(columns), reinterpret_cast<int8_t*>(out), out + int8_numbers_at(columns));
 }
 
 struct Int8 {
@@ -115,7 +131,7 @@ struct Int8 {
     const int columns = tile.matrix.columns;
     const int64_t bytes = tile.matrix.panel_bytes, stride = tile.stride, offsets = divide_up(columns, SEGMENT) * 4;
     const uint8_t* inputs = tile.inputs;
-    const uint8_t* scales = inputs + filled(columns);
+    const uint8_t *scales = inputs + filled(columns), *numbers = inputs + int8_numbers_at(columns);
     Ahead ahead = tile.ahead;
     Floats total[M][P] = {};
     for (int begin = 0; begin < columns; begin += SEGMENT, scales += 4) {
@@ -129,7 +145,7 @@ struct Int8 {
           weights[p] = load_weights(tile.panels + p * bytes + static_cast<int64_t>(k) * LANES);
         ahead.next();
         for (int m = 0; m < M; m++) {
-          const int32_t x = load_int(inputs + m * stride + k);
+          const uint8_t* x = numbers + m * stride + k / 4 * INPUT_BYTES;
           for (int p = 0; p < P; p++) dot[m][p] = add_products(dot[m][p], weights[p], x);
         }
       }

@@ -36,14 +36,6 @@ INLINE float load_float(const void* p) {
   return value;
 }
 
-INLINE void store_bytes(void* p, Ints x) {  // the low byte of each lane
-#if defined(__AVX512F__)
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
-#else
-  for (int i = 0; i < LANES; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(x[i]);
-#endif
-}
-
 // Below this a scale is zero: its inverse may be no number.
 constexpr float SMALLEST = 1e-30f;
 

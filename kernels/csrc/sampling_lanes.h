@@ -72,6 +72,16 @@ INLINE SixteenDoubles exp_wide(Floats x) {
 #if defined(__AVX512F__)
 INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+#elif defined(TWO_REGISTERS)
+INLINE uint32_t lanes_where(__m256 low, __m256 high) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(low)) | static_cast<uint32_t>(_mm256_movemask_ps(high)) << 8;
+}
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  return lanes_where(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ));
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  return lanes_where(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
+}
 #elif defined(__SSE2__)
 INLINE uint32_t lanes_at_least(Floats a, Floats b) {
   const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
@@ -125,6 +135,10 @@ INLINE void store_picked(int32_t* p, Ints x, uint32_t lanes) {
 INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
 #if defined(__AVX512F__)
   return _mm512_mask_mov_ps(splat(-INFINITE), static_cast<__mmask16>(lanes), x);
+#elif defined(TWO_REGISTERS)
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(static_cast<int>(lanes));
+  const __m256i low = _mm256_and_si256(all, bits), high = _mm256_and_si256(_mm256_srli_epi32(all, 8), bits);
+  return where(ints_of(_mm256_cmpeq_epi32(low, bits), _mm256_cmpeq_epi32(high, bits)), x, splat(-INFINITE));
 #else
   typedef int32_t Piece __attribute__((vector_size(16), may_alias));
   const Piece bits = {1, 2, 4, 8}, nothing = Piece{} + static_cast<int32_t>(0xff800000u);
@@ -139,8 +153,7 @@ INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
 }
 
 INLINE Ints ids_from(int id) {
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return lanes + id;
+  return lane_numbers() + id;
 }
 
 // Entries [at, at + 16) of n; those past the end are minus infinity.

@@ -53,15 +53,21 @@ static void consider(Draw& draw, int id, float x) {
 
 INLINE void consider_lanes(Draw& draw, Ints ids, Floats x) {
   Ints keys = ids;
-  if (draw.noise_ids)
-    for (int i = 0; i < 16; i++) keys[i] = draw.noise_ids[ids[i]];
+  if (draw.noise_ids) {
+    int32_t named[16];
+    store_ints(named, ids);
+    for (int i = 0; i < 16; i++) named[i] = draw.noise_ids[named[i]];
+    keys = load_ints(named);
+  }
   // Hashes of even lanes and of odd ones; their upper halves fall into their places without a shuffle.
-  Longs pairs = reinterpret_cast<Longs>(keys);
+  Longs pairs;
+  store_ints(&pairs, keys);
   Longs even = mix64(((pairs & 0xffffffffu) + 1) * GOLDEN + draw.stream);
   Longs odd = mix64(((pairs >> 32) + 1) * GOLDEN + draw.stream);
-  Words upper = reinterpret_cast<Words>((even >> 32) | (odd & 0xffffffff00000000u));
+  const Longs both = (even >> 32) | (odd & 0xffffffff00000000u);
+  const Words upper = as_words(load_ints(&both));
   // 2^32 - h, rounded down: the upper 24 bits are a float32 without loss.
-  Floats rest = to_floats(reinterpret_cast<Ints>(~upper >> 8)) * 256.0f;
+  Floats rest = to_floats(as_ints(~upper >> 8)) * 256.0f;
   for (uint32_t lanes = lanes_at_least(exp(x) * draw.bound, rest); lanes; lanes &= lanes - 1) {
     int i = __builtin_ctz(lanes);
     consider(draw, ids[i], x[i]);
