@@ -13,8 +13,10 @@ import pytest
 
 from penstock.models import launch
 from penstock.models.launch import WorkerProcess
+from penstock.models.spawn import spawn
 from penstock.models.wire import FrameBuffer, encode_frame
 from penstock.models.worker import MAX_PARTS_BYTES, TOKEN_BYTES
+from penstock.models.worker_group import new_executor
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import (
     AddedRow,
@@ -326,3 +328,24 @@ async def test_prompt_logprobs_travel_in_frames_of_bounded_size(tiny_model, work
     assert max(sizes) <= MAX_PARTS_BYTES + 1024
     assert sum(sizes) > MAX_PARTS_BYTES
     assert TOKEN_BYTES >= 9 + 5  # a float and an id in msgpack
+
+
+# ------------------------------------------------------------------------------------------------------ started already
+
+
+async def test_a_worker_that_was_started_already_is_the_first(tiny_model, worker_config):
+    spawned = spawn()
+    process = WorkerProcess(worker_config(tiny_model("llama").path), spawned=spawned)
+    facts = await process.start()
+    assert process.pid == spawned.process.pid
+    await process.stop()
+    assert await process.start() == facts
+    assert process.pid != spawned.process.pid
+    await process.stop()
+
+
+def test_ranks_are_started_together_so_such_a_worker_ends(tiny_model, worker_config):
+    spawned = spawn()
+    new_executor(worker_config(tiny_model("llama").path, tensor_parallel_size=2), spawned)
+    assert spawned.process.returncode == -signal.SIGKILL
+    assert spawned.connection.fileno() == -1

@@ -1,6 +1,5 @@
 """``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
 
-import asyncio
 import hashlib
 import json
 import re
@@ -492,16 +491,3 @@ def test_a_signal_while_it_loads_ends_it_and_its_worker():
     assert process.returncode == 128 + signal.SIGTERM
     wait_until(lambda: ended(worker))
     assert b"Traceback" not in errors
-
-
-def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    loop = serve._new_loop()
-    assert isinstance(loop, asyncio.SelectorEventLoop)
-    loop.close()
-
-
-def test_the_service_process_never_imports_torch():
-    code = "import sys, penstock.service.serve; print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"

@@ -1,0 +1,20 @@
+"""What the service's process imports, and what it does without."""
+
+import asyncio
+import subprocess
+import sys
+
+from penstock.service import serve
+
+
+def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = serve._new_loop()
+    assert isinstance(loop, asyncio.SelectorEventLoop)
+    loop.close()
+
+
+def test_the_service_process_never_imports_torch():
+    code = "import sys, penstock.service.serve; print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
