@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WORKER = "from penstock.models.worker import main; main()"
+UNINTERRUPTED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+"""A terminal interrupts every process at once; one that imports would tell it as a traceback."""
+WORKER = f"{UNINTERRUPTED}; from penstock.models.worker import main; main()"
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 """Compute threads that wait for each other sleep instead of spinning: where the service's loop or anything else shares
 their cores, spinning was seen to cost nine tenths of the speed. Nor does a tokenizer have threads."""

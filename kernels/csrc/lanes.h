@@ -31,14 +31,11 @@ struct Lanes {
   LANES_INLINE Lanes operator/(Lanes a, Number b) { return {a.low / b, a.high / b}; }
   LANES_INLINE Lanes operator/(Number a, Lanes b) { return {a / b.low, a / b.high}; }
   LANES_INLINE Lanes operator&(Lanes a, Number b) { return {a.low & b, a.high & b}; }
-  LANES_INLINE Lanes operator|(Lanes a, Number b) { return {a.low | b, a.high | b}; }
   LANES_INLINE Lanes operator<<(Lanes a, int bits) { return {a.low << bits, a.high << bits}; }
   LANES_INLINE Lanes operator>>(Lanes a, int bits) { return {a.low >> bits, a.high >> bits}; }
 
   template <class Other>
   LANES_INLINE Lanes& operator+=(Lanes& a, Other b) { return a = a + b; }
-  template <class Other>
-  LANES_INLINE Lanes& operator-=(Lanes& a, Other b) { return a = a - b; }
   template <class Other>
   LANES_INLINE Lanes& operator*=(Lanes& a, Other b) { return a = a * b; }
   LANES_INLINE Lanes& operator|=(Lanes& a, Lanes b) { return a = a | b; }

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.models import launch
 from penstock.models.launch import WorkerProcess
-from penstock.models.spawn import spawn
+from penstock.models.spawn import UNINTERRUPTED, WORKER, spawn
 from penstock.models.wire import FrameBuffer, encode_frame
 from penstock.models.worker import MAX_PARTS_BYTES, TOKEN_BYTES
 from penstock.models.worker_group import new_executor
@@ -342,6 +342,13 @@ async def test_a_worker_that_was_started_already_is_the_first(tiny_model, worker
     assert await process.start() == facts
     assert process.pid != spawned.process.pid
     await process.stop()
+
+
+def test_an_interrupt_while_a_worker_imports_is_not_told():
+    assert WORKER.startswith(UNINTERRUPTED)
+    code = f"{UNINTERRUPTED}; import os; os.kill(os.getpid(), signal.SIGINT); print('alive')"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("alive\n", "")
 
 
 def test_ranks_are_started_together_so_such_a_worker_ends(tiny_model, worker_config):
