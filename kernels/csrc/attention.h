@@ -60,12 +60,19 @@ __attribute__((noinline)) static void write_output(const Attention& attention, i
     by = kept / (total[RECORD_SUM] * kept + exp(splat(sink - top))[0]);
   }
   const int head_dim = attention.kv.head_dim;
+  const float* values = total + RECORD_HEAD;
+  alignas(VECTOR) float transformed[MAX_HEAD_DIM];
+  if (transforms_heads(attention.kv.format)) {
+    hadamard(values, head_dim, transformed);
+    by /= static_cast<float>(hadamard_block(head_dim));
+    values = transformed;
+  }
   for (int dim = 0; dim < head_dim; dim += LANES) {
-    Floats values = load(total + RECORD_HEAD + dim) * by;
+    const Floats scaled = load(values + dim) * by;
     if (dim + LANES <= head_dim)
-      store(out + dim, values);
+      store(out + dim, scaled);
     else
-      store_some(out + dim, values, head_dim - dim);
+      store_some(out + dim, scaled, head_dim - dim);
   }
 }
 
@@ -125,12 +132,19 @@ template <class Kv>
 static void prepare_queries(const Work& work) {
   const Attention& attention = work.attention;
   const int head_dim = attention.kv.head_dim, padded = padded_head(attention.kv);
+  const bool transforms = transforms_heads(attention.kv.format);
+  const float scale = transforms ? attention.scale / static_cast<float>(hadamard_block(head_dim)) : attention.scale;
   for (int i = 0; i < work.rows; i++) {
     const int64_t token = work.row.token + work.item.query_begin - work.row.start + i / work.group;
     const int head = work.kv_head * work.group + i % work.group;
     const float* x = attention.queries + token * attention.query_stride + static_cast<int64_t>(head) * head_dim;
     uint8_t* words = work.scratch + work.at.queries + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
-    work.query()[i] = Kv::prepare_query(x, head_dim, padded, attention.scale, words);
+    alignas(VECTOR) float transformed[MAX_HEAD_DIM];
+    if (transforms) {
+      hadamard(x, head_dim, transformed);
+      x = transformed;
+    }
+    work.query()[i] = Kv::prepare_query(x, head_dim, padded, scale, words);
   }
 }
 

@@ -66,6 +66,7 @@ struct Output {
 //   F32   K [D][16]          V [16][D]
 //   BF16  K [D/2][16][2]     V [8][D][2]       (pairs of dimensions, pairs of tokens: as the dot products take them)
 //   INT8  K [D/4][16][4]     V [4][D][4], then 16 float32 scales of keys and 16 of values
+// BF16 and INT8 store heads as their Hadamard transform (hadamard.h), over the largest power of two that divides their size.
 // Whoever first writes to a page starts at its slot 0, and zeroes its values: a masked slot weighs nothing only if finite.
 struct KvLayout {
   Format format;

@@ -5,6 +5,7 @@
 // stored with 128 added, since dot4 takes one of its operands without sign.
 #pragma once
 
+#include "hadamard.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -21,6 +22,9 @@ constexpr float INT8_LARGEST = 127.0f;
 
 // The head size, filled up.
 INLINE int padded_head(const KvLayout& layout) { return (layout.head_dim + LANES - 1) / LANES * LANES; }
+
+// Whether a format, which rounds, has the Hadamard transform of keys and values.
+constexpr bool transforms_heads(Format format) { return format != FORMAT_F32; }
 
 // Numbers in a word.
 INLINE int numbers_in_word(Format format) { return format == FORMAT_F32 ? 1 : format == FORMAT_BF16 ? 2 : 4; }
@@ -104,6 +108,13 @@ static void write_kv(const penstock::KvLayout& layout, uint8_t* page, int slot, 
     if (slot == 0) memset(value_section, 0, static_cast<size_t>(layout.head_bytes - section));
     const float* key = keys + static_cast<int64_t>(head) * head_dim;
     const float* value = values + static_cast<int64_t>(head) * head_dim;
+    alignas(VECTOR) float transformed[2][MAX_HEAD_DIM];
+    if (transforms_heads(layout.format)) {
+      hadamard(key, head_dim, transformed[0]);
+      hadamard(value, head_dim, transformed[1]);
+      key = transformed[0];
+      value = transformed[1];
+    }
     if (layout.format == FORMAT_F32)
       write_f32(key_section, value_section, slot, head_dim, key, value);
     else if (layout.format == FORMAT_BF16)
