@@ -69,7 +69,7 @@ define on-gpu
 @test -x $(BIN)/python || $(PYTHON) -c 'import torch, triton' 2>/dev/null || $(MAKE) setup
 @$(link-rooms)
 python=$(BIN)/python; test -x $$python || python=$(PYTHON); \
-  PYTHONPATH="$(CURDIR)/.dev:$(CURDIR)/tests/peers$${PYTHONPATH:+:$$PYTHONPATH}" $$python -P
+  PYTHONPATH="$(CURDIR)/.dev:$(CURDIR)/tests/support:$(CURDIR)/tests/peers$${PYTHONPATH:+:$$PYTHONPATH}" $$python -P
 endef
 
 SITE = $(shell $(BIN)/python -P -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

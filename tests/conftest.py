@@ -1,6 +1,7 @@
 """What every test may count on: no model hub is reached, and a test for a GPU is skipped where there is none."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ avoid_broken_tiles()
 # Before a module with kernels in Triton is imported, here or there: without a GPU they run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell has its background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

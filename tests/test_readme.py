@@ -44,7 +44,7 @@ def blocks(language: str, containing: str = "") -> list[str]:
 def run(line: str) -> str:
     """What a shell prints for a line that succeeds."""
     environment = {**os.environ, "PATH": PATH}
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 import grpc
+import psutil
 import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
@@ -261,7 +262,7 @@ class FakeService(
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         try:
             yield self
         finally:
@@ -332,7 +333,9 @@ class Tool:
         command = [*self.command, *map(str, arguments)]
         return subprocess.Popen(command, env=self.environment, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
 
-    def run(self, *arguments: object, text: str | None = None, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: object, text: str | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         """With this text on standard input, or nothing there."""
         command = [*self.command, *map(str, arguments)]
         return subprocess.run(
@@ -342,7 +345,7 @@ class Tool:
             input=text or "",
             capture_output=True,
             encoding="utf-8",
-            timeout=timeout,
+            timeout=120,
         )
 
 
@@ -365,16 +368,17 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """Reads until this is on the screen, and forgets what came before."""
-        assert self._shows(text, 20), self.seen
+        assert self._shows(text, 120), self.seen
         before, _, self.seen = self.seen.partition(text)
         return before
 
     def interrupt(self, text: str) -> None:
-        """Presses Ctrl-C until this is on the screen: a prompt misses one that comes just before it begins to wait."""
-        for _ in range(20):
-            os.kill(self.process.pid, signal.SIGINT)
-            if self._shows(text, 1):
-                break
+        """Presses Ctrl-C and waits until this is on the screen. A prompt misses a Ctrl-C that comes just before it
+        begins to wait, so the key is pressed while the program sleeps, and again if it sleeps on."""
+        while text not in self.seen:
+            if psutil.Process(self.process.pid).status() == psutil.STATUS_SLEEPING:
+                os.kill(self.process.pid, signal.SIGINT)
+            self._shows(text, 1)
         self.wait_for(text)
 
     def _shows(self, text: str, seconds: float) -> bool:
@@ -394,7 +398,7 @@ class Terminal:
         with contextlib.suppress(OSError):  # how Linux tells that the other side is closed
             while os.read(self._side, 4096):
                 pass
-        return self.process.wait(20)
+        return self.process.wait(120)
 
 
 @pytest.fixture

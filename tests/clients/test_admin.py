@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from waiting import wait_until
 
 from penstock.clients import Client, cli
 from penstock.clients.errors import RequestFailed
@@ -78,13 +78,6 @@ def settings(capsys, *arguments):
     return json.loads(run(capsys, "settings", "--json", *arguments))
 
 
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def running_request(client, max_tokens=15_000):
     """One that has begun; it is cancelled at the end, if it has not ended."""
@@ -101,7 +94,7 @@ def running_request(client, max_tokens=15_000):
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
-        assert begun.wait(30)
+        assert begun.wait(120)
         try:
             yield reading
         finally:
@@ -240,7 +233,7 @@ class TestDrain:
             waiting = pool.submit(cli.main, ["drain", "--wait"])
             wait_until(lambda: "1 goes on" in capsys.readouterr().out)
             assert cli.main(["drain", "--resume"]) == 0
-            assert waiting.result(30) == 1
+            assert waiting.result(120) == 1
         assert "somebody resumed it" in capsys.readouterr().err
 
     def test_resume_and_wait_do_not_go_together(self, capsys):

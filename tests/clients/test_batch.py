@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import time
 from collections import Counter
 
 import pytest
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -38,13 +38,6 @@ def batch(tool, threaded_service, tmp_path):
             return [json.loads(line) for line in self.output.read_text().splitlines()]
 
     return Run()
-
-
-def wait_for(condition):
-    give_up = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def num_lines(path):
@@ -109,7 +102,7 @@ def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):
     batch.write(*({"id": i, "prompt": f"prompt number {i}"} for i in range(60)))
     first = batch.start("--concurrency", "4")
     try:
-        wait_for(lambda: num_lines(batch.output) >= 12)
+        wait_until(lambda: num_lines(batch.output) >= 12)
     finally:
         first.kill()
         first.communicate()
@@ -131,14 +124,14 @@ def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):
 def test_interrupted_it_says_how_to_go_on(batch, number):
     batch.write({"id": 1, "prompt": "one"}, {"id": 2, "prompt": "hang"})
     process = batch.start()
-    wait_for(lambda: num_lines(batch.output) == 1)
+    wait_until(lambda: num_lines(batch.output) == 1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"run the same command again to go on" in err
     assert b"Traceback" not in err
     assert [record["id"] for record in batch.records()] == [1]
-    wait_for(lambda: batch.service.streams_ended == 1)
+    wait_until(lambda: batch.service.streams_ended == 1)
 
 
 def test_what_is_busy_is_asked_again(batch):
@@ -223,7 +216,7 @@ def test_a_pipe_is_answered_line_by_line_and_leaves_when_nobody_reads(tool, thre
     process.stdout.close()
     process.stdin.write(b'{"id": 2, "prompt": "b"}\n')
     process.stdin.flush()
-    assert process.wait(20) == 141
+    assert process.wait(120) == 141
     assert process.stderr.read() == b""
     process.stdin.close()
     process.stderr.close()
@@ -233,7 +226,7 @@ def test_on_a_terminal_lines_are_typed_and_progress_is_shown(batch, open_termina
     terminal = open_terminal("generate", "--target", batch.service.target, "--input", "-", "--output", batch.output)
     terminal.wait_for("0 lines")
     terminal.type('{"id": 1, "prompt": "hello"}\n')
-    wait_for(lambda: num_lines(batch.output) == 1)
+    wait_until(lambda: num_lines(batch.output) == 1)
     terminal.type("\x04")
     assert "tokens/s" in terminal.wait_for("1 lines done")
     assert terminal.end() == 0
@@ -245,7 +238,7 @@ def test_a_model_that_runs_here(tool, tmp_path):
     refused = tool.run("generate", "demo", *files, "--max-model-len", "many")
     assert refused.returncode == 1
     assert refused.stderr.startswith("penstock generate: --max-model-len: ")
-    done = tool.run("generate", "demo", *files, "--max-model-len", "256", "--no-enable-prefix-caching", timeout=100)
+    done = tool.run("generate", "demo", *files, "--max-model-len", "256", "--no-enable-prefix-caching")
     assert done.returncode == 1, done.stderr
     refusal, answer = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert refusal["error"]["message"] == "line 2: id: a line above has 1 too"
@@ -283,7 +276,7 @@ def test_a_full_disk_is_told(tool, threaded_service, tmp_path):
     with open("/dev/full", "wb") as full:
         arguments = ("generate", "--target", threaded_service.target, "--input", tmp_path / "in.jsonl", "--output", "-")
         process = tool.start(*arguments, stdout=full)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert b"No space left on device" in err
     assert b"Traceback" not in err

@@ -4,9 +4,9 @@ import asyncio
 import json
 import re
 import signal
-import time
 
 import pytest
+from waiting import wait_until
 
 from penstock.clients import bench_grpc, cli
 from penstock.clients.bench_flags import parse_arguments
@@ -60,11 +60,9 @@ def test_a_trace_and_its_mistakes(tool, threaded_service, tmp_path):
 def test_ctrl_c_tells_what_there_is(tool, threaded_service):
     threaded_service.delay = 0.002
     process = tool.start("bench", threaded_service.target, "--vocab-size", 90, "--duration", 100, "--prompt-tokens", 20)
-    give_up = time.monotonic() + 20
-    while len(threaded_service.starts) < 40 and time.monotonic() < give_up:
-        time.sleep(0.02)
+    wait_until(lambda: len(threaded_service.starts) >= 40)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, b"")
     assert b"INTERRUPTED" in out
     assert b"(stopped early)" in out
@@ -111,7 +109,7 @@ async def test_a_service_that_never_answers_is_given_up_after_the_deadline(servi
             ("DEADLINE_EXCEEDED", b""),
             ("OK", b"echo"),
         ]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while not service.cancelled:  # noqa: ASYNC110 - the service tells nobody
                 await asyncio.sleep(0.01)
 

@@ -2,10 +2,10 @@
 
 import os
 import signal
-import time
 
 import grpc
 import pytest
+from waiting import wait_until
 
 TEMPLATE_TOKENS = len("<user>")
 
@@ -243,7 +243,7 @@ def test_who_reads_may_leave(tool, threaded_service):
     process = tool.start("chat", "--target", threaded_service.target, "--once", "endless")
     assert process.stdout.read(7) == b"endless"
     process.stdout.close()
-    assert process.wait(20) == 141
+    assert process.wait(120) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
 
@@ -263,9 +263,7 @@ def test_on_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal, thre
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.wait_for("[cancelled]")
     terminal.wait_for("> ")
-    give_up = time.monotonic() + 5
-    while not threaded_service.cancelled and time.monotonic() < give_up:
-        time.sleep(0.002)
+    wait_until(lambda: threaded_service.cancelled)
     assert threaded_service.cancelled == [threaded_service.starts[0].ref]
     terminal.interrupt("[Ctrl-D leaves]")
     terminal.type("hello\n")

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.clients import (
     Accepted,
@@ -21,13 +22,6 @@ from penstock.clients import (
 )
 from penstock.clients.events import collect
 from penstock.clients.stream import MAX_EVENTS_WAITING
-
-
-async def until(condition, seconds=5.0):
-    """Waits for something that the other side does soon."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the other side is no part of this program
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture
@@ -104,7 +98,7 @@ async def test_an_update_before_the_start_is_part_of_it(client, service):
 
 async def test_a_new_timeout_counts_for_a_service_that_says_nothing(client, monkeypatch):
     monkeypatch.setattr(client_module, "_DEADLINE_GRACE_SECONDS", 0.0)
-    async with client.generate("silent", timeout=60) as request:
+    async with client.generate("silent", timeout=120) as request:
         taking = asyncio.create_task(request.take())
         await asyncio.sleep(0)
         request.update(timeout=0.05)
@@ -276,7 +270,7 @@ async def test_a_slow_consumer_loses_nothing_holds_little_and_delays_nobody(clie
     first = await slow.take()
     for _ in range(3):
         assert (await client.complete("quick")).text == "quick"
-    await until(lambda: slow._mailbox._events and isinstance(slow._mailbox._events[-1], Finished), 20)
+    await until(lambda: slow._mailbox._events and isinstance(slow._mailbox._events[-1], Finished))
     assert len(slow._mailbox._events) <= MAX_EVENTS_WAITING + 1
     answer = collect([*first, *await slow.take()], 1)
     assert len(answer.text) == len(answer.token_ids) == 5000

@@ -84,7 +84,7 @@ class RealService:
             stats = self.engine.stats()
             return stats.running or stats.waiting or stats.kv_usage
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while in_use():  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.002)
 
@@ -209,9 +209,12 @@ async def test_leaving_and_deadlines_free_everything(client, real):
 
 async def test_a_deadline_is_the_services(byte_tokenizer):
     async with RealService(byte_tokenizer, seconds_per_step=0.01) as real, AsyncClient(real.target) as client:
-        with pytest.raises(RequestFailed) as caught:
-            await client.complete("on and on", timeout=0.1)
-        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        for timeout in (0.1, 1.0, 10.0):  # longer where a busy machine begins later
+            with pytest.raises(RequestFailed) as caught:
+                await client.complete("on and on", timeout=timeout)
+            assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if caught.value.finished and caught.value.finished.usage.output_tokens:
+                break
         assert caught.value.finished
         assert caught.value.finished.reason is FinishReason.DEADLINE
         assert caught.value.finished.usage.output_tokens > 0
@@ -277,7 +280,7 @@ def real_on_a_thread(byte_tokenizer):
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     yield real
     stop[0]()
     thread.join()

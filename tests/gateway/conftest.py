@@ -180,7 +180,7 @@ def _scripted(tokenizer: Tokenizer, scheduler: SchedulerConfig | None = None, **
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     try:
         yield where[0]
     finally:
@@ -267,7 +267,7 @@ async def http_in_front_of(target: str, **settings: Any) -> AsyncIterator[tuple[
         while not http.started:  # noqa: ASYNC110 - uvicorn tells nobody
             await asyncio.sleep(0.001)
         base = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
             yield app, client
         http.should_exit = True
         await serving

@@ -91,7 +91,7 @@ def test_it_starts_without_a_service_and_ends_in_order(tmp_path):
             assert http.get("/version").status_code == 200
             assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
     assert not path.exists()

@@ -35,8 +35,8 @@ RUNS = [pytest.param(case, endpoint, id=f"{endpoint}-{case.name}") for case in C
 def clients(demo, scripted):
     """Of the services that cases name."""
     with (
-        openai.OpenAI(base_url=demo.openai, api_key="none", max_retries=0, timeout=60) as of_demo,
-        openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=60) as of_scripted,
+        openai.OpenAI(base_url=demo.openai, api_key="none", max_retries=0, timeout=120) as of_demo,
+        openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=120) as of_scripted,
     ):
         yield {"demo": of_demo, "scripted": of_scripted}
 

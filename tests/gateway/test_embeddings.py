@@ -249,13 +249,13 @@ async def test_a_caller_who_goes_away_cancels_the_work(service):
         "http_version": "1.1",
         "scheme": "http",
     }
-    async with gateway(service) as app, asyncio.timeout(10):
+    async with gateway(service) as app, asyncio.timeout(120):
         await app(scope, receive, send)
         await service.cancelled.wait()
 
 
 def test_a_real_model_embeds(demo):
-    with openai.OpenAI(base_url=demo.openai, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=demo.openai, api_key="none", max_retries=0, timeout=120) as client:
         one = client.embeddings.create(model="demo", input=["a cat on a mat", "a dog on a log"])
         cut = client.embeddings.create(model="demo", input="a cat on a mat", dimensions=8)
     vectors = [each.embedding for each in one.data]

@@ -13,7 +13,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 @pytest.fixture
 def langchain(scripted):
-    return ChatOpenAI(base_url=f"{scripted}/v1", api_key=SecretStr("none"), model="gpt-4o", max_retries=0, timeout=30)
+    return ChatOpenAI(base_url=f"{scripted}/v1", api_key=SecretStr("none"), model="gpt-4o", max_retries=0, timeout=120)
 
 
 def test_langchain_streams(langchain):
@@ -47,7 +47,7 @@ def test_langchain_calls_tools(langchain):
 
 @pytest.fixture
 def llama_index(scripted):
-    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=30)
+    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=120)
 
 
 def test_llama_index_streams(llama_index):

@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import pytest
+from waiting import until
 
 from penstock.clients.gateway.http_connection import _MAX_HEAD_BYTES
 
@@ -38,7 +39,7 @@ def filled(begin, num_bytes=_MAX_HEAD_BYTES + 1):
 async def connected(gateway):
     """A connection to it."""
     base = gateway.http.base_url
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         reader, writer = await asyncio.open_connection(base.host, base.port)
         try:
             yield reader, writer
@@ -52,12 +53,6 @@ async def answer_from(reader):
     """The head of the next answer, and its body, whose length it tells."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     return head, await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the gateway tells nobody
-            await asyncio.sleep(0.001)
 
 
 def num_gone(gateway):

@@ -79,7 +79,7 @@ async def test_above_the_limit_of_connections_probes_are_answered_and_nothing_el
         assert (await http.get("/health")).status_code == 200
         idle.close()
         await idle.wait_closed()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await http.get("/v1/models")).status_code != 200:
                 pass
 

@@ -43,13 +43,13 @@ ANSWERS = {
 
 @pytest.fixture(scope="module")
 def client(scripted):
-    with openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
 async def asynchronous(scripted):
-    async with openai.AsyncOpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    async with openai.AsyncOpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -133,7 +133,7 @@ def test_a_full_queue_is_the_packages_rate_limit(start_scripted):
     scheduler = SchedulerConfig(max_num_seqs=1, max_queued_requests=1)
     with (
         start_scripted(scheduler=scheduler) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=30) as client,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120) as client,
         client.chat.completions.create(**body("x" * 3000), stream=True) as running,
     ):
         next(running)
@@ -169,14 +169,14 @@ def keyed(start_scripted, tmp_path_factory, load_keys):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_callers_key_is_passed_on(keyed, key):
-    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0, timeout=120) as client:
         assert client.chat.completions.create(**body(SAID)).choices[0].message.content == SAID
         assert len(list(client.chat.completions.create(**body(SAID), stream=True))) > 3
 
 
 @pytest.mark.parametrize("key", ["of-nobody", "of-One"])
 def test_a_wrong_key_is_told_before_a_wrong_body(keyed, key):
-    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0, timeout=120) as client:
         for request in (body(SAID), body(SAID, temperature=-1), body(SAID, messages="none")):
             with pytest.raises(openai.AuthenticationError) as caught:
                 client.chat.completions.create(**request)

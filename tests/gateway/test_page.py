@@ -42,7 +42,7 @@ def test_the_page_asks_nobody_else_and_makes_no_markup_of_text():
 
 
 def test_it_is_served_with_its_policy(scripted):
-    response = httpx.get(f"{scripted}/", timeout=60)
+    response = httpx.get(f"{scripted}/", timeout=120)
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.headers["content-security-policy"] == content_security_policy(HTML)

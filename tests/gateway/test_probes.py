@@ -12,12 +12,12 @@ from penstock.clients.gateway.settings import GatewaySettings
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")])
 def test_a_service_that_takes_requests_is_healthy(scripted, method, path):
-    answer = httpx.request(method, scripted + path, timeout=60)
+    answer = httpx.request(method, scripted + path, timeout=120)
     assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_the_version_is_told(scripted):
-    assert httpx.get(f"{scripted}/version", timeout=60).json() == {"version": version("penstock")}
+    assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": version("penstock")}
 
 
 async def test_without_a_service_the_gateway_is_not_healthy():

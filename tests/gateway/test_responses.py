@@ -25,7 +25,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
 
 @pytest.fixture
 def client(scripted):
-    with openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -300,7 +300,7 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_done_is_refused_by_name(scripted, body, param, why, stream):
-    answer = httpx.post(f"{scripted}/v1/responses", json={"input": "SAY a", "stream": stream} | body, timeout=60)
+    answer = httpx.post(f"{scripted}/v1/responses", json={"input": "SAY a", "stream": stream} | body, timeout=120)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert why in error["message"]
@@ -331,7 +331,7 @@ def test_another_model_is_not_found(client):
 def test_what_is_no_text_is_refused_before_anything_is_sent(scripted, stream):
     body = json.dumps({"input": "SAY a", "metadata": {"a": "\ud800"}, "stream": stream})
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{scripted}/v1/responses", content=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{scripted}/v1/responses", content=body, headers=headers, timeout=120)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_unicode")
 
 

@@ -9,7 +9,7 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def post(scripted):
     def post(path, **body):
-        return httpx.post(scripted + path, json=body, timeout=60)
+        return httpx.post(scripted + path, json=body, timeout=120)
 
     return post
 

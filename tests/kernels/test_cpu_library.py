@@ -42,7 +42,7 @@ def compiler() -> list[str]:
 
 def run(command: list[str]) -> str:
     """What a command prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

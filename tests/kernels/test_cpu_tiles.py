@@ -40,9 +40,9 @@ def build(cpu_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def build(*extra: str) -> Probe:
         made = tmp_path_factory.mktemp("probe") / "probe"
         flags = [*build_cpu.COMMON, *build_cpu.level_flags("level_amx.cpp"), f"-I{build_cpu.SOURCES}", *extra]
-        subprocess.run([*compiler, *flags, str(PROBE), "-o", str(made)], check=True, timeout=100)
+        subprocess.run([*compiler, *flags, str(PROBE), "-o", str(made)], check=True, timeout=120)
         return lambda cases, *what: subprocess.run(
-            [str(made), *what], input=b"".join(cases), capture_output=True, timeout=100, check=False
+            [str(made), *what], input=b"".join(cases), capture_output=True, timeout=120, check=False
         )
 
     return build

@@ -5,6 +5,7 @@ import random
 from contextlib import asynccontextmanager, suppress
 
 import grpc
+from waiting import until
 
 from penstock.kv.events import KvEventLog
 from penstock.service.kv_events import KvEvents
@@ -27,12 +28,6 @@ async def serving(log):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield pb_grpc.AdminServiceStub(channel)
     await server.stop(None)
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
 
 
 def apply(mirror, message):
@@ -116,7 +111,7 @@ async def test_who_does_not_read_is_told_the_end_and_not_all_that_led_to_it(mirr
             log.stored(block_hash, b"", token_ids)
             await asyncio.sleep(0.0005)
         num_read = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while mirror.sequence != log.sequence:
                 apply(mirror, await call.read())
                 num_read += 1

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-import time
 
 import pytest
+from waiting import wait_until
 
 from penstock.models.backend import load_backend
 from penstock.models.cpu_cores import choose_cores
@@ -77,11 +77,8 @@ def test_threads_of_a_backend_stay_on_their_cores(cpu_library, tiny_model, worke
     config = worker_config(tiny_model("llama").path, backend="cpu", num_threads=num_threads, cpu_pinning=pinning)
     backend = load_backend(config)
     expected = [{core} if pinning == "on" else allowed for core in sorted(others)]
-    deadline = time.monotonic() + 10
     # A thread goes to its core when it first runs; one more takes the KV cache's memory, and ends.
-    while (cores := cores_of(threads() - before)) != expected and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert cores == expected
+    wait_until(lambda: cores_of(threads() - before) == expected)
     assert os.sched_getaffinity(0) == allowed
     assert backend.facts.num_threads == num_threads
 

@@ -4,7 +4,6 @@ was said, and no more."""
 import ctypes
 import itertools
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from waiting import wait_until
 
 from penstock.kernels.cpu import Format, find_kernels
 from penstock.kernels.cpu_program import Library
@@ -262,10 +262,8 @@ def test_what_a_backend_took_goes_with_it(wide, worker_config):
     threads, before = process.num_threads(), process.memory_info().rss
     for _ in range(2):
         load_backend(config)
-    until = time.monotonic() + 30
-    while process.memory_info().rss >= before + (64 << 20) and time.monotonic() < until:
-        time.sleep(0.05)  # those that fill pages ahead may not have noticed yet that nobody needs them
-    assert process.memory_info().rss < before + (64 << 20)
+    # The threads that fill pages ahead may not have noticed yet that the pages are not needed.
+    wait_until(lambda: process.memory_info().rss < before + (64 << 20))
     assert process.num_threads() <= threads + 1
 
 

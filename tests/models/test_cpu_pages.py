@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from waiting import wait_until
 
 from penstock.kernels.cpu_program import Memory
 from penstock.models import cpu_pages
@@ -21,13 +22,6 @@ class Pages(Memory):
     def populate(self, begin: int, num_bytes: int) -> None:
         with self._lock:
             self.taken.append((begin, num_bytes))
-
-
-def wait_until(is_so):
-    until = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

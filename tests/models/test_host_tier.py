@@ -79,7 +79,7 @@ async def test_with_the_worker_its_slots_are_gone(tiny_model, worker_config, sta
     assert held > 0
     os.kill(worker.pid, signal.SIGKILL)
     for state in (EngineState.RECOVERING, EngineState.SERVING):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while engine.engine.state is not state:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
         assert engine.stats.host_blocks == 0

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from torch import distributed
+from waiting import until
 
 from penstock.models import loader
 from penstock.models.backend import load_backend
@@ -227,12 +228,6 @@ def test_ranks_have_a_gpu_each_and_share_a_host(tmp_path):
     assert (first.tensor_parallel_rank, second.tensor_parallel_rank) == (0, 1)
     assert {(rank.num_threads, rank.max_memory_bytes) for rank in (first, second)} == {(2, 50)}
     assert first.rendezvous == second.rendezvous
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.001)
 
 
 async def test_a_rank_is_killed_amid_8_streams(tiny_model, worker_config, in_process, start_engine, prompts, caplog):

@@ -1,11 +1,11 @@
 """A worker that is killed while it computes, under an engine: every output is what it would have been."""
 
-import asyncio
 import os
 import signal
 from random import Random
 
 import pytest
+from waiting import until
 
 from penstock.models.launch import WorkerProcess
 from penstock.scheduler.plan import SamplingParams
@@ -15,12 +15,6 @@ from penstock.scheduler.state import EngineState
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
 NUM_TOKENS = 60
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from waiting import until
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.beginnings import Beginnings
@@ -16,7 +17,7 @@ from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planner import Planner
-from penstock.scheduler.request import FinishReason, RefusalKind, Refused, Released
+from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Released
 from penstock.scheduler.state import EngineState
 
 VOCAB_SIZE = 100
@@ -82,7 +83,7 @@ async def test_whoever_comes_while_a_step_computes_is_in_the_next_one(submit, mo
     try:
         first = submit(engine, "first", max_tokens=50)
         assert engine._scheduler is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while engine._scheduler.outlook.oldest_step_s is None or len(first.token_ids[0]) < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             num_tokens = len(first.token_ids[0])
@@ -170,9 +171,11 @@ async def test_deadlines_end_running_and_waiting_requests(submit):
     engine = Engine(FakeExecutor(vocab_size=VOCAB_SIZE, seconds_per_step=0.002), SchedulerConfig(max_num_seqs=1))
     await engine.start()
     deadline = time.monotonic() + 0.3
-    running = submit(engine, "running", max_tokens=3000, deadline=deadline)
+    running = submit(engine, "running", max_tokens=3000, deadline=time.monotonic() + 3600)
     waiting = submit(engine, "waiting", max_tokens=3000, deadline=deadline)
-    in_time = submit(engine, "in time", max_tokens=1, deadline=time.monotonic() + 60)
+    in_time = submit(engine, "in time", max_tokens=1, deadline=time.monotonic() + 3600)
+    await until(lambda: running.token_ids and waiting.finished)
+    engine.update("running", Change(deadline=time.monotonic() + 0.01))
     await engine.wait_idle()
     assert time.monotonic() > deadline - 0.01
     assert running.finished.reason is waiting.finished.reason is FinishReason.DEADLINE
@@ -211,7 +214,7 @@ async def test_answers_before_the_death_count(engine, executor, submit):
 async def test_a_bug_ends_every_request_with_internal(engine, submit, monkeypatch, caplog):
     monkeypatch.setattr(KVCacheManager, "publish", lambda *args: 1 / 0)
     requests = [submit(engine, str(number), first=number) for number in range(3)]
-    await asyncio.wait_for(engine.wait_idle(), 20)
+    await asyncio.wait_for(engine.wait_idle(), 120)
     assert {r.finished.reason for r in requests} == {FinishReason.INTERNAL}
     assert engine.state is EngineState.FAILED
     assert "ZeroDivisionError" in caplog.text
@@ -224,7 +227,7 @@ async def test_a_sink_that_raises_does_not_keep_others_from_their_end(engine, ex
         raise RuntimeError("no stream")
 
     first.request.sink = broken
-    await asyncio.wait_for(engine.wait_idle(), 20)
+    await asyncio.wait_for(engine.wait_idle(), 120)
     assert second.finished.reason is FinishReason.INTERNAL
 
 
@@ -238,7 +241,7 @@ async def test_a_sink_may_end_its_request_as_soon_as_it_is_accepted(engine, new_
     request = new_request("one", [1, 2, 3], block_size=16, make_text=Ids, deadline=time.monotonic() + 3600)
     request.sink = sink
     engine.submit(request)
-    await asyncio.wait_for(engine.wait_idle(), 20)
+    await asyncio.wait_for(engine.wait_idle(), 120)
     assert [getattr(event, "reason", None) for event in ends] == [None, FinishReason.CANCELLED]
     assert engine._deadlines == {}
 
@@ -248,7 +251,7 @@ async def test_a_refused_request_leaves_nothing_behind(submit):
     await engine.start()
     with pytest.raises(Refused):
         submit(engine, "one", 1000, deadline=time.monotonic() + 3600)
-    await asyncio.wait_for(engine.wait_idle(), 20)
+    await asyncio.wait_for(engine.wait_idle(), 120)
     assert engine._deadlines == {}
     await engine.stop()
 

@@ -93,7 +93,7 @@ def channels_of(service, path):
 async def code_of(channel, path, metadata, body=b""):
     """What a call ends with, whatever it is; one that answers, or waits for more, is OK."""
     while True:
-        call = channel.stream_stream(path)(iter([body]), metadata=metadata, timeout=30)
+        call = channel.stream_stream(path)(iter([body]), metadata=metadata, timeout=120)
         try:
             await call.read()
         except grpc.aio.AioRpcError as error:
@@ -182,7 +182,7 @@ class TestMatrix:
         naming = {path: body for path, method in METHODS.items() if (body := _naming("acme", method)) is not None}
         assert {path.rpartition("/")[2] for path in naming} >= {"Complete", "Embed", "Generate", "GenerateOne"}
         for path, body in naming.items():
-            call = service.channel.stream_stream(path)(iter([body]), metadata=bearer(KEYS["zenith"]), timeout=30)
+            call = service.channel.stream_stream(path)(iter([body]), metadata=bearer(KEYS["zenith"]), timeout=120)
             if path.endswith("/Generate"):
                 response = pb.GenerateResponse.FromString(await call.read())
                 assert response.finished[0].status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import until
 
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
@@ -67,11 +68,6 @@ def start(max_tokens=4, text="hi"):
 
 def complete(service, **fields):
     return service.generation.Complete(pb.CompleteRequest(start=start(**fields)))
-
-
-async def wait_until(condition):
-    while not condition():  # noqa: ASYNC110 - the engine has no event for it
-        await asyncio.sleep(0.002)
 
 
 class TestListening:
@@ -232,10 +228,10 @@ class TestDraining:
         executor = slow()
         service = await start_service(executor, admin_listen=ANY_PORT)
         call = service.generation.Complete(pb.CompleteRequest(start=start(max_tokens=50)))
-        await wait_until(lambda: service.engine.stats().running == 1)
+        await until(lambda: service.engine.stats().running == 1)
         await service.admin.Drain(admin_pb2.DrainRequest())
         executor.die()
-        await wait_until(lambda: executor.num_starts == 2 and service.engine.state is EngineState.DRAINING)
+        await until(lambda: executor.num_starts == 2 and service.engine.state is EngineState.DRAINING)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await complete(service)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -264,7 +260,7 @@ class TestDraining:
         service = await start_service(admin_listen=ANY_PORT)
         await service.admin.Drain(admin_pb2.DrainRequest())
         service.server.request_stop()
-        await asyncio.wait_for(service.server.stop(grace_s=30), 10)
+        await asyncio.wait_for(service.server.stop(grace_s=30), 120)
 
 
 async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, caplog):

@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import until
 
 pytest.importorskip("triton")  # there are no wheels of it but for Linux
 
 from gpu_bench.sizes import FULL, TINY
 
 from penstock.clients import AsyncClient
-from penstock.clients.events import Completion, Delta, Finished, FinishReason
+from penstock.clients.events import Completion, Delta, FinishReason
 from penstock.clients.requests import build_start
 from penstock.models.families import spec_from_config
 from penstock.service.local import local_service
@@ -188,13 +189,16 @@ async def test_a_prefix_comes_from_the_cache(both):
 
 
 async def test_what_is_cancelled_leaves_others_alone(served, both):
-    async with both[0].generate(PROMPT, max_tokens=served.num_tokens, **GREEDY) as request:
-        beside = asyncio.create_task(same(both, PROMPT * 2, max_tokens=3, **GREEDY))
-        while not any(isinstance(event, Delta) for event in await request.take()):
-            pass
-        request.cancel()
-        assert (await request.completion()).finished.reason is FinishReason.CANCELLED
-        await beside
+    """Repeated until a cancel comes before the end: a busy machine may run this client later than the whole request."""
+    reason = None
+    while reason is not FinishReason.CANCELLED:
+        async with both[0].generate(PROMPT, max_tokens=served.num_tokens, **GREEDY) as request:
+            beside = asyncio.create_task(same(both, PROMPT * 2, max_tokens=3, **GREEDY))
+            while not any(isinstance(event, Delta) for event in await request.take()):
+                pass
+            request.cancel()
+            reason = (await request.completion()).finished.reason
+            await beside
 
 
 async def test_embeddings(both):
@@ -203,23 +207,30 @@ async def test_embeddings(both):
         assert vector == pytest.approx(expected, abs=1e-3)
 
 
-async def test_streams_go_on_when_the_worker_is_killed(served, both):
-    """Greedy and sampled ones."""
-    every: Any = [(PROMPT, GREEDY), (PROMPT * 2, {"seed": 11, **PLAIN})]
-    every = [(prompt, {"max_tokens": served.num_tokens, **options}) for prompt, options in every]
-    expected = [await both[1].complete(prompt, **options) for prompt, options in every]
-    worker = served.worker()
-    requests = [both[0].generate(prompt, **options) for prompt, options in every]
-    events = [await request.take() for request in requests]
+async def killed_amid(served, requests):
+    """All events of the requests, whose worker is killed once each of them has tokens."""
+    killed = served.worker()
+    events: list[list[Any]] = [[] for _ in requests]
     while not all(any(isinstance(event, Delta) for event in had) for had in events):
         for request, had in zip(requests, events, strict=True):
             had += await request.take()
-    worker.kill()
-    for request, had, undisturbed in zip(requests, events, expected, strict=True):
+    killed.kill()
+    for request, had in zip(requests, events, strict=True):
         while more := await request.take():
             had += more
-        finished = had.pop()
-        assert isinstance(finished, Finished)
-        assert finished.timings.restarts == 1
-        assert [id for event in had if isinstance(event, Delta) for id in event.token_ids] == undisturbed.token_ids
-    assert served.worker().pid != worker.pid
+    await until(lambda: served.worker() not in (None, killed))
+    return events
+
+
+async def test_streams_go_on_when_the_worker_is_killed(served, both):
+    """Greedy and sampled ones. Repeated until the worker is killed before either ends, as above."""
+    every: Any = [(PROMPT, GREEDY), (PROMPT * 2, {"seed": 11, **PLAIN})]
+    every = [(prompt, {"max_tokens": served.num_tokens, **options}) for prompt, options in every]
+    expected = [(await both[1].complete(prompt, **options)).token_ids for prompt, options in every]
+    restarts = [0]
+    while 0 in restarts:
+        events = await killed_amid(served, [both[0].generate(prompt, **options) for prompt, options in every])
+        restarts = [had.pop().timings.restarts for had in events]
+        token_ids = [[id for event in had if isinstance(event, Delta) for id in event.token_ids] for had in events]
+        assert token_ids == expected
+    assert restarts == [1, 1]

@@ -23,7 +23,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 NUM_AT_ONCE = 20
-WITHIN_S = 20.0
+WITHIN_S = 120.0
 
 
 def frame(kind: int, payload: bytes = b"", stream: int = 0, flags: int = 0) -> bytes:

@@ -77,7 +77,7 @@ class Service:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
         def send():
-            connection = http.client.HTTPConnection(self.addresses["http"], timeout=60)
+            connection = http.client.HTTPConnection(self.addresses["http"], timeout=120)
             headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
             connection.request("POST", path, raw, headers)
             answer = connection.getresponse()
@@ -93,7 +93,7 @@ class Service:
 
 async def get_metrics(address):
     def get():
-        connection = http.client.HTTPConnection(address, timeout=60)
+        connection = http.client.HTTPConnection(address, timeout=120)
         connection.request("GET", "/metrics")
         page = connection.getresponse().read().decode()
         connection.close()
@@ -267,7 +267,7 @@ async def test_no_log_metric_or_status_repeats_what_callers_say_and_get(service)
         "statuses": "\n".join(service.statuses),
     }
     service.process.terminate()
-    await asyncio.wait_for(service.process.wait(), 60)
+    await asyncio.wait_for(service.process.wait(), 120)
     told["logs"] = service.log.read_text(errors="replace")
 
     outputs = {output.strip()[:40] for output in service.outputs if len(output.strip()) >= 20}

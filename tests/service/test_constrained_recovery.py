@@ -62,7 +62,7 @@ class Killer:
     def _wait_until_it_runs(self) -> None:
         """On the worker that followed those killed: what came may have been under way since before."""
         for _ in range(3000):
-            stats = next(self._admin.WatchStats(admin_pb2.WatchStatsRequest(), timeout=60))
+            stats = next(self._admin.WatchStats(admin_pb2.WatchStatsRequest(), timeout=120))
             if stats.worker_restarts == self._num_killed and stats.running_rows:
                 return
             time.sleep(0.01)

@@ -171,7 +171,7 @@ class TestContext:
         await call.write(pb.GenerateRequest(start=start("hello", max_tokens=ENDLESS)))
         reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[0].text) > 20)
         call.cancel()
-        await asyncio.wait_for(service.engine.wait_idle(), 5)
+        await asyncio.wait_for(service.engine.wait_idle(), 120)
         request_id = reading.outcomes[0].accepted[0].request_id
         length = await self.left_behind(service, request_id) - 5
         assert length >= len(reading.outcomes[0].text)

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import math
-import time
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
@@ -52,13 +52,6 @@ async def failure(call):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value
-
-
-async def until(condition):
-    give_up = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come to be"
-        await asyncio.sleep(0.001)
 
 
 def is_idle(service):

@@ -5,6 +5,7 @@ import time
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.fake_executor import FakeExecutor
@@ -34,14 +35,6 @@ async def failure(call):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value
-
-
-async def until(condition):
-    give_up = time.monotonic() + 5.0
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "it did not come to be"
-        await asyncio.sleep(0.001)
-    return found
 
 
 def is_idle(service):

@@ -33,7 +33,7 @@ class TestClients:
     async def test_asynchronous(self, start_service):
         service = await start_service()
         async with AsyncClient(service.target) as client:
-            answer = await client.embed(["ab", [1, 2, 3]], normalize=False, dimensions=2, timeout=30.0)
+            answer = await client.embed(["ab", [1, 2, 3]], normalize=False, dimensions=2, timeout=120)
             assert answer.vectors == [raw(list(b"ab"))[:2], raw([1, 2, 3])[:2]]
             assert answer.usage.prompt_tokens == 5
             assert len(answer.request_id) == 26

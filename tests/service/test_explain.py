@@ -6,6 +6,7 @@ from collections import Counter
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
@@ -104,12 +105,6 @@ async def run_together(service, frames, new_reading):
     await until(lambda: service.engine.stats().requests == len(frames))
     service.executor.answers.set()
     return (await reading).outcomes
-
-
-async def until(true):
-    async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.002)
 
 
 async def test_an_ordinary_request(explain, new_reading):

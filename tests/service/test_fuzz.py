@@ -24,7 +24,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 """A call that takes longer has been forgotten by the service."""
 NUM_AT_ONCE = 16
 MAX_FRAMES = 12

@@ -1,13 +1,12 @@
 """GenerationService over a real socket: one request, many requests, and how they end."""
 
-import asyncio
 import json
-import time
 from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
@@ -43,13 +42,6 @@ def paced(seconds_per_step=0.002, **options):
         return ord("a") + len(history) % 26
 
     return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=seconds_per_step, **options)
-
-
-async def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        await asyncio.sleep(0.001)
 
 
 class TestGenerate:

@@ -2,12 +2,12 @@
 raised."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
@@ -23,7 +23,7 @@ from penstock.service.tokenizer import Tokenizer, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
 
 SECRET = "secret-of-ours"
-HANGS_S = 20.0
+HANGS_S = 120.0
 """Tens of milliseconds are usual, and a second is promised; but a machine that runs tests may stand still for one."""
 MARK = "FAULT"
 """In the prompt of the request that goes wrong, where one can be told from others."""
@@ -249,14 +249,9 @@ async def test_a_client_that_leaves_while_a_write_is_blocked(start_service, capl
         call: Any = channel.stream_stream("/penstock.v1.GenerationService/Generate")()
         request = pb.Start(text=MARK, sampling=pb.Sampling(max_tokens=4000), output=pb.Output(logprobs=20))
         await call.write(pb.GenerateRequest(start=request).SerializeToString())
-        deadline = time.monotonic() + 5
-        while service.engine.stats().decode_rows < 2000:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.005)
+        await until(lambda: service.engine.stats().decode_rows >= 2000)
         call.cancel()
-        while service.engine.stats().requests:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.005)
+        await until(lambda: not service.engine.stats().requests)
     assert service.blocks_in_use == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

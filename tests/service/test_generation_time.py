@@ -7,12 +7,15 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 
 ENDLESS = 4000
+LONGER = (150, 1500, 6000)
+"""Milliseconds for a request that has to begin and must not end: more are given where a busy machine needs them."""
 HELLO = "fghij"
 """What the worker says to a prompt of five tokens."""
 
@@ -34,23 +37,19 @@ def paced(**options):
     return FakeExecutor(vocab_size=258, next_token=next_letter, seconds_per_step=0.002, **options)
 
 
-async def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        await asyncio.sleep(0.001)
-
-
 class TestDeadlines:
     """timeout_ms, and the call's own deadline."""
 
     async def test_a_request_has_a_deadline_of_its_own(self, start_service, new_reading):
         service = await start_service(paced())
-        frames = [begin(1, max_tokens=ENDLESS, timeout_ms=150), begin(2, max_tokens=100)]
-        reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        [finished] = reading.outcomes[1].finished
-        assert finished.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        for timeout_ms in LONGER:
+            frames = [begin(1, max_tokens=ENDLESS, timeout_ms=timeout_ms), begin(2, max_tokens=100)]
+            reading = await new_reading().read(service.generation.Generate(iter(frames)))
+            [finished] = reading.outcomes[1].finished
+            assert finished.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            assert finished.reason == pb.FINISH_REASON_DEADLINE
+            if finished.usage.output_tokens:
+                break
         assert finished.usage.output_tokens > 0
         assert len(reading.outcomes[2].text) == 100
 
@@ -72,13 +71,13 @@ class TestDeadlines:
 
         service.engine.submit = noted
         start = begin(max_tokens=ENDLESS).start
-        for timeout_ms, expected in ((None, 0.3), (100, 0.1)):
+        for number, (timeout_ms, expected) in enumerate(((None, 600), (300_000, 300)), 1):
             if timeout_ms is not None:
                 start.timeout_ms = timeout_ms
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await service.generation.Complete(pb.CompleteRequest(start=start), timeout=0.3)
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert expected * 0.3 < left[-1] <= expected
+            call = service.generation.Complete(pb.CompleteRequest(start=start), timeout=600)
+            await until(lambda number=number: len(left) == number)
+            assert expected - 300 < left[-1] <= expected
+            call.cancel()
         await until(lambda: service.blocks_in_use == 0)
         await service.generation.Complete(pb.CompleteRequest(start=begin(timeout_ms=60_000).start))
         assert left[-1] > 50
@@ -86,10 +85,13 @@ class TestDeadlines:
     async def test_a_complete_that_fails_says_what_it_used(self, start_service, details_of):
         """It is billed, and there is no message to say it in."""
         service = await start_service(paced())
-        start = begin(max_tokens=ENDLESS, timeout_ms=150).start
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Complete(pb.CompleteRequest(start=start))
-        details = details_of(error.value)
+        for timeout_ms in LONGER:
+            start = begin(max_tokens=ENDLESS, timeout_ms=timeout_ms).start
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await service.generation.Complete(pb.CompleteRequest(start=start))
+            details = details_of(error.value)
+            if "Finished" in details:
+                break
         finished = details["Finished"]
         assert finished.reason == pb.FINISH_REASON_DEADLINE
         assert (finished.usage.prompt_tokens, finished.usage.output_tokens > 0) == (5, True)
@@ -104,7 +106,7 @@ class TestDeadlines:
         self, start_service, new_reading, byte_tokenizer, monkeypatch
     ):
         told = threading.Event()
-        monkeypatch.setattr(byte_tokenizer, "encode", lambda *arguments: told.wait(60))
+        monkeypatch.setattr(byte_tokenizer, "encode", lambda *arguments: told.wait(120))
         service = await start_service()
         try:  # while the text is still with the tokenizer
             reading = await new_reading().read(service.generation.Generate(iter([begin(1, timeout_ms=50)])))

@@ -29,7 +29,7 @@ async def gateway(monkeypatch):
     gateway = HttpGateway(Address("127.0.0.1", flag=HTTP_FLAG), patience=Patience(first_s=0.01, silent_s=60.0))
     directory = Path(gateway.open().reached_at.removeprefix("unix:")).parent
     yield gateway
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await gateway.stop()
     assert not directory.exists()
 
@@ -56,7 +56,7 @@ async def test_one_for_which_there_are_no_descriptors_is_tried_again(gateway, la
     first = gateway.pid
     lack_descriptors(2)
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while gateway.pid in (None, first):  # noqa: ASYNC110 - a process tells nobody
             await asyncio.sleep(0.01)
     said = "the HTTP gateway cannot be started (Too many open files); it is started again in"
@@ -66,7 +66,7 @@ async def test_one_for_which_there_are_no_descriptors_is_tried_again(gateway, la
 async def test_a_start_without_descriptors_is_told(gateway, lack_descriptors):
     lack_descriptors(1)
     with pytest.raises(GatewayFailed, match=rf"^{HTTP_FLAG}: the gateway cannot be started \(Too many open files\)"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await gateway.start()
 
 
@@ -76,5 +76,5 @@ async def test_an_error_of_the_keepers_own_ends_the_start_and_not_the_end(gatewa
 
     monkeypatch.setattr(HttpGateway, "_run", fail)
     with pytest.raises(ValueError, match="of our own"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await gateway.start()

@@ -56,7 +56,7 @@ class Mirror:
 
     async def catch_up(self):
         log = self._service.engine.kv_events
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while self.sequence != log.sequence:
                 await self.read()
         assert self.blocks.keys() == set(log.hashes)
@@ -112,7 +112,7 @@ async def test_a_worker_that_dies_takes_the_cache_along(start_service):
     executor.die()
     message = await mirror.read()
     assert (message.cleared, list(message.stored)) == (True, [])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while service.engine.state is not EngineState.SERVING:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
     await complete(service, "y" * 50)
@@ -183,7 +183,7 @@ async def test_the_mirror_of_the_docs_follows_and_tries_again(start_service):
     blocks: dict[bytes, admin_pb2.KvBlock] = {}
 
     async def until_equal():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while blocks.keys() != set(log.hashes):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
 

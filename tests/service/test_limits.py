@@ -240,17 +240,17 @@ async def send(service: Any, method: str, request: Any) -> None:
 
 @pytest.mark.parametrize(("bad", "path"), list(bad_messages()))
 def test_reliability_figure_11_validator_refuses_at_once(bad, path):
-    """By itself: what it costs the loop, too."""
+    """By itself: what it costs the loop, too, in time of the processor, which other programs do not change."""
     validator = Validator(LIMITS)
     complete(bad)
     field = path.partition("[")[0]
     ids = getattr(bad, field) if isinstance(FIELD_BOUNDS[type(bad).__name__].get(field), kinds.Ids) else []
     seconds = math.inf
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.thread_time()
         with pytest.raises(ServiceError) as error:
             check(validator, bad, ids, field)
-        seconds = min(seconds, time.perf_counter() - started)
+        seconds = min(seconds, time.thread_time() - started)
     assert error.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.value.field == path
     assert len(error.value.message) < 300

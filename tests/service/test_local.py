@@ -6,12 +6,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from penstock.clients import Client
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
@@ -28,13 +28,6 @@ def gone(pid):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +99,7 @@ def test_it_ends_with_its_parent_however_that_ends():
     assert directory.exists()
     assert len(pids) >= 2
     parent.send_signal(signal.SIGKILL)
-    parent.communicate(timeout=20)
+    parent.communicate(timeout=120)
     wait_until(lambda: all(gone(pid) for pid in pids))
     assert not directory.exists()
 

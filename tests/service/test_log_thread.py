@@ -34,7 +34,7 @@ def test_whoever_logs_waits_for_nobody_and_what_was_dropped_is_counted():
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "done\n", "it waits for a reader of its log"
-            _, log = process.communicate("\n", timeout=60)
+            _, log = process.communicate("\n", timeout=120)
         finally:
             process.kill()
     written = [int(number) for number in LINE.findall(log)]
@@ -50,6 +50,6 @@ def test_a_process_whose_log_nobody_reads_can_end():
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=120) == 0
         finally:
             process.kill()

@@ -80,7 +80,7 @@ def test_a_service_that_cannot_start_says_so_in_json():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [str(PENSTOCK), "serve", f"--port={port}", "--log-format=json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     line = json.loads(done.stderr.splitlines()[-1])
     assert line["level"] == "CRITICAL"

@@ -126,7 +126,7 @@ def test_a_loop_that_is_held_up(new_loop):
     async def hold_up():
         lag = LoopLag()
         lag.start(asyncio.get_running_loop())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not lag.num_samples:  # noqa: ASYNC110 - nothing tells of a sample
                 await asyncio.sleep(0.001)
             before = lag.num_samples
@@ -141,7 +141,7 @@ def test_a_loop_that_is_held_up(new_loop):
 
 
 async def read(answers):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         return (await answers.read()).loop_lag
 
 
@@ -160,7 +160,7 @@ async def test_the_first_answer_has_the_interval_before_it(start_service):
     sampler = service.server._loop_lag
     before = sampler.num_samples
     time.sleep(PERIOD_S + 0.1)  # noqa: ASYNC251
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while sampler.num_samples == before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=3_600_000))
@@ -174,7 +174,7 @@ async def test_an_interval_is_told_once(start_service):
     sampler._samples.extend([0.5] * 4)
     sampler._num_samples += 4
     answers = service.admin.WatchStats(admin_pb2.WatchStatsRequest(interval_ms=100))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert (await answers.read()).loop_lag.max_us == 500_000
         assert not (await answers.read()).HasField("loop_lag")
         sampler._samples.extend([0.25, 0.125])

@@ -96,7 +96,7 @@ async def test_reliability_figure_17_600_requests_leave_nothing_behind(start_ser
     async def state() -> tuple[dict[str, int], Counter[str]]:
         """Once nothing ends any more."""
         await client.last()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while service.server._running.generation.num_live:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)
         assert service.blocks_in_use == 0

@@ -21,6 +21,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 {STARTS[command]}
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "/no/such" in done.stderr

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from waiting import until
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
@@ -272,15 +273,14 @@ async def test_an_idle_stream_has_a_heartbeat(make_outbox):
     await asyncio.sleep(0.1)
     assert not writer.messages  # a stream that may still be refused says nothing
     outbox.begin_beats()
-    await asyncio.sleep(0.3)
-    assert 2 <= len(writer.messages) <= 6
+    await until(lambda: len(writer.messages) >= 2)
     assert all(message.heartbeat.state == pb.SERVICE_STATE_SERVING for message in writer.messages)
 
 
 async def test_a_busy_stream_has_none(make_outbox):
-    outbox, writer, _ = make_outbox(heartbeat_s=0.2)
+    outbox, writer, _ = make_outbox(heartbeat_s=1.0)
     outbox.begin_beats()
-    for _ in range(40):
+    for _ in range(150):
         outbox.delta(1, delta(), TEXT, False)
         await asyncio.sleep(0.01)
     assert not any(message.HasField("heartbeat") for message in writer.messages)

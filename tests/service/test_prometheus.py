@@ -30,7 +30,7 @@ scrape_configs:
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()
 
 
@@ -44,7 +44,7 @@ async def ask(address, path, **parameters):
 
 
 async def until(find):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not (found := await find()):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.1)
         return found

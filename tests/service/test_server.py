@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -87,7 +88,7 @@ class TestItself:
         service = await start_service()
         call = service.generation.Generate()
         await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await asyncio.sleep(0.05)
+        await until(lambda: service.server._running.generation._outboxes)
         service.engine.drain()
         message = await call.read()
         assert message.heartbeat.state == pb.SERVICE_STATE_DRAINING
@@ -98,7 +99,7 @@ class TestItself:
         service.executor.may_start.clear()
         call = service.generation.Generate()
         await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await asyncio.sleep(0.05)
+        await until(lambda: service.server._running.generation._outboxes)
         service.executor.die()
         assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_RECOVERING
         service.executor.may_start.set()
@@ -113,7 +114,7 @@ class TestItself:
         executor.fails_to_start.extend([ExecutorError("no memory", blames_step=True)] * 5)
         call = service.generation.Generate()
         await call.write(pb.GenerateRequest(cancel=pb.Cancel()))
-        await asyncio.sleep(0.05)
+        await until(lambda: service.server._running.generation._outboxes)
         executor.die()
         while (await call.read()).heartbeat.state != pb.SERVICE_STATE_DRAINING:
             pass
@@ -285,7 +286,7 @@ class TestGoingDown:
         assert answer.finished.status.code == 0
         assert not serving.done()
         service.server.request_stop()  # a second signal
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 120)
 
     async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
         """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
@@ -319,7 +320,7 @@ async def sigterm(command, listen, new_reading, short):
     )
     try:
         async with grpc.aio.insecure_channel(listen) as channel:
-            await asyncio.wait_for(channel.channel_ready(), 60)
+            await asyncio.wait_for(channel.channel_ready(), 120)
             readings = await under_streams(channel, process, new_reading, short)
         assert await asyncio.wait_for(process.wait(), HANGS_S) == 0
         return readings
@@ -360,7 +361,7 @@ async def under_streams(channel, process, new_reading, short):
 
 
 GRACE_S = 2.0
-HANGS_S = 20.0
+HANGS_S = 120.0
 """The grace and two seconds are what is promised; but a machine that runs tests may stand still for some."""
 # By the clock that both processes share: when the service said that it is not ready, by its own account.
 NOTES_TIME = """

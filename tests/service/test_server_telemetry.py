@@ -1,7 +1,6 @@
 """Spans: of calls and of requests, with their ids, and without what callers say."""
 
 import threading
-import time
 
 import grpc
 import pytest
@@ -142,8 +141,6 @@ def test_with_an_endpoint_there_is_a_provider(monkeypatch):
 
 def test_a_collector_that_is_slow_holds_nothing_up(monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(telemetry, "_install_exporter", lambda name: lambda: released.wait(30))
-    started = time.monotonic()
+    monkeypatch.setattr(telemetry, "_install_exporter", lambda name: released.wait)
     Exporter({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}).close()
-    released.set()
-    assert time.monotonic() - started < 5
+    released.set()  # had it waited for the collector, it would wait still

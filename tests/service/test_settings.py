@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import until
 
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
@@ -269,7 +270,7 @@ class TestUnderLoad:
         reading = await new_reading().read_until(stream, lambda r: all_accepted(r, len(prompts)))
         executor.may_start.clear()
         executor.die()
-        await wait_until(lambda: service.engine.state is EngineState.RECOVERING)
+        await until(lambda: service.engine.state is EngineState.RECOVERING)
         await update(service, max_num_seqs=2, policy=admin_pb2.SCHEDULING_POLICY_FAIR, max_queued_requests=1)
         executor.may_start.set()
         await reading.read(stream)
@@ -319,9 +320,9 @@ class TestWhatTheyDo:
         executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.001)
         service = await start_service(executor, admin_listen=ANY_PORT)
         calls = [service.generation.Complete(pb.CompleteRequest(start=start(0, "hi"))) for _ in range(8)]
-        await wait_until(lambda: service.engine.stats().running == 8)
+        await until(lambda: service.engine.stats().running == 8)
         await update(service, max_num_seqs=2)
-        await wait_until(lambda: service.engine.stats().running <= 2)
+        await until(lambda: service.engine.stats().running <= 2)
         assert service.engine.stats().requests > 2
         assert {await call.code() for call in calls} == {grpc.StatusCode.OK}
 
@@ -333,15 +334,10 @@ class TestWhatTheyDo:
             frame = pb.GenerateRequest(start=start(ref, "hi"))
             frame.start.priority = -ref
             await stream.write(frame)
-        await wait_until(lambda: service.engine.stats().waiting == 3)
+        await until(lambda: service.engine.stats().waiting == 3)
         await update(service, policy=admin_pb2.SCHEDULING_POLICY_PRIORITY)
         await stream.done_writing()
         reading = await new_reading().read(stream)
         ended = [finished.ref for message in reading.messages for finished in message.finished]
         # Whether the first one goes on or makes room is the policy's own affair.
         assert [ref for ref in ended if ref != 0] == [3, 2, 1]
-
-
-async def wait_until(condition):
-    while not condition():  # noqa: ASYNC110 - the engine has no event for it
-        await asyncio.sleep(0.002)

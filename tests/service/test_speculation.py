@@ -247,5 +247,5 @@ async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, de
 
 
 def _read(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()

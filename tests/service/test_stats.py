@@ -35,7 +35,7 @@ def start(ref=1, text="x" * 64, **sampling):
 
 async def test_the_first_answer_comes_at_once(start_watched):
     service = await start_watched()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         stats = await watch(service, interval_ms=3_600_000).read()
     assert stats.state == admin_pb2.ENGINE_STATE_SERVING
     assert (stats.live_requests, stats.running_rows, stats.waiting_choices, stats.steps) == (0, 0, 0, 0)

@@ -135,10 +135,10 @@ class TestConnections:
         credentials = grpc.ssl_channel_credentials(authority.pem, key, chain)
         async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=120)
         async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError):
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=120)
 
 
 class TestFiles:
@@ -268,7 +268,7 @@ class TestRotation:
         async with AsyncClient(service.target, tls=client) as old:
             await old.complete("hi", max_tokens=2)
             mounted.put(*authority.issue("next"), stranger.pem)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while True:
                     try:
                         await greet(service.target, client)

@@ -126,7 +126,7 @@ async def test_what_waits_ends_with_the_pool(pool):
     await asyncio.sleep(0)
     pool.close()
     gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(outcomes[2], asyncio.CancelledError)
 
@@ -140,7 +140,7 @@ async def test_what_is_short_never_waits_for_what_is_long(byte_tokenizer):
         with pytest.raises(ServiceError) as caught:
             await pool.run(lambda: None, 100_000)
         assert caught.value.reason is Reason.PREPARATION_FULL
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert await pool.run(lambda: "at once", 50_000) == "at once"
         assert not any(task.done() for task in long)
     finally:

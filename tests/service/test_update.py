@@ -45,7 +45,7 @@ class Stream:
             await self.call.write(frame)
 
     async def until(self, enough):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await self.reading.read_until(self.call, lambda reading: bool(enough()))
 
     def outcome(self, ref=0):
@@ -123,10 +123,15 @@ class TestDeadline:
 
     async def test_a_later_one_lets_it_go_on(self, open_stream):
         stream = await open_stream(paced(0.01))
-        await stream.send(begin(1, max_tokens=60, timeout_ms=400))
-        await stream.send(update(1, timeout_ms=60_000))
-        assert (await stream.finished(1)).status.code == 0
-        assert len(stream.outcome(1).token_ids) == 60
+        for ref, timeout_ms in enumerate((400, 4000), 1):  # longer where a busy machine takes the update too late
+            max_tokens = timeout_ms * 3 // 20
+            await stream.send(begin(ref, max_tokens=max_tokens, timeout_ms=timeout_ms))
+            await stream.send(update(ref, timeout_ms=600_000))
+            code = (await stream.finished(ref)).status.code
+            if code == 0:
+                break
+        assert code == 0
+        assert len(stream.outcome(ref).token_ids) == max_tokens
 
 
 @pytest.fixture
@@ -245,11 +250,11 @@ class TestInPreparation:
         assert (await preparing.finished(1)).usage.output_tokens == 9
 
     async def test_a_deadline_holds_at_once(self, preparing):
-        await preparing.send(begin(1), begin(2, timeout_ms=20), begin(3, timeout_ms=300, max_tokens=5))
+        await preparing.send(begin(1), begin(2, timeout_ms=20), begin(3, timeout_ms=1000, max_tokens=5))
         await preparing.send(update(3, timeout_ms=60_000), update(1, timeout_ms=20))
         for ref in (1, 2):
             assert (await preparing.finished(ref)).status.code == DEADLINE_EXCEEDED
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1)
         preparing.go.set()
         assert (await preparing.finished(3)).usage.output_tokens == 5
 

@@ -226,9 +226,9 @@ async def test_the_watch_takes_changes_into_use_on_the_loop(watched, path):
     watch = FileWatch([watched], interval_s=0.01)
     watch.start()
     path.write_bytes(b"two")
-    assert await asyncio.wait_for(taken.get(), 30) == b"two"
+    assert await asyncio.wait_for(taken.get(), 120) == b"two"
     path.write_bytes(b"three")
-    assert await asyncio.wait_for(taken.get(), 30) == b"three"
+    assert await asyncio.wait_for(taken.get(), 120) == b"three"
     watch.stop()
 
 
@@ -242,7 +242,7 @@ async def test_the_watch_need_not_wait_for_its_interval():
     watch = FileWatch([Looks()], interval_s=3600)
     watch.start()
     watch.look_now()
-    await asyncio.wait_for(looked.wait(), 30)
+    await asyncio.wait_for(looked.wait(), 120)
     watch.stop()
 
 
@@ -256,7 +256,7 @@ async def test_one_that_cannot_be_looked_at_does_not_end_the_watch(watched, path
     watch = FileWatch([Failing(), watched], interval_s=0.01)
     watch.start()
     path.write_bytes(b"two")
-    await asyncio.wait_for(taken.wait(), 30)
+    await asyncio.wait_for(taken.wait(), 120)
     assert "a file could not be looked at" in caplog.text
     watch.stop()
 
@@ -276,6 +276,6 @@ async def test_one_that_cannot_be_taken_into_use_does_not_end_the_watch(tmp_path
     watch.start()
     for name in "ab":
         (tmp_path / name).write_text("two")
-    await asyncio.wait_for(taken.wait(), 30)
+    await asyncio.wait_for(taken.wait(), 120)
     assert "could not be taken into use" in caplog.text
     watch.stop()
