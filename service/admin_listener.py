@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from penstock.service.admin import AdminService
 from penstock.service.health import Health
 from penstock.service.listen import Address
+from penstock.service.reflection import add_reflection
 from penstock.service.tls import ServerTls
 from penstock.service.transport import bind, for_this_user_alone, new_server
 from penstock.v1 import admin_pb2, admin_pb2_grpc
@@ -38,7 +38,7 @@ class AdminListener:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((ADMIN_SERVICE, health_name, reflection.SERVICE_NAME), self._server)
+        add_reflection((ADMIN_SERVICE, health_name), self._server)
 
     def bind(self) -> str:
         """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""

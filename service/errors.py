@@ -32,6 +32,7 @@ class Reason(Enum):
     INVALID_FIELD = auto()
     CONTEXT_LENGTH = auto()
     MALFORMED_MESSAGE = auto()
+    MESSAGE_COUNT = auto()
     DUPLICATE_REF = auto()
     TOO_LARGE = auto()
     TOO_EXPENSIVE = auto()
@@ -84,6 +85,10 @@ CATALOGUE: Mapping[Reason, Entry] = {
     ),
     Reason.MALFORMED_MESSAGE: Entry(
         _Code.INVALID_ARGUMENT, "the message is no valid protobuf of its type; generate the stubs anew"
+    ),
+    # What gRPC's guide to status codes has for a violation of a request's cardinality.
+    Reason.MESSAGE_COUNT: Entry(
+        _Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call"
     ),
     Reason.DUPLICATE_REF: Entry(_Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"),
     Reason.TOO_LARGE: Entry(_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"),

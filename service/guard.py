@@ -71,13 +71,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
         is_open = ACCESS.get(details.method) is Access.OPEN
-        reads = handler.request_streaming or is_open
 
-        async def run(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def run(request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if handler.request_streaming:
-                parsed = _each(parse, _small_messages(context) if is_open else argument)
+                parsed = _each(parse, _small_messages(context) if is_open else request_iterator)
             else:
-                parsed = _parsed(parse, await _small_message(context) if is_open else argument)
+                parsed = _parsed(parse, await _only_message(context, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 async for message in outcome:
@@ -87,11 +86,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
             return None if handler.response_streaming else serialize(message)
 
-        async def answer(argument: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def answer(request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             request_id = current_request_id.get()
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
-                    answered = await run(argument, context)
+                    answered = await run(request_iterator, context)
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
@@ -100,11 +99,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
 
+        # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
+        # half-closed without a message would wait for ever, and a second message would be lost without a word.
         if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if reads else grpc.unary_stream_rpc_method_handler
-            return make(answer, None, lambda message: message if isinstance(message, bytes) else serialize(message))
-        make = grpc.stream_unary_rpc_method_handler if reads else grpc.unary_unary_rpc_method_handler
-        return make(answer, None, None)
+            return grpc.stream_stream_rpc_method_handler(
+                answer, None, lambda message: message if isinstance(message, bytes) else serialize(message)
+            )
+        return grpc.stream_unary_rpc_method_handler(answer, None, None)
 
 
 def _failing(error: BaseException) -> Handler:
@@ -118,28 +119,34 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+async def _only_message(context: grpc.aio.ServicerContext[Any, Any], is_open: bool) -> bytes:
+    """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
+    read = _read_small if is_open else _read
+    message = await read(context)
+    if message is None or await read(context) is not None:
+        raise ServiceError(Reason.MESSAGE_COUNT)
+    return message
+
+
+async def _read(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+    """The next message; None after the last."""
+    raw: Any = await context.read()
+    return None if raw is grpc.aio.EOF else raw
+
+
 async def _read_small(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
     """The next message of a call that anyone may make; None after the last. Raises ServiceError."""
     try:
         async with asyncio.timeout(OPEN_PATIENCE_S):
-            raw: Any = await context.read()
+            raw = await _read(context)
     except TimeoutError:
         message = f"no message came within {OPEN_PATIENCE_S:g} s; call again when there is one"
         raise ServiceError(Reason.DEADLINE, message) from None
-    if raw is grpc.aio.EOF:
-        return None
-    if len(raw) > MAX_OPEN_MESSAGE_BYTES:
+    if raw is not None and len(raw) > MAX_OPEN_MESSAGE_BYTES:
         raise ServiceError(
             Reason.TOO_EXPENSIVE,
             f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
         )
-    return bytes(raw)
-
-
-async def _small_message(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-    raw = await _read_small(context)
-    if raw is None:
-        raise ServiceError(Reason.MALFORMED_MESSAGE)
     return raw
 
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from penstock.clients.event_loop import calm_collector
 from penstock.models.pooling_config import Embedding
@@ -44,6 +43,7 @@ from penstock.service.metrics_outlets import MetricsOutlets
 from penstock.service.metrics_reader import MetricsReader
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
+from penstock.service.reflection import add_reflection
 from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
 from penstock.service.tenants_file import Tenants
@@ -349,7 +349,7 @@ class _Running:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((*SERVICES, health_name, reflection.SERVICE_NAME), self._server)
+        add_reflection((*SERVICES, health_name), self._server)
 
     @property
     def num_live(self) -> int:

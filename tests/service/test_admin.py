@@ -185,7 +185,8 @@ class TestWhoMay:
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(service.admin_channel)
         call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         names = {found.name for found in (await call.read()).list_services_response.service}
-        assert names == {SERVICE.full_name, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        reflections = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
+        assert names == {SERVICE.full_name, "grpc.health.v1.Health", *reflections}
 
 
 class TestDraining:

@@ -75,8 +75,3 @@ async def test_what_is_open_to_everyone_does_not_wait_for_ever(channel, path, mo
     error = await failure(channel.stream_stream(path)())
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.01 s" in error.details()
-
-
-async def test_a_call_without_its_message_is_malformed(channel):
-    error = await failure(channel.stream_stream(CHECK)(iter(())))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
@@ -130,17 +131,27 @@ class TestItself:
         for _ in range(3):
             assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
 
-    async def test_reflection_knows_every_service(self, start_service):
+    @pytest.mark.parametrize("version", ["v1", "v1alpha"])
+    async def test_reflection_describes_every_service_that_it_lists(self, start_service, version):
         service = await start_service()
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
-        requests = [
-            reflection_pb2.ServerReflectionRequest(list_services=""),
-            *[reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in SERVICES],
-        ]
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
-        names = {found.name for found in answers[0].list_services_response.service}
-        assert names >= {*SERVICES, "grpc.health.v1.Health"}
-        assert all(answer.file_descriptor_response.file_descriptor_proto for answer in answers[1:])
+        request = reflection_pb2.ServerReflectionRequest
+        path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+        call = service.channel.stream_stream(
+            path, request.SerializeToString, reflection_pb2.ServerReflectionResponse.FromString
+        )()
+        await call.write(request(list_services=""))
+        names = {found.name for found in (await call.read()).list_services_response.service}
+        reflections = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
+        assert names == {*SERVICES, "grpc.health.v1.Health", *reflections}
+        for name in names:
+            await call.write(request(file_containing_symbol=name))
+            found = (await call.read()).file_descriptor_response.file_descriptor_proto
+            files = [descriptor_pb2.FileDescriptorProto.FromString(each) for each in found]
+            pool = descriptor_pool.DescriptorPool()
+            for file in reversed(files):
+                pool.Add(file)
+            assert pool.FindServiceByName(name).methods
+        await call.done_writing()
 
     async def test_the_model(self, start_service):
         scheduler = SchedulerConfig(max_num_seqs=7, max_queued_requests=9)

@@ -1,0 +1,50 @@
+"""Server reflection under both of its names: grpc.reflection.v1, and v1alpha, which older tools ask for.
+
+The messages of the two have the same fields; grpcio-reflection has only those of v1alpha.
+"""
+
+from collections.abc import Iterable
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+_V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+_V1_FILE = "grpc/reflection/v1/reflection.proto"
+_V1_SERVICE = f"{_V1}.ServerReflection"
+
+
+def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
+    """Lets clients ask ``server`` for the descriptors of ``services``, given by full name, and of reflection itself."""
+    _add_v1_descriptor()
+    servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME, _V1_SERVICE))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handlers = {
+        "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+            servicer.ServerReflectionInfo,
+            reflection_pb2.ServerReflectionRequest.FromString,
+            reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_V1_SERVICE, handlers),))
+    server.add_registered_method_handlers(_V1_SERVICE, handlers)
+
+
+def _add_v1_descriptor() -> None:
+    """Adds v1's file, made from v1alpha's, to the descriptors of this process: tools describe every service listed."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(_V1_FILE)
+    except KeyError:
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        file.name, file.package = _V1_FILE, _V1
+        for message in file.message_type:
+            for field in message.field:
+                if field.HasField("type_name"):
+                    field.type_name = field.type_name.replace(_V1ALPHA, _V1)
+        for service in file.service:
+            for method in service.method:
+                method.input_type = method.input_type.replace(_V1ALPHA, _V1)
+                method.output_type = method.output_type.replace(_V1ALPHA, _V1)
+        pool.AddSerializedFile(file.SerializeToString())
