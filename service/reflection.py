@@ -18,7 +18,7 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
     """Lets clients ask ``server`` for the descriptors of ``services``, given by full name, and of reflection itself."""
     _add_v1_descriptor()
     servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME, _V1_SERVICE))
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     handlers = {
         "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
             servicer.ServerReflectionInfo,
