@@ -16,6 +16,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from penstock.clients.batch_files import FileResults, Results, StreamResults
+from penstock.clients.batch_gateway import BatchGateway
 from penstock.clients.batch_run import Batch
 from penstock.clients.client import AsyncClient
 from penstock.clients.command_parser import CommandParser
@@ -31,6 +32,9 @@ a line in:   {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperat
              with prompt, prompt_token_ids or messages, and the contract's options under their names
 a line out:  {"id": 1, "text": "...", "token_ids": [...], "finish_reason": "stop", "usage": {...}}
              or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}; in the order in which they end
+
+Lines of OpenAI's Batch API are answered in its format (needs the extra 'gateway'):
+             {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
 Run it again to go on where it was stopped: ids that OUT has already are skipped.
 Exit status: 0 if every line was answered, 1 if a line failed or the job could not go on, 2 for wrong arguments, 130 if
@@ -79,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("\ninterrupted; run the same command again to go on", file=sys.stderr)
             return 130
-    _tell(batch, results, time.monotonic() - began)
-    return 1 if results.num_failed else 0
+    _tell(batch, time.monotonic() - began)
+    return 1 if batch.num_failed else 0
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more: list[str]) -> None:
@@ -102,25 +106,28 @@ async def _run(arguments: argparse.Namespace, service: Connection, source: Binar
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     patience = arguments.retry_for if arguments.retry_for is not None else 300.0 if arguments.target else 2.0
-    async with AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client:
+    async with (
+        AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client,
+        BatchGateway(service) as gateway,
+    ):
         with advised():
             await client.model()  # nothing is begun with a service that is not there
         bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
         with bar as progress:
             defaults = dict([*arguments.settings, *constraint_settings(arguments)])
-            batch = Batch(client, results, defaults, arguments.concurrency, patience, progress)
+            batch = Batch(client, gateway, results, defaults, arguments.concurrency, patience, progress)
             await batch.run(_read_lines(source))
     return batch
 
 
-def _tell(batch: Batch, results: Results, seconds: float) -> None:
+def _tell(batch: Batch, seconds: float) -> None:
     skipped = f"{batch.num_skipped:,} were there already, " if batch.num_skipped else ""
     print(
-        f"{batch.num_done:,} lines done, {skipped}{results.num_failed:,} failed in all; "
+        f"{batch.num_done:,} lines done, {skipped}{batch.num_failed:,} failed in all; "
         f"{batch.output_tokens:,} tokens in {seconds:.1f} s",
         file=sys.stderr,
     )
-    if results.num_failed:
+    if batch.num_failed:
         print("--retry-failed asks for the failed ones again", file=sys.stderr)
 
 

@@ -3,17 +3,23 @@
 A line in is a JSON object: ``id`` (text or an integer, unique), one of ``prompt``, ``prompt_token_ids`` and
 ``messages``, and options of the request under the contract's names. A line out is ``{"id", "text", "token_ids",
 "finish_reason", "usage"}`` (``choices`` in place of the three in the middle where ``n`` is above 1), or
-``{"id", "error": {"code", "message"}}``. The answer to a line that is no request bears its number as ``line`` besides.
+``{"id", "error": {"code", "message"}}``. The answer to a line that is no request has its number as ``line`` as well.
+
+A line with ``custom_id`` is in the format of OpenAI's Batch API: ``custom_id``, ``method``, ``url`` and ``body``.
+Its answer is in that format too: ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``.
 """
 
 import fcntl
 import json
 import os
+import stat
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
 from penstock.clients.events import Choice, Completion, Logprobs
@@ -21,6 +27,9 @@ from penstock.clients.requests import start_from_line
 from penstock.v1 import generation_pb2 as pb
 
 Id = str | int
+
+OPENAI_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""What a line in OpenAI's format may call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +41,108 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpJob:
+    """A line in OpenAI's format: a POST of ``body``, which is JSON, to ``url``."""
+
+    id: str
+    url: str
+    body: bytes
+
+
+class BadLineKey(NamedTuple):
+    """Tells whether two runs found the same fault: of a line with an id wherever it is, else at the same number."""
+
+    id: Id | None
+    line: int | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is none, and why; the id if it has one."""
+    """A line that is no request, and why; the id if it has one."""
 
     line: int
     id: Id | None
-    message: str
+    problem: str
+    is_openai: bool = False
+
+    @property
+    def message(self) -> str:
+        """The problem, with the line's number."""
+        return f"line {self.line}: {self.problem}"
+
+    @property
+    def key(self) -> BadLineKey:
+        """Equal to that of an earlier run if the line is known by then."""
+        return BadLineKey(self.id, self.line if self.id is None else None, self.problem)
 
 
-def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job | BadLine | None:
+def parse_line(number: int, raw: bytes, defaults: Mapping[str, object]) -> Job | HttpJob | BadLine | None:
     """What a line asks for; None if it is blank. ``defaults`` are options of lines that do not name them."""
     if not raw.strip():
         return None
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
     except RecursionError:
-        return BadLine(number, None, f"line {number}: not JSON: nested too deeply")
+        return BadLine(number, None, "not JSON: nested too deeply")
     except ValueError as error:
-        return BadLine(number, None, f"line {number}: not JSON: {error}")
+        return BadLine(number, None, f"not JSON: {error}")
     if not isinstance(value, dict):
-        return BadLine(number, None, f"line {number}: expected a JSON object")
+        return BadLine(number, None, "expected a JSON object")
+    if "custom_id" in value:
+        return _parse_openai_line(number, value, defaults)
     identity = value.get("id")
     if isinstance(identity, bool) or not isinstance(identity, str | int):
-        return BadLine(number, None, f"line {number}: id: expected text or an integer, got {json.dumps(identity)[:60]}")
+        return BadLine(number, None, f"id: expected text or an integer, got {json.dumps(identity)[:60]}")
     try:
         return Job(identity, start_from_line(value, defaults))
     except InvalidOption as error:
-        return BadLine(number, identity, f"line {number}: {error}")
+        return BadLine(number, identity, str(error))
+
+
+def _parse_openai_line(number: int, value: Mapping[str, Any], defaults: Mapping[str, object]) -> HttpJob | BadLine:
+    identity, url, body = value["custom_id"], value.get("url"), value.get("body")
+    if not isinstance(identity, str) or not identity:
+        return BadLine(number, None, f"custom_id: expected text, got {json.dumps(identity)[:60]}", is_openai=True)
+    problem = ""
+    if value.get("method", "POST") != "POST":
+        problem = f"method: expected POST, got {json.dumps(value['method'])[:60]}"
+    elif url not in OPENAI_URLS:
+        problem = f"url: expected one of {', '.join(OPENAI_URLS)}, got {json.dumps(url)[:60]}"
+    elif not isinstance(body, dict):
+        problem = f"body: expected an object, got {json.dumps(body)[:60]}"
+    elif body.get("stream"):
+        problem = "body.stream: a batch has whole answers; leave it out"
+    elif defaults:
+        problem = f"{min(defaults)}: flags set options of lines with an id; put this one's into its body"
+    if problem:
+        return BadLine(number, identity, problem, is_openai=True)
+    return HttpJob(identity, str(url), json.dumps(body).encode())
 
 
 def bad_line_record(bad: BadLine) -> dict[str, object]:
     """The line out for a line that is no request."""
-    return {"id": bad.id, "line": bad.line, "error": {"code": "INVALID_ARGUMENT", "message": bad.message}}
+    error = {"code": "INVALID_ARGUMENT", "message": bad.message}
+    if bad.is_openai:
+        return {"id": _new_openai_id(), "custom_id": bad.id, "line": bad.line, "response": None, "error": error}
+    return {"id": bad.id, "line": bad.line, "error": error}
+
+
+def http_record(identity: Id, status: int, request_id: str, body: object) -> dict[str, object]:
+    """The line out for a line in OpenAI's format that was answered, well or not."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": _new_openai_id(), "custom_id": identity, "response": response, "error": None}
+
+
+def _new_openai_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Whether a line out is an error."""
+    response = record.get("response")
+    status = response.get("status_code") if isinstance(response, dict) else None
+    return record.get("error") is not None or (isinstance(status, int) and status >= 400)
 
 
 def failure_record(identity: Id, failure: RequestFailed) -> dict[str, object]:
@@ -102,11 +181,11 @@ class Results(Protocol):
     """Where lines out go, and what is there already."""
 
     ids: set[Id]
-    """Answered, well or not."""
-    bad_lines: set[int]
-    """Numbers of lines in that were no requests."""
-    num_failed: int
-    """Lines out with an error."""
+    """Of requests that were answered, well or not."""
+    failed_ids: set[Id]
+    """Of those whose answer is an error."""
+    bad_lines: set[BadLineKey]
+    """Of lines in that were no requests."""
 
     def write(self, record: Mapping[str, object]) -> None:
         """Adds a line; it is with the operating system before this returns."""
@@ -121,12 +200,11 @@ class StreamResults:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.ids: set[Id] = set()
-        self.bad_lines: set[int] = set()
-        self.num_failed = 0
+        self.failed_ids: set[Id] = set()
+        self.bad_lines: set[BadLineKey] = set()
 
     def write(self, record: Mapping[str, object]) -> None:
         """Adds a line and flushes it."""
-        self.num_failed += "error" in record
         self._stream.write(_line(record))
         self._stream.flush()
 
@@ -141,8 +219,8 @@ class FileResults:
         """Opens or creates the file for this process alone, and mends its last line. Raises PenstockError."""
         self._path = path
         self.ids: set[Id] = set()
-        self.bad_lines: set[int] = set()
-        self.num_failed = 0
+        self.failed_ids: set[Id] = set()
+        self.bad_lines: set[BadLineKey] = set()
         try:
             self._file = self._open()
             if overwrite:
@@ -155,11 +233,8 @@ class FileResults:
 
     def write(self, record: Mapping[str, object]) -> None:
         """Adds a line. Raises PenstockError if the disk is full, or the like; the next run mends a torn line."""
-        self.num_failed += "error" in record
-        rest = memoryview(_line(record))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            self._write_all(_line(record))
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -186,12 +261,7 @@ class FileResults:
         try:
             for record, record_end in _records(self._path):
                 end = record_end
-                self.num_failed += "error" in record
-                line, identity = record.get("line"), record["id"]
-                if isinstance(line, int):
-                    self.bad_lines.add(line)
-                elif isinstance(identity, str | int):
-                    self.ids.add(identity)
+                self._note(record)
         except PenstockError:
             self._file.close()
             raise
@@ -199,18 +269,44 @@ class FileResults:
         if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             self._file.write(b"\n")
 
+    def _note(self, record: Mapping[str, Any]) -> None:
+        line, identity = record.get("line"), record.get("custom_id", record["id"])
+        known = identity if isinstance(identity, str | int) else None
+        if isinstance(line, int):
+            message = str((record.get("error") or {}).get("message"))
+            self.bad_lines.add(BadLineKey(known, line if known is None else None, message.partition(": ")[2]))
+        elif known is not None:
+            self.ids.add(known)
+            (self.failed_ids.add if has_failed(record) else self.failed_ids.discard)(known)
+
     def _take_out_failures(self) -> None:
-        """Replaces the file by one without its errors, whole or not at all."""
-        new_path = self._path.with_name(self._path.name + ".new")
-        with open(new_path, "wb") as new:
-            for record, _ in _records(self._path):
-                if "error" not in record:
-                    new.write(_line(record))
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(new_path, self._path)
+        """Replaces the file by one without its errors, whole or not at all. What a symbolic link leads to is replaced,
+        with its mode and owner; a file of several names is written in place, so that all of them still name it."""
+        path, old = self._path.resolve(), os.fstat(self._file.fileno())
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
+            try:
+                for record, _ in _records(path):
+                    if not has_failed(record):
+                        new.write(_line(record))
+                new.flush()
+                os.fsync(new.fileno())
+                if old.st_nlink > 1:
+                    self._file.truncate(0)
+                    self._write_all(Path(new.name).read_bytes())
+                    return
+                os.fchmod(new.fileno(), stat.S_IMODE(old.st_mode))
+                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(new.fileno(), old.st_uid, old.st_gid)
+                os.replace(new.name, path)
+            finally:
+                Path(new.name).unlink(missing_ok=True)
         self._file.close()
         self._file = self._open()
+
+    def _write_all(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def _unwritable(self, error: OSError) -> PenstockError:
         return PenstockError(f"cannot write {self._path}: {error.strerror}")
@@ -229,7 +325,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, object], int]]:
         for number, raw in enumerate(file, 1):
             try:
                 record = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and "id" in record:
                 end += len(raw)

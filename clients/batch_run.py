@@ -2,30 +2,35 @@
 
 import asyncio
 import itertools
+import json
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 from tqdm import tqdm
 
 from penstock.clients.batch_files import (
     BadLine,
+    HttpJob,
     Id,
     Job,
     Results,
     answer_record,
     bad_line_record,
     failure_record,
+    has_failed,
+    http_record,
     parse_line,
 )
+from penstock.clients.batch_gateway import BatchGateway, HttpAnswer, HttpRefused
 from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.events import Completion
-from penstock.v1 import generation_pb2 as pb
 
+T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 15.0
 
 
@@ -38,6 +43,7 @@ class Batch:
     """One run over the lines of a file."""
 
     client: AsyncClient
+    gateway: BatchGateway
     results: Results
     defaults: dict[str, object]
     concurrency: int
@@ -45,6 +51,8 @@ class Batch:
     progress: "tqdm[NoReturn]"
     num_done: int = 0
     num_skipped: int = 0
+    num_failed: int = 0
+    """Lines whose answer is an error, in this run or an earlier one."""
     output_tokens: int = 0
     _seen: set[Id] = field(default_factory=set)
     _began: float = field(default_factory=time.monotonic)
@@ -66,29 +74,38 @@ class Batch:
                 raise
             raise told.exceptions[0] from None
 
-    def _next_job(self, number: int, raw: bytes) -> Job | None:
+    def _next_job(self, number: int, raw: bytes) -> Job | HttpJob | None:
         """What a line asks for, if that was not done already; a line that asks for nothing is answered here."""
         line = parse_line(number, raw, self.defaults)
-        if isinstance(line, Job) and line.id in self._seen:
-            line = BadLine(number, line.id, f"line {number}: id: a line above has {line.id!r} too")
+        if isinstance(line, Job | HttpJob) and line.id in self._seen:
+            is_openai = isinstance(line, HttpJob)
+            name = "custom_id" if is_openai else "id"
+            line = BadLine(number, line.id, f"{name}: a line above has {line.id!r} too", is_openai)
         match line:
-            case BadLine() if number not in self.results.bad_lines:
+            case BadLine() if line.key not in self.results.bad_lines:
                 self._done(bad_line_record(line))
-            case Job() if line.id not in self.results.ids:
-                self._seen.add(line.id)
-                return line
-            case Job():
-                self._seen.add(line.id)
-                self._skip()
             case BadLine():
-                self._skip()
+                self._skip(has_failed=True)
+            case Job() | HttpJob():
+                self._seen.add(line.id)
+                if line.id not in self.results.ids:
+                    return line
+                self._skip(has_failed=line.id in self.results.failed_ids)
             case None:
                 self.progress.update()
         return None
 
-    async def _answer(self, job: Job) -> None:
+    async def _answer(self, job: Job | HttpJob) -> None:
+        if isinstance(job, HttpJob):
+            await self._answer_http(job)
+            return
+
+        async def send() -> Completion:
+            async with self.client.send(job.start) as request:
+                return await request.completion()
+
         try:
-            answer = await self._ask(job.start)
+            answer = await self._ask(send)
         except RequestFailed as failure:
             await self._stop_if_gone(failure)
             self._done(failure_record(job.id, failure))
@@ -96,13 +113,26 @@ class Batch:
             self.output_tokens += answer.usage.output_tokens
             self._done(answer_record(job.id, answer))
 
-    async def _ask(self, start: pb.Start) -> Completion:
+    async def _answer_http(self, job: HttpJob) -> None:
+        async def post() -> HttpAnswer:
+            return await self.gateway.post(job.url, job.body)
+
+        try:
+            answer = await self._ask(post)
+        except HttpRefused as refused:
+            await self._stop_if_gone(refused)
+            answer = refused.answer
+        body = json.loads(answer.body)
+        usage = body.get("usage") or {}
+        self.output_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+        self._done(http_record(job.id, answer.status, answer.headers.get("x-request-id", ""), body))
+
+    async def _ask(self, send: Callable[[], Awaitable[T]]) -> T:
         """The answer, asked for again while the service is away or busy."""
         give_up = 0.0
         for pause in _pauses():
             try:
-                async with self.client.send(start) as request:
-                    return await request.completion()
+                return await send()
             except RequestFailed as failure:
                 now = time.monotonic()
                 give_up = give_up or now + self.retry_seconds
@@ -128,12 +158,14 @@ class Batch:
     def _done(self, record: dict[str, object]) -> None:
         self.results.write(record)
         self.num_done += 1
+        self.num_failed += has_failed(record)
         rate = self.output_tokens / max(0.001, time.monotonic() - self._began)
         self.progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self.progress.update()
 
-    def _skip(self) -> None:
+    def _skip(self, *, has_failed: bool) -> None:
         self.num_skipped += 1
+        self.num_failed += has_failed
         self.progress.update()
 
 

@@ -92,6 +92,8 @@ def _body_setting(text: str) -> tuple[str, object]:
         raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
     try:
         return name, json.loads(written) if written else None
+    except RecursionError:
+        raise InvalidOption(name, "nested too deeply") from None
     except ValueError:
         return name, written
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from penstock.clients.bench_load import DEFAULT_OPTIONS, Arrivals, ClosedLoop, Request, arrival_times, random_ids
 from penstock.clients.errors import PenstockError
 
+MAX_TOKENS = 1 << 24
+"""Of a prompt and of an output: no model has more."""
+MAX_ARRIVAL_S = 1e9
 _FIELDS = ("arrival_s", "prompt_token_ids", "prompt_tokens", "max_tokens", "conversation")
 
 
@@ -86,6 +89,8 @@ class TraceReader:
     def _request(self, where: str, line: bytes, number: int) -> Request:
         try:
             values = json.loads(line)
+        except RecursionError:
+            raise BadTrace(f"{where}: this is no JSON: nested too deeply") from None
         except ValueError as error:
             raise BadTrace(f"{where}: this is no JSON: {error}") from None
         if not isinstance(values, dict):
@@ -131,14 +136,14 @@ class _Fields:
 
     def integer(self, name: str) -> int:
         value = self.values.get(name)
-        if type(value) is not int or value < 1:
-            raise self.bad(name, "a whole number above 0")
+        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+            raise self.bad(name, f"a whole number from 1 to {MAX_TOKENS:,}")
         return value
 
     def seconds(self, name: str) -> float:
         value = self.values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self.bad(name, "seconds, 0 or more (or give --rate or --concurrency)")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_ARRIVAL_S:
+            raise self.bad(name, f"seconds, 0 to {MAX_ARRIVAL_S:,.0f} (or give --rate or --concurrency)")
         return float(value)
 
 

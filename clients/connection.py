@@ -124,6 +124,8 @@ def setting(text: str) -> tuple[str, object]:
         raise InvalidOption(name or "name", "write it as name=value, such as temperature=0.7")
     try:
         value = json.loads(written) if written else None
+    except RecursionError:
+        raise InvalidOption(name, "nested too deeply") from None
     except ValueError:
         value = written
     start_from_line({"prompt": "-", name: value}, {})

@@ -73,14 +73,16 @@ class Options(ChatOptions, total=False):
     client_request_id: str | None
 
 
-_SAMPLING = pb.Sampling.DESCRIPTOR.fields_by_name
-_OUTPUT = pb.Output.DESCRIPTOR.fields_by_name
+# Dictionaries: protobuf's own mappings do not survive a name with half of a surrogate pair.
+_SAMPLING = dict(pb.Sampling.DESCRIPTOR.fields_by_name)
+_OUTPUT = dict(pb.Output.DESCRIPTOR.fields_by_name)
 _START = {
     name: field
     for name, field in pb.Start.DESCRIPTOR.fields_by_name.items()
     if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms"}
 }
-_UPDATE = pb.Update.DESCRIPTOR.fields_by_name
+_UPDATE = dict(pb.Update.DESCRIPTOR.fields_by_name)
+_MAX_TIMEOUT_MS = 86_400_000
 _PROMPTS_OF_LINE = ("prompt", "prompt_token_ids", "messages")
 
 OPTION_NAMES = frozenset({*_SAMPLING, *_OUTPUT, *_START, *CHAT_OPTION_NAMES})
@@ -124,14 +126,14 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
     timeout = options.pop("timeout_ms", None)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int)):
         raise InvalidOption("timeout_ms", f"expected an integer, got {shown(timeout)}")
+    if timeout is not None and not 1 <= timeout <= _MAX_TIMEOUT_MS:
+        raise InvalidOption("timeout_ms", f"expected 1 to {_MAX_TIMEOUT_MS:,}, got {shown(timeout)}")
     for used in _PROMPTS_OF_LINE:
         options.pop(used, None)
     options.pop("id", None)
     try:
         return build_start(prompt, options, None if timeout is None else timeout / 1000)
     except InvalidOption as error:
-        if error.field == "timeout":
-            raise InvalidOption("timeout_ms", f"expected 1 to 86,400,000, got {timeout}") from None
         raise InvalidOption(re.sub(r"^prompt\b", name, error.field), error.problem) from None
 
 
@@ -148,7 +150,7 @@ def build_update(timeout: float | None, priority: int | None, max_tokens: int | 
 
 def timeout_ms(seconds: float) -> int:
     """The contract's form of a timeout: at least 1 ms. Raises InvalidOption."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 86_400:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MAX_TIMEOUT_MS / 1000:
         raise InvalidOption("timeout", f"expected seconds above 0, at most 86,400, got {shown(seconds)}")
     return max(1, round(seconds * 1000))
 
@@ -224,7 +226,7 @@ def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
             setattr(message, field.name, _scalar(field, field.name, value))
     except InvalidOption:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # the last for an integer that no float can hold
         raise InvalidOption(field.name, str(error)) from None
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 from waiting import wait_until
 
+from penstock.service.local import local_service
+
 
 @pytest.fixture
 def batch(tool, threaded_service, tmp_path):
@@ -95,6 +97,48 @@ def test_bad_lines_are_answered_with_line_and_field_and_nothing_is_lost(batch):
         assert {error["code"] for error in errors.values()} == {"INVALID_ARGUMENT"}
     assert "7 were there already, 5 failed in all" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_mended_line_is_asked_for_and_a_new_fault_is_reported(batch):
+    good = {"id": "good", "prompt": "one"}
+    for bad in ("not JSON", {"id": "x", "prompt": "two", "max_tokens": "x"}):
+        batch.write(good, bad)
+        assert batch().returncode == 1
+    assert {record["id"] for record in batch.records()} == {"good", None, "x"}
+    batch.write({"id": "first", "prompt": "zero"}, good, {"id": "x", "prompt": "two"})
+    done = batch()
+    assert done.returncode == 0, done.stderr
+    assert {record["id"] for record in batch.records() if "text" in record} == {"first", "good", "x"}
+    assert "2 lines done, 1 were there already, 0 failed in all" in done.stderr
+
+
+def test_lines_in_openais_format_are_answered_in_it(tool, tmp_path):
+    def line(name, url, **body):
+        return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": {"model": "demo", **body}}
+
+    asked = [
+        line("chat", "chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=4),
+        line("text", "completions", prompt="The", max_tokens=4),
+        line("vector", "embeddings", input="The"),
+        line("refused", "completions", prompt=7),
+        {"id": 1, "prompt": "The", "max_tokens": 4},
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    with local_service("demo", max_model_len=256) as target:
+        files = ("--target", target, "--input", tmp_path / "in", "--output", tmp_path / "out")
+        for _ in range(2):  # the second changes nothing
+            assert tool.run("generate", *files).returncode == 1
+    records = [json.loads(each) for each in (tmp_path / "out").read_text().splitlines()]
+    assert len(records) == 5
+    answers = {record["custom_id"]: record for record in records if "custom_id" in record}
+    assert [answers[name]["response"]["status_code"] for name in ("chat", "text", "vector", "refused")] == [200] * 3 + [
+        400
+    ]
+    assert {answer["error"] for answer in answers.values()} == {None}
+    objects = [answers[name]["response"]["body"]["object"] for name in ("chat", "text", "vector")]
+    assert objects == ["chat.completion", "text_completion", "list"]
+    assert answers["refused"]["response"]["body"]["error"]["param"] == "prompt"
+    assert all(answer["response"]["request_id"] for answer in answers.values())
 
 
 def test_killed_in_the_middle_it_goes_on_and_answers_each_line_once(batch):

@@ -1,11 +1,23 @@
 """Lines in and lines out, and a file of results that an earlier run was killed over."""
 
 import json
+from typing import Any
 
 import pytest
 
 from penstock.clients import PenstockError
-from penstock.clients.batch_files import BadLine, FileResults, Job, answer_record, parse_line
+from penstock.clients.batch_files import (
+    BadLine,
+    BadLineKey,
+    FileResults,
+    HttpJob,
+    Job,
+    answer_record,
+    bad_line_record,
+    has_failed,
+    http_record,
+    parse_line,
+)
 from penstock.clients.events import Choice, ChoiceEnd, Completion, Finished, FinishReason, Timings, Usage
 
 
@@ -39,6 +51,84 @@ def test_a_bad_line_is_named_with_its_field(raw, identity, says):
     assert isinstance(bad, BadLine)
     assert (bad.line, bad.id) == (7, identity)
     assert bad.message.startswith(says)
+
+
+HUGE = 10**400
+ODD = [
+    *({name: HUGE} for name in ("temperature", "top_p", "min_p", "presence_penalty", "top_k", "seed", "n", "priority")),
+    *({name: HUGE} for name in ("max_tokens", "timeout_ms", "retain_ms", "logprobs", "stop", "constraint", "tools")),
+    {"logit_bias": {"5": HUGE}},
+    {"logit_bias": {str(HUGE): 1}},
+    {"logit_bias": {"\ud800": 1}},
+    {"allowed_token_ids": [HUGE]},
+    {"prompt_token_ids": [HUGE], "prompt": None},
+    {"\ud800": 1},
+    *(
+        {name: "\ud800"}
+        for name in ("prompt", "stop", "format", "tenant", "continue_from", "temperature", "max_tokens")
+    ),
+    {"constraint": {"\ud800": "a"}},
+    {"constraint": {"regex": "\ud800"}},
+    {"constraint": {"choices": ["\ud800"]}},
+    {"messages": [{"role": "user", "\ud800": "a"}], "prompt": None},
+    {"messages": [{"role": "user", "content": "\ud800"}], "prompt": None},
+    {"template_variables": {"a": "\ud800"}, "messages": [{"role": "user", "content": "a"}], "prompt": None},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:60].encode("ascii", "replace").decode())
+def test_an_odd_value_spoils_its_own_line_only(odd, tmp_path):
+    """It is no request, and what says so can be written."""
+    bad = parse_line(7, json.dumps({"id": 1, "prompt": "a"} | odd).encode(), {})
+    assert isinstance(bad, BadLine)
+    results = FileResults(tmp_path / "out.jsonl")
+    results.write(bad_line_record(bad))
+    results.close()
+    again = FileResults(tmp_path / "out.jsonl")
+    assert again.bad_lines == {bad.key}
+    again.close()
+
+
+OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}
+
+
+def test_a_line_in_openais_format_is_a_job():
+    job = parse_line(1, json.dumps(OPENAI).encode(), {})
+    assert job == HttpJob("a", "/v1/completions", b'{"prompt": "hi"}')
+
+
+@pytest.mark.parametrize(
+    ("change", "identity", "says"),
+    [
+        ({"custom_id": 1}, None, "custom_id: expected text, got 1"),
+        ({"custom_id": ""}, None, "custom_id: expected text"),
+        ({"method": "GET"}, "a", "method: expected POST"),
+        ({"url": "/v1/audio/speech"}, "a", "url: expected one of /v1/chat/completions, "),
+        ({"url": ["/v1/completions"]}, "a", "url: expected one of"),
+        ({"body": None}, "a", "body: expected an object, got null"),
+        ({"body": {"stream": True}}, "a", "body.stream: a batch has whole answers"),
+    ],
+)
+def test_a_bad_line_in_openais_format_is_answered_in_it(change, identity, says):
+    bad = parse_line(3, json.dumps(OPENAI | change).encode(), {})
+    assert isinstance(bad, BadLine)
+    assert (bad.id, bad.is_openai) == (identity, True)
+    record: Any = bad_line_record(bad)
+    assert set(record) == {"id", "custom_id", "line", "response", "error"}
+    assert record["custom_id"] == identity
+    assert record["error"]["message"].startswith(f"line 3: {says}")
+
+
+def test_flags_that_set_options_are_not_for_openais_format():
+    bad = parse_line(3, json.dumps(OPENAI).encode(), {"temperature": 0})
+    assert isinstance(bad, BadLine)
+    assert bad.problem.startswith("temperature: flags set options of lines with an id")
+
+
+def test_which_lines_out_have_failed():
+    assert [has_failed(http_record("a", status, "r", {})) for status in (200, 400, 429, 500)] == [False, *[True] * 3]
+    assert has_failed({"id": 1, "error": {}})
+    assert not has_failed({"id": 1, "text": "a"})
 
 
 def answer(num_choices):
@@ -86,11 +176,15 @@ def test_what_was_answered_is_remembered_errors_and_bad_lines_too(tmp_path):
         path,
         {"id": 1},
         {"id": 2, "error": {}},
-        {"id": None, "line": 9, "error": {}},
-        {"id": 1, "line": 10, "error": {}},
+        {"id": None, "line": 9, "error": {"message": "line 9: not JSON"}},
+        {"id": 1, "line": 10, "error": {"message": "line 10: id: a line above has 1 too"}},
+        {"id": "b", "custom_id": "c", "response": {"status_code": 200}, "error": None},
+        {"id": "d", "custom_id": "e", "response": {"status_code": 400}, "error": None},
     )
     results = FileResults(path)
-    assert (results.ids, results.bad_lines, results.num_failed) == ({1, 2}, {9, 10}, 3)
+    assert (results.ids, results.failed_ids) == ({1, 2, "c", "e"}, {2, "e"})
+    keys = {BadLineKey(None, 9, "not JSON"), BadLineKey(1, None, "id: a line above has 1 too")}
+    assert results.bad_lines == keys
     results.close()
 
 
@@ -98,11 +192,42 @@ def test_failed_lines_can_be_taken_out(tmp_path):
     path = tmp_path / "out.jsonl"
     write(path, {"id": 1}, {"id": 2, "error": {}}, {"id": 3}, tail=b'{"id": 4')
     results = FileResults(path, retry_failed=True)
-    assert (results.ids, results.num_failed) == ({1, 3}, 0)
+    assert (results.ids, results.failed_ids) == ({1, 3}, set())
     results.write({"id": 2})
     results.close()
     assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == [1, 3, 2]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_taking_failed_lines_out_keeps_mode_links_and_neighbours(tmp_path):
+    path, link, other = tmp_path / "out.jsonl", tmp_path / "link.jsonl", tmp_path / "out.jsonl.new"
+    write(path, {"id": 1}, {"id": 2, "error": {}})
+    path.chmod(0o640)
+    link.symlink_to(path.name)
+    other.write_text("precious")
+    FileResults(link, retry_failed=True).close()
+    assert link.is_symlink()
+    assert path.read_bytes() == b'{"id":1}\n'
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert other.read_text() == "precious"
+    assert set(tmp_path.iterdir()) == {path, link, other}
+
+
+def test_taking_failed_lines_out_keeps_a_files_other_names(tmp_path):
+    path, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
+    write(path, {"id": 1}, {"id": 2, "error": {}})
+    other.hardlink_to(path)
+    results = FileResults(path, retry_failed=True)
+    results.write({"id": 2})
+    results.close()
+    assert path.read_bytes() == other.read_bytes() == b'{"id":1}\n{"id":2}\n'
+
+
+def test_a_line_out_that_is_nested_too_deeply_is_no_line_of_results(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"id": 1, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    with pytest.raises(PenstockError, match="line 1 is no line of results"):
+        FileResults(path)
 
 
 def test_overwrite_begins_again(tmp_path):
