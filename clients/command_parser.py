@@ -1,6 +1,7 @@
 """How the terminal tools read their arguments."""
 
 import argparse
+import difflib
 from typing import NoReturn
 
 
@@ -19,4 +20,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2."""
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the flags\n")
+        told = f"{message.removeprefix('argument ')}{self._suggestion(message)}"
+        self.exit(2, f"{self.prog}: {told}; {self.prog} --help lists the flags\n")
+
+    def _suggestion(self, message: str) -> str:
+        """Returns a question that names the flag nearest to the first unknown one, or nothing."""
+        _, unrecognized, arguments = message.partition("unrecognized arguments: ")
+        if not unrecognized or not arguments.startswith("--"):
+            return ""
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = difflib.get_close_matches(arguments.split()[0].partition("=")[0][:100], known, n=1)
+        return f"; did you mean {near[0]}?" if near else ""

@@ -4,6 +4,7 @@ same bounds. Knows no flag by name.
 
 import argparse
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -54,7 +55,8 @@ def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[st
     for key, value in loaded.items():
         field = fields.get(f"--{str(key).replace('_', '-')}")
         if field is None:
-            raise ConfigError(f"--config {path}: {key} is no flag; {listed}")
+            near = _suggestion(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
+            raise ConfigError(f"--config {path}: {key} is no flag{near}; {listed}")
         try:
             values[field.name] = _from_file(field, value)
         except (ConfigError, ValueError) as error:
@@ -129,6 +131,12 @@ def _one_of(choices: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    """Returns a question that names the known flag or key nearest to ``name``, or nothing."""
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _name(field: "dataclasses.Field[Any]") -> str:
     return f"--{field.name.replace('_', '-')}"
 
@@ -144,7 +152,12 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         told = message.removeprefix("argument ")
         unknown = told.removeprefix("unrecognized arguments")
-        raise ConfigError(told if unknown == told else f"no such flag or argument{unknown}; {self._listed}")
+        if unknown == told:
+            raise ConfigError(told)
+        name = unknown.removeprefix(":").strip().split()[0].partition("=")[0]
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = _suggestion(name, known) if name.startswith("--") else ""
+        raise ConfigError(f"no such flag or argument{unknown}{near}; {self._listed}")
 
     def add_fields(self, of: "type[DataclassInstance]", positional: str) -> None:
         """A flag for each field, by the groups that fields begin; ``positional`` names the one that needs no flag."""

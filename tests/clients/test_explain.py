@@ -208,3 +208,8 @@ def test_inputs_to_embed_are_no_prompt_with_an_output():
     assert "inputs       3 to embed; 6,264 tokens together\n" in text
     assert "of output" not in text
     assert "first token " not in text
+
+
+def test_a_mistyped_flag_gets_a_suggestion(capsys):
+    assert cli.main(["explain", ID, "--admn=127.0.0.1:1"]) == 2
+    assert "--admn=127.0.0.1:1; did you mean --admin?" in capsys.readouterr().err

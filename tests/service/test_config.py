@@ -80,7 +80,7 @@ BAD = {
     "--host-kv-cache-bytes 1.5G": "--host-kv-cache-bytes: must be a number of bytes, such as 512M; it is '1.5G'",
     "--host-kv-cache-bytes 1G --no-enable-prefix-caching": "--host-kv-cache-bytes: is for KV that requests may find",
     "--model a b": "--model: MODEL is there already",
-    "--max-num-seq 5": "no such flag or argument: --max-num-seq; penstock serve --help lists them",
+    "--max-num-seq 5": "no such flag or argument: --max-num-seq; did you mean --max-num-seqs?; penstock serve",
     "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",
     "--device cuda:1 --tensor-parallel-size 2": "--device: cuda:1 is one GPU, and --tensor-parallel-",
     "--tensor-parallel-size 65": "--tensor-parallel-size: must be 1 to 64; it is 65",
@@ -164,7 +164,12 @@ def test_the_command_line_wins_over_what_says_the_same_otherwise(file):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("max-num-sequences: 5", "max-num-sequences is no flag; penstock serve --help lists them"),
+        (
+            "max-num-sequences: 5",
+            "max-num-sequences is no flag; did you mean max-num-seqs?; penstock serve --help lists them",
+        ),
+        ("max_num_seq: 5", "max_num_seq is no flag; did you mean max-num-seqs?; penstock serve --help lists them"),
+        ("1: 5", "1 is no flag; penstock serve --help lists them"),
         ("port: many", "port: must be a whole number; it is 'many'"),
         ("port: 1.5", "port: must be a whole number; it is '1.5'"),
         ("port: true", "port: must be a whole number; it is True"),
