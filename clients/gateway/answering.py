@@ -4,7 +4,8 @@ What is sent whole is folded from exactly the chunks that would have been stream
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -74,17 +75,17 @@ class AnswerResponse(Response):
         *,
         stream: bool,
         keepalive_s: float,
-        renamed: Mapping[str, str] | None = None,
+        caller_name: Callable[[int, str], str],
         ends_with_done: bool = True,
     ) -> None:
-        """``renamed``: the caller's names of fields by the contract's. A chunk with a key ``type`` is sent as the event
-        of that name, as the Responses API has it."""
+        """``caller_name``: the caller's name of a field of one of the exchange's requests. A chunk with a key ``type``
+        is sent as the event of that name, as the Responses API has it."""
         super().__init__()
         self._exchange = exchange
         self._writer = writer
         self._stream = stream
         self._keepalive_s = keepalive_s
-        self._renamed = renamed
+        self._caller_name = caller_name
         self._ends_with_done = ends_with_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +104,7 @@ class AnswerResponse(Response):
         except Abandoned:
             pass
         except (GatewayError, RequestFailed) as failure:
-            error = as_gateway_error(failure, self._renamed)
+            error = as_gateway_error(failure, partial(self._caller_name, self._exchange.failed_index))
             if has_begun:
                 last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
                 await _send_part(send, last, more=False)

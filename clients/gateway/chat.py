@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: answers conversations."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,12 +15,13 @@ from penstock.clients.gateway.chat_reader import ChatReader, Part
 from penstock.clients.gateway.chat_request import (
     build_chat,
     build_chat_start,
+    chat_names,
     check_chat,
     content_text,
-    renamed_fields,
 )
 from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
@@ -69,7 +71,7 @@ def make_router() -> APIRouter:
             ChatWriter(body, caller, reader, prompt_token_ids),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            renamed=renamed_fields(body),
+            caller_name=lambda _, field: caller_name(field, chat_names(body)),
         )
 
     return router
@@ -80,7 +82,7 @@ async def _token_ids(body: ChatRequest, caller: Caller) -> Sequence[int]:
     try:
         return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
     except RequestFailed as failure:
-        raise from_failure(failure, renamed_fields(body)) from None
+        raise from_failure(failure, partial(caller_name, names=chat_names(body))) from None
 
 
 class ChatWriter:

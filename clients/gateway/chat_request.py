@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping
 
-from penstock.clients.gateway.constraints import fill_constraint, grammar_fields
+from penstock.clients.gateway.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling
+from penstock.clients.gateway.field_names import CHAT_NAMES, Names
+from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
 from penstock.clients.gateway.schemas_chat import ChatRequest, Message, MessageToolCall, TextPart
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
@@ -73,6 +74,8 @@ def template_variables(body: ChatRequest) -> str:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.verbosity is not None:
+        variables.setdefault("verbosity", body.verbosity)
     if body.documents is not None:
         variables.setdefault("documents", body.documents)
     return json.dumps(variables) if variables else ""
@@ -83,16 +86,14 @@ def max_tokens_name(body: ChatRequest) -> str:
     return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def renamed_fields(body: ChatRequest) -> Mapping[str, str]:
+def chat_names(body: ChatRequest) -> Names:
     """The caller's names of the contract's fields."""
-    return {
-        **grammar_fields(body),
-        "chat": "messages",
-        "token_ids": "messages",
-        "max_tokens": max_tokens_name(body),
-        "template_variables": "chat_template_kwargs",
-        "logprobs": "top_logprobs",
-    }
+    return (
+        *constraint_names(body),
+        (r"sampling\.max_tokens", max_tokens_name(body)),
+        *sampling_names(body),
+        *CHAT_NAMES,
+    )
 
 
 def _add_message(chat: pb.Chat, message: Message, where: str) -> None:

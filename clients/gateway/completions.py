@@ -8,13 +8,14 @@ from starlette.responses import Response
 
 from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.answering import AnswerResponse
-from penstock.clients.gateway.constraints import fill_constraint, grammar_fields
+from penstock.clients.gateway.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.exchange import Arrival, Exchange
+from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.prompts import Prompt, read_prompts
+from penstock.clients.gateway.prompts import Prompt, prompt_names, read_prompts
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
-from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling
+from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
 from penstock.clients.gateway.schemas_completions import Completion, CompletionRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
@@ -32,8 +33,6 @@ from penstock.v1.tokenizer_pb2 import TokenDescription
 
 _MAX_STARTS_BYTES = 64 << 20
 """Of all that one HTTP request asks of the service."""
-RENAMED = {"text": "prompt", "token_ids": "prompt"}
-"""The caller's names of the contract's fields."""
 
 
 def make_router() -> APIRouter:
@@ -59,7 +58,9 @@ def make_router() -> APIRouter:
             CompletionWriter(body, prompts, caller),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            renamed={**RENAMED, **grammar_fields(body)},
+            caller_name=lambda index, field: caller_name(
+                field, (*prompt_names(body, index), *constraint_names(body), *sampling_names(body))
+            ),
         )
 
     return router

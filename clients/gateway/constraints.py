@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.clients.constraint_option import is_gbnf
-from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas_chat import ChatRequest, ResponseFormat
 from penstock.clients.gateway.schemas_common import GenerationBody, StructuredOutputs
 from penstock.v1 import constraint_pb2, generation_pb2 as pb
@@ -93,15 +94,33 @@ def _grammar(text: str) -> constraint_pb2.Constraint:
     return constraint_pb2.Constraint(gbnf=text) if is_gbnf(text) else constraint_pb2.Constraint(lark=text)
 
 
-def grammar_fields(body: GenerationBody) -> Mapping[str, str]:
-    """The caller's names of the contract's fields."""
-    names = [name for name, _ in _safely(body)]
-    is_auto = isinstance(body, ChatRequest) and body.tool_choice in (None, "auto")
-    return {"constraint": names[0] if names else "tools" if is_auto else "tool_choice"}
+def constraint_field(body: GenerationBody) -> str | None:
+    """The field of a body that has its constraint, if one has. Raises GatewayError."""
+    return next((name for name, _ in _named(body)), None)
 
 
-def _safely(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
-    try:
-        return _named(body)
-    except GatewayError:
-        return []
+def constraint_names(body: GenerationBody) -> Names:
+    """The caller's names of the contract's constraint."""
+    choice = body.tool_choice if isinstance(body, ChatRequest) else None
+    field = constraint_field(body)
+    if field == "structured_outputs":
+        return _STRUCTURED_NAMES
+    if choice not in (None, "auto", "none"):
+        return ((_CONSTRAINT, "tool_choice"),)
+    if field == "response_format":
+        return _FORMAT_NAMES
+    return ((_CONSTRAINT, field or "tools"),)
+
+
+_CONSTRAINT = r"constraint(\.choices\.values|\.\w+)?"
+_FORMAT_NAMES: Names = (
+    (r"constraint\.json_schema", "response_format.json_schema.schema"),
+    (_CONSTRAINT, "response_format"),
+)
+_STRUCTURED_NAMES: Names = (
+    (r"constraint\.choices(\.values)?", "structured_outputs.choice"),
+    (r"constraint\.json_schema", "structured_outputs.json"),
+    (r"constraint\.regex", "structured_outputs.regex"),
+    (r"constraint\.(lark|gbnf)", "structured_outputs.grammar"),
+    (_CONSTRAINT, "structured_outputs"),
+)

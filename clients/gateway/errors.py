@@ -4,7 +4,6 @@ A message is the service's own, which was written for callers, or one of this pa
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
+from penstock.clients.gateway.field_names import caller_name
 
 _Code = grpc.StatusCode
 _HTTP_CODES: Mapping[grpc.StatusCode, int] = {
@@ -54,7 +54,6 @@ _DOWN = "the service behind this gateway does not answer: it starts, restarts or
 _BROKEN = "the connection to the service broke before the answer was done; try again"
 _NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
 _RETRY_DOWN_S = 1.0
-_PREFIXES = ("start.", "sampling.", "output.", "chat.")
 
 
 class ErrorDetail(BaseModel):
@@ -101,6 +100,13 @@ class GatewayError(Exception):
         """The kind, by the HTTP code."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
+    def with_param(self, renamed: Callable[[str], str]) -> "GatewayError":
+        """The same about a field that its caller knows by another name."""
+        if self.param is not None and (name := renamed(self.param)) != self.param:
+            self.message = name + self.message.removeprefix(self.param)
+            self.param = name
+        return self
+
     def body(self) -> dict[str, Any]:
         """As JSON has it."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -131,18 +137,16 @@ def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayErro
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def from_failure(
-    failure: RequestFailed, renamed: Mapping[str, str] | Callable[[str], str] | None = None
-) -> GatewayError:
-    """What the service said, or that it said nothing. ``renamed`` has the caller's names of fields by the contract's,
-    where they differ; or it is called with the path of a field, for the caller's."""
+def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_name) -> GatewayError:
+    """What the service said, or that it said nothing. ``renamed`` turns the contract's path of a field into the
+    caller's."""
     if isinstance(failure, Unreachable):
         return GatewayError(503, _DOWN, code="service_unavailable", retry_after_s=_RETRY_DOWN_S, may_retry=True)
     status = _HTTP_CODES.get(failure.code, 500)
     message, param = failure.message, None
     if failure.violations:
         field = failure.violations[0][0]
-        param = renamed(field) if callable(renamed) else _caller_name(field, renamed or {})
+        param = renamed(field)
         message = param + message.removeprefix(field) if message.startswith(f"{field}:") else message
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
     is_slow = failure.reason == _TOO_SLOW
@@ -168,14 +172,14 @@ def from_failure(
     )
 
 
-def as_gateway_error(error: Exception, renamed: Mapping[str, str] | None = None) -> GatewayError:
+def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_name) -> GatewayError:
     """Any exception as its caller may see it."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, RequestFailed):
         return from_failure(error, renamed)
     if isinstance(error, InvalidOption):
-        return invalid(_caller_name(error.field, renamed or {}), error.problem)
+        return invalid(renamed(error.field), error.problem)
     if isinstance(error, UnicodeEncodeError):
         return GatewayError(400, "the body holds half of a surrogate pair, which is no text", code="invalid_unicode")
     if isinstance(error, PydanticSerializationError):  # of what a body may hold it takes all but this
@@ -239,13 +243,3 @@ def _path(location: Sequence[str | int]) -> str:
 
 
 _UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
-
-
-def _caller_name(field: str, renamed: Mapping[str, str]) -> str:
-    for prefix in _PREFIXES:
-        field = field.removeprefix(prefix)
-    field = re.sub(r"^token_ids\.ids(\[\d+\])?", "token_ids", field)
-    field = re.sub(r"^constraint\.\w+", "constraint", field)
-    head, dot, rest = field.partition(".")
-    name, bracket, index = head.partition("[")
-    return f"{renamed.get(name, name)}{bracket}{index}{dot}{rest}"

@@ -45,6 +45,8 @@ class Exchange:
         self._handling: asyncio.Task[None] | None = None
         """Of the last events, if their handler had to wait."""
         self._num_accepted = 0
+        self.failed_index = 0
+        """Which request failed, if one did."""
         self.request_id = ""
         """The service's id of the first request; empty until it is accepted."""
 
@@ -123,7 +125,7 @@ class Exchange:
         del self._cancels[index]
         self._caller.done()
         failure.request_id = failure.request_id or self.request_id
-        self._failure = failure
+        self._failure, self.failed_index = failure, index
         self.close()
         self._tell()
 

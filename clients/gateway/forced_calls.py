@@ -1,6 +1,7 @@
 """Answers whose calls are held to a grammar: where ``tool_choice`` forces one, and the calls of ``strict`` tools."""
 
 from penstock.clients.gateway.chat_request import uses_tools
+from penstock.clients.gateway.constraints import constraint_field
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.formats import answer_shape, formats_of
 from penstock.clients.gateway.schemas_chat import ChatRequest, FunctionTool
@@ -10,13 +11,14 @@ from penstock.v1 import generation_pb2 as pb
 
 
 async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None:
-    """Holds the answer to calls where ``tool_choice`` asks for one; else the calls that it may have to the schemas of
-    strict tools, where a marker tells calls from text. Raises GatewayError, and RequestFailed."""
+    """Holds the answer to calls where ``tool_choice`` asks for one: ``response_format`` is about text, and such an
+    answer has none. Otherwise holds the calls of strict tools to their schemas, where a marker tells calls from text.
+    Raises GatewayError, and RequestFailed."""
     name = forced_tool(body)
     given = [each.function for each in body.tools or ()]
     if name is not None:
-        if start.HasField("constraint"):
-            raise invalid("tool_choice", "one that forces a call does not go together with another form of the answer")
+        if constraint_field(body) not in (None, "response_format"):
+            raise invalid("tool_choice", f"one that forces a call does not go together with {constraint_field(body)}")
         tools = [_held(tool) for tool in given if name in ("", tool.name)]
         if not tools:
             raise invalid("tool_choice", "names a function that is not among the tools")

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import from_failure, invalid
+from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.schemas_completions import CompletionRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
@@ -36,7 +38,15 @@ async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
     )
     if not needs_ids:
         return prompts
-    return list(await asyncio.gather(*(_complete(prompt, body, caller) for prompt in prompts)))
+    completing = (_complete(prompt, body, caller, prompt_names(body, at)) for at, prompt in enumerate(prompts))
+    return list(await asyncio.gather(*completing))
+
+
+def prompt_names(body: CompletionRequest, index: int) -> Names:
+    """The caller's names of the contract's fields that hold the prompt at ``index``."""
+    is_alone = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    name = "prompt" if is_alone else f"prompt[{index}]"
+    return ((r"token_ids(\.ids)?", name), (r"text", name))
 
 
 def _listed(body: CompletionRequest) -> list[Prompt]:
@@ -50,7 +60,7 @@ def _listed(body: CompletionRequest) -> list[Prompt]:
     return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
 
 
-async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller) -> Prompt:
+async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller, names: Names) -> Prompt:
     tokenizer = caller.stubs.tokenizer
     try:
         if prompt.token_ids is None:
@@ -64,4 +74,4 @@ async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller) -> 
         request = DetokenizeRequest(token_ids=prompt.token_ids, include_special_tokens=shows_specials)
         return Prompt((await caller.call(tokenizer.Detokenize, request)).text, prompt.token_ids)
     except RequestFailed as failure:
-        raise from_failure(failure, lambda _: "prompt") from None
+        raise from_failure(failure, partial(caller_name, names=names)) from None

@@ -5,18 +5,21 @@ neither HTTP nor the service.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.clients.gateway.chat_places import PlacedEntry
+from penstock.clients.gateway.custom_tools import CustomInput
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.piece import CallPiece, Piece
+from penstock.clients.gateway.response_tools import CallerTool
 
 
 class ResponseEvents:
     """Of one response: takes the parts of its answer, and gives the events that follow from them."""
 
-    def __init__(self, response: Json) -> None:
-        """``response`` has the fields that the request settles; output, status and usage are filled in here."""
+    def __init__(self, response: Json, tool_named: Callable[[str], CallerTool] = CallerTool) -> None:
+        """``response`` has the fields that the request settles; output, status and usage are filled in here.
+        ``tool_named`` finds the caller's tool by the name in a call."""
         self.response = response | {
             "status": "in_progress",
             "output": [],
@@ -25,6 +28,7 @@ class ResponseEvents:
             "incomplete_details": None,
             "completed_at": None,
         }
+        self._tool_named = tool_named
         self._num_events = 0
         self._open: _Item | None = None
         """The item that grows; those before it are whole."""
@@ -80,10 +84,12 @@ class ResponseEvents:
         events: list[Json] = []
         if piece.id:
             events = self._close("completed")
-            events += self._start(_Call(self._next_id("fc"), piece.id, piece.name))
+            tool = self._tool_named(piece.name)
+            kind = _CustomCall if tool.is_custom else _Call
+            events += self._start(kind(self._next_id(kind.prefix), piece.id, tool))
         if piece.arguments:
             assert isinstance(self._open, _Call), "a call's first piece has its id"
-            events.append(self._delta(piece.arguments))
+            events += self._more(self._open.read(piece.arguments))
         if piece.breaks_off and self._open is not None:
             self._open.breaks_off = True
         return events
@@ -105,7 +111,8 @@ class ResponseEvents:
         item = self._open
         if item is None:
             return []
-        events = [self._of_item(f"{item.event}.done", item.whole())]
+        events = self._more(item.rest())
+        events.append(self._of_item(f"{item.event}.done", item.whole()))
         if item.has_part:
             events.append(self._of_item("response.content_part.done", {"part": item.part()}))
         done = item.as_json("incomplete" if item.breaks_off else status)
@@ -113,6 +120,9 @@ class ResponseEvents:
         self.response["output"].append(done)
         self._open = None
         return events
+
+    def _more(self, text: str) -> list[Json]:
+        return [self._delta(text)] if text else []
 
     def _delta(self, text: str, **more: object) -> Json:
         assert self._open is not None
@@ -156,6 +166,10 @@ class _Item:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    def rest(self) -> str:
+        """The last of its text, which is known only when it is over."""
+        return ""
 
     def part(self) -> Json:
         """Its only content part, so far."""
@@ -207,16 +221,45 @@ class _Reasoning(_Item):
 class _Call(_Item):
     prefix = "fc"
     event = "response.function_call_arguments"
+    kind = "function_call"
+    key = "arguments"
+    """The item's name of the text."""
     has_part = False
 
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+    def __init__(self, item_id: str, call_id: str, tool: CallerTool) -> None:
         super().__init__(item_id)
         self._call_id = call_id
-        self._name = name
+        self._tool = tool
+
+    def read(self, arguments: str) -> str:
+        """What more arguments of the model's add to the text."""
+        return arguments
 
     def whole(self) -> Json:
-        return {"name": self._name, "arguments": self.text}
+        return {"name": self._tool.name, self.key: self.text}
 
     def as_json(self, status: str) -> Json:
-        named = {"type": "function_call", "id": self.id, "call_id": self._call_id, "name": self._name}
-        return named | {"arguments": self.text, "status": status}
+        named = {"type": self.kind, "id": self.id, "call_id": self._call_id, "name": self._tool.name}
+        if self._tool.namespace is not None:
+            named["namespace"] = self._tool.namespace
+        return named | {self.key: self.text, "status": status}
+
+
+class _CustomCall(_Call):
+    prefix = "ctc"
+    event = "response.custom_tool_call_input"
+    kind = "custom_tool_call"
+    key = "input"
+
+    def __init__(self, item_id: str, call_id: str, tool: CallerTool) -> None:
+        super().__init__(item_id, call_id, tool)
+        self._input = CustomInput()
+
+    def read(self, arguments: str) -> str:
+        return self._input.add(arguments)
+
+    def rest(self) -> str:
+        return self._input.end()
+
+    def whole(self) -> Json:
+        return {self.key: self.text}

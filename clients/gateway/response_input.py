@@ -1,55 +1,137 @@
 """A Responses request as the chat that it is: items become messages, and options have chat's names."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from penstock.clients.gateway.constraints import constraint_names
+from penstock.clients.gateway.custom_tools import custom_arguments
 from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import CHAT_NAMES, Names, caller_name
+from penstock.clients.gateway.response_tools import ResponseTools, full_name, response_tools
+from penstock.clients.gateway.sampling import sampling_names
 from penstock.clients.gateway.schemas_chat import (
     CalledFunction,
     ChatRequest,
-    FunctionTool as ChatFunction,
     JsonSchema,
     Message,
     MessageToolCall,
     ResponseFormat,
-    Tool,
 )
 from penstock.clients.gateway.schemas_common import SamplingBody
+from penstock.clients.gateway.schemas_response_tools import AnyTool
 from penstock.clients.gateway.schemas_responses import (
+    AdditionalToolsItem,
     CallItem,
     CallOutputItem,
-    FunctionTool,
+    CustomCallItem,
     MessageItem,
     RefusalPart,
     ResponsesRequest,
     TextPart,
 )
-
-RENAMED = {
-    "chat": "input",
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "template_variables": "chat_template_kwargs",
-    "logprobs": "top_logprobs",
-}
-"""The caller's names of the contract's fields."""
+from penstock.clients.gateway.tool_choice import with_allowed_tools
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
+@dataclass(slots=True)
+class _Place:
+    """Where in the request a message comes from."""
+
+    item: str
+    text: str
+    """The field with its text."""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """The item of each call, and the field with its arguments."""
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Messages of a chat."""
+
+    messages: list[Message] = field(default_factory=list)
+    places: list[_Place] = field(default_factory=list)
+    """Of the messages."""
+    tools: list[tuple[str, AnyTool]] = field(default_factory=list)
+    """Those among the items, with their places."""
+
+    def add(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
+        """``item`` and ``text``: see _Place."""
+        self.messages.append(Message(role=role, content=content, tool_call_id=call_id))
+        self.places.append(_Place(item, text))
+
+    def add_call(self, call: MessageToolCall, item: str, arguments: str) -> None:
+        """Text and calls of one answer are one message of a chat. ``arguments``: the field with them."""
+        if not self.messages or self.messages[-1].role != "assistant":
+            self.add("assistant", None, item, item)
+        last = self.messages[-1]
+        last.tool_calls = [*(last.tool_calls or ()), call]
+        self.places[-1].calls.append((item, arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOfResponse:
+    """A Responses request as a chat."""
+
+    chat: ChatRequest
+    tools: ResponseTools
+    _tool_places: Sequence[str]
+    """Of the chat's tools."""
+    _places: Sequence[_Place]
+
+    def caller_name(self, field: str) -> str:
+        """The caller's name of a field of the contract."""
+        if (found := _MESSAGE.match(field)) is not None:
+            place, rest = self._places[int(found[1])], field[found.end() :]
+            if found[2] is None:
+                name = {"content": place.text, "tool_call_id": f"{place.item}.call_id"}.get(found[3] or "")
+                return (name or place.item + (f".{found[3]}" if found[3] else "")) + rest
+            item, arguments = place.calls[int(found[2])]
+            names = {"id": f"{item}.call_id", "name": f"{item}.name", "arguments": arguments}
+            return names.get(found[3] or "", item) + rest
+        if (found := _TOOL.match(field)) is not None:
+            return self._tool_places[int(found[1])] + field[found.end() :]
+        return caller_name(field, self._names())
+
+    def _names(self) -> Names:
+        """Where they are not those of the conversation and of the tools."""
+        of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(self.chat)]
+        return (*of_format, *_NAMES, *sampling_names(self.chat), *CHAT_NAMES)
+
+
+_MESSAGE = re.compile(r"(?:start\.)?chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(?:\.(\w+))?")
+_TOOL = re.compile(r"(?:start\.)?chat\.tools\[(\d+)\]")
+_NAMES: Names = (
+    (r"sampling\.max_tokens", "max_output_tokens"),
+    (r"chat\.messages", "input"),
+    (r"chat\.tools", "tools"),
+    (r"chat\.template_variables", "chat_template_kwargs"),
+    (r"chat", "input"),
+)
+
+
+def as_chat(body: ResponsesRequest) -> ChatOfResponse:
     """The same request to /v1/chat/completions. Raises GatewayError."""
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
-    return ChatRequest.model_construct(
+    conversation = _conversation(body)
+    given = [(f"tools[{at}]", tool) for at, tool in enumerate(body.tools or ())]
+    tools = response_tools([*given, *conversation.tools], body.tool_choice)
+    chat = ChatRequest.model_construct(
         **{name: getattr(body, name) for name in SamplingBody.model_fields},
-        messages=_messages(body),
+        messages=conversation.messages,
         max_completion_tokens=body.max_output_tokens,
         logprobs=wants_logprobs or None,
         top_logprobs=body.top_logprobs,
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_tool_choice(body),
+        tools=tools.functions or None,
+        tool_choice=tools.choice,
         response_format=_response_format(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        verbosity=body.text.verbosity if body.text is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    chosen = with_allowed_tools(chat)
+    tool_places = [tools.places[at] for at in chosen.indices]
+    return ChatOfResponse(chosen.chat, tools, tool_places, conversation.places)
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
@@ -61,23 +143,27 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema))
 
 
-def _messages(body: ResponsesRequest) -> list[Message]:
-    messages = [] if body.instructions is None else [_message("system", body.instructions)]
+def _conversation(body: ResponsesRequest) -> _Conversation:
+    found = _Conversation()
+    if body.instructions is not None:
+        found.add("system", body.instructions, "instructions", "instructions")
     if isinstance(body.input, str):
-        return [*messages, _message("user", body.input)]
-    for item in body.input:
+        found.add("user", body.input, "input", "input")
+        return found
+    for at, item in enumerate(body.input):
+        where = f"input[{at}]"
         match item:
             case MessageItem():
-                messages.append(_message(item.role, _text(item.content)))
+                found.add(item.role, _text(item.content), where, f"{where}.content")
             case CallItem():
-                _add_call(messages, item)
+                found.add_call(_call(item, item.arguments), where, f"{where}.arguments")
+            case CustomCallItem():
+                found.add_call(_call(item, custom_arguments(item.input)), where, f"{where}.input")
             case CallOutputItem():
-                messages.append(_message("tool", _text(item.output), call_id=item.call_id))
-    return messages
-
-
-def _message(role: str, content: str | None = None, call_id: str | None = None) -> Message:
-    return Message(role=role, content=content, tool_call_id=call_id, reasoning_content=None)
+                found.add("tool", _text(item.output), where, f"{where}.output", item.call_id)
+            case AdditionalToolsItem():
+                found.tools += [(f"{where}.tools[{i}]", tool) for i, tool in enumerate(item.tools)]
+    return found
 
 
 def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
@@ -86,23 +172,13 @@ def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _add_call(messages: list[Message], item: CallItem) -> None:
-    """Text and calls of one answer are one message of a chat."""
-    call = MessageToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-    if not messages or messages[-1].role != "assistant":
-        messages.append(_message("assistant"))
-    messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+def _call(item: CallItem | CustomCallItem, arguments: str) -> MessageToolCall:
+    function = CalledFunction(name=full_name(item.name, item.namespace), arguments=arguments)
+    return MessageToolCall(id=item.call_id, function=function)
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    function = ChatFunction(
-        **tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
-    )
-    return Tool(type="function", function=function)
-
-
-def _tool_choice(body: ResponsesRequest) -> str | dict[str, object] | None:
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def format_name(name: str) -> str:
+    """The caller's name of a chat's ``response_format``, or of a part of it; other names stay."""
+    if not name.startswith("response_format"):
+        return name
+    return "text.format" + name.removeprefix("response_format").replace(".json_schema.schema", ".schema")

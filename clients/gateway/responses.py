@@ -1,7 +1,8 @@
 """POST /v1/responses: answers conversations as OpenAI's newer API has it, by the same path as chat completions."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,27 +13,29 @@ from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Finished, Usage
 from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.chat_reader import ChatReader
-from penstock.clients.gateway.chat_request import build_chat_start, check_chat
-from penstock.clients.gateway.constraints import grammar_fields
-from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.chat_request import build_chat, build_chat_start, check_chat
+from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.exchange import Arrival, Exchange
 from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.response_events import ResponseEvents
-from penstock.clients.gateway.response_input import RENAMED, as_chat
+from penstock.clients.gateway.response_input import as_chat, format_name
+from penstock.clients.gateway.response_tools import ResponseTools
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
-from penstock.clients.gateway.schemas_chat import ChatRequest
-from penstock.clients.gateway.schemas_responses import ResponsesRequest
+from penstock.clients.gateway.schemas_responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.service_link import Caller
-from penstock.v1.tokenizer_pb2 import TokenizeRequest
+from penstock.clients.gateway.start import check_model
+from penstock.v1.tokenizer_pb2 import RenderChatRequest, TokenizeRequest
 
+_log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """What OpenAI's API calls a failure in a response, by its HTTP code; all else is server_error."""
 
 
 def make_router() -> APIRouter:
-    """The route."""
+    """The routes."""
+    report = _HostedTools()
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 
     @router.post(
@@ -44,40 +47,68 @@ def make_router() -> APIRouter:
         "whole input. With `stream` the answer is OpenAI's typed events; the last has what comes without `stream`.",
     )
     async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
-        chat = as_chat(body)
+        asked = as_chat(body)
+        report(asked.tools.hosted)
+        chat = asked.chat
         check_chat(chat, caller)
         new_parser, shows_specials = await parser_maker(chat, caller)
-        start = build_chat_start(chat, request.headers, caller)
+        try:
+            start = build_chat_start(chat, request.headers, caller)
+        except GatewayError as error:
+            raise error.with_param(format_name) from None
         await fill_calls(start, chat, caller)
         if shows_specials:
             start.output.include_special_tokens = True
         reader = ChatReader(chat, caller, new_parser, specials=start.output.include_special_tokens)
         return AnswerResponse(
             Exchange(caller, [start]),
-            ResponseWriter(body, caller, reader),
+            ResponseWriter(body, caller, reader, asked.tools),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            renamed=_renamed(chat),
+            caller_name=lambda _, field: asked.caller_name(field),
             ends_with_done=False,
         )
+
+    @router.post(
+        "/v1/responses/input_tokens",
+        responses=ERRORS,
+        summary="Count the input tokens of a response",
+        description="Takes a request to /v1/responses, and counts the tokens of its prompt without answering it.",
+    )
+    async def count(body: ResponsesRequest, caller: CallerDep) -> InputTokens:
+        asked = as_chat(body)
+        check_model(body.model, caller)
+        call = RenderChatRequest(chat=build_chat(asked.chat))
+        try:
+            rendered = await caller.call(caller.stubs.tokenizer.RenderChat, call)
+        except RequestFailed as failure:
+            raise from_failure(failure, asked.caller_name) from None
+        return InputTokens(input_tokens=len(rendered.token_ids))
 
     return router
 
 
-def _renamed(chat: ChatRequest) -> dict[str, str]:
-    """The caller's names of the contract's fields."""
-    names = {"response_format": "text.format"}
-    return RENAMED | {field: names.get(name, name) for field, name in grammar_fields(chat).items()}
+class _HostedTools:
+    """Logs each type of hosted tools once: most clients that send one send it in every request."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def __call__(self, types: Iterable[str]) -> None:
+        for kind in {each.partition("_20")[0] for each in types} - self._reported:
+            self._reported.add(kind)
+            _log.warning("tools of type %s are not offered to the model: this service runs no hosted tools", kind)
 
 
 class ResponseWriter:
     """The events of a response."""
 
-    def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader) -> None:
+    def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader, tools: ResponseTools) -> None:
         self._settled = _settled(body, caller.model.name)
         self._caller = caller
         self._reader = reader
-        self._events = ResponseEvents(self._settled)
+        self._tools = tools
+        self._events = ResponseEvents(self._settled, tools.named)
         self._usage = Usage()
         self._is_cut = False
         self._reasoning: list[str] = []
@@ -85,7 +116,7 @@ class ResponseWriter:
 
     def begin(self, request_id: str) -> list[Json]:
         """The response, before any output."""
-        self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled)
+        self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
         return self._events.begin()
 
     async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
@@ -171,7 +202,7 @@ def _settled(body: ResponsesRequest, model: str) -> Json:
         "service_tier": "default",
         "store": False,
         "temperature": 1.0,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,

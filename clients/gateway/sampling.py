@@ -1,6 +1,7 @@
 """The fields of a request's body as the contract's ``Sampling`` and ``Output``. Bounds are the service's business."""
 
 from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.v1 import generation_pb2 as pb
 
@@ -60,6 +61,11 @@ def check_stream_fields(body: GenerationBody) -> None:
         raise invalid("stream_options", "only with stream: true")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "not with stream: true")
+
+
+def sampling_names(body: GenerationBody) -> Names:
+    """The caller's names of the contract's ``Sampling``, where they depend on what the caller sent."""
+    return ((r"sampling\.stop\[0\]", "stop"),) if isinstance(body.stop, str) else ()
 
 
 def client_request_id(named: str | None, header: str | None) -> str:

@@ -115,6 +115,9 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
     response_format: ResponseFormat | None = Field(None, description="What form the answer must have.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="A variable of the chat template, where it has one."
+    )
     include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from penstock.clients.gateway.unsupported import without_foreign_fields
 
@@ -40,6 +40,27 @@ def few(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _prompts_kind(given: Any) -> str | None:
+    if isinstance(given, str):
+        return "Text"
+    if not isinstance(given, list):
+        return None
+    first = given[0] if given else ""
+    return "Texts" if isinstance(first, str) else "IdLists" if isinstance(first, list) else "Ids"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("Text")]
+    | Annotated[Texts, Tag("Texts")]
+    | Annotated[Ids, Tag("Ids")]
+    | Annotated[IdLists, Tag("IdLists")],
+    Discriminator(
+        _prompts_kind,
+        custom_error_type="prompts",
+        custom_error_message="must be a text, a list of token ids, or a list of either",
+    ),
+]
+"""Texts or tokens. The first item settles what the others must be, so that an error is about the item that differs."""
 FewTexts = Annotated[list[str], Field(max_length=_MAX_ENTRIES, fail_fast=True)]
 """At most as many as the contract takes: each is an object here."""
 

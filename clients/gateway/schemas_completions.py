@@ -6,10 +6,8 @@ from pydantic import BaseModel, Field
 
 from penstock.clients.gateway.schemas_common import (
     GenerationBody,
-    IdLists,
-    Ids,
     PromptLogprobs,
-    Texts,
+    Prompts,
     UInt32,
     Usage,
     few,
@@ -22,7 +20,7 @@ MAX_PROMPTS = 1024
 class CompletionRequest(GenerationBody):
     """Continue a text."""
 
-    prompt: Annotated[str | Texts | Ids | IdLists, few(MAX_PROMPTS, "prompts")] = Field(
+    prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")] = Field(
         description="A text, token ids, or a list of either; each prompt has its choices, in order."
     )
     max_tokens: UInt32 | None = Field(

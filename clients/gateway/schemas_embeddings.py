@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.clients.gateway.schemas_common import Body, IdLists, Ids, Texts, UInt32, few
+from penstock.clients.gateway.schemas_common import Body, Prompts, UInt32, few
 
 _MAX_INPUTS = 2048
 """The contract's."""
@@ -13,8 +13,8 @@ _MAX_INPUTS = 2048
 class EmbeddingsRequest(Body):
     """Embed texts."""
 
-    input: Annotated[str | Texts | Ids | IdLists, few(_MAX_INPUTS, "inputs")] = Field(
-        min_length=1, description="A text, token ids, or a list of either: at most 2,048."
+    input: Annotated[Prompts, few(_MAX_INPUTS, "inputs"), Field(min_length=1)] = Field(
+        description="A text, token ids, or a list of either: at most 2,048."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64 has the vector's 32-bit floats, little-endian. Default: float."

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.schemas_common import FEW_ENTRIES, Items, SamplingBody, UInt32
+from penstock.clients.gateway.schemas_response_tools import AnyTools
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 _KNOWN = ConfigDict(strict=True, extra="forbid")
@@ -67,17 +68,39 @@ class CallItem(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
-class CallOutputItem(BaseModel):
-    """What a call gave."""
+class CustomCallItem(BaseModel):
+    """A call of a custom tool that an answer made."""
 
     model_config = _LENIENT
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: str | Items[TextPart]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class CallOutputItem(BaseModel):
+    """What a call of either kind gave."""
+
+    model_config = _LENIENT
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | Items[ContentPart]
+
+
+class AdditionalToolsItem(BaseModel):
+    """Tools that were made available during the conversation: the model is offered them with the others."""
+
+    model_config = _LENIENT
+
+    type: Literal["additional_tools"]
+    tools: AnyTools
 
 
 class ReasoningItem(BaseModel):
@@ -91,40 +114,28 @@ class ReasoningItem(BaseModel):
 def _kind(item: Any) -> str:
     """Of an item: a message may leave it out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return str(kind or "message").title()
+    kind = str(kind or "message").title()
+    return "Function_Call_Output" if kind == "Custom_Tool_Call_Output" else kind
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("Message")]
     | Annotated[CallItem, Tag("Function_Call")]
+    | Annotated[CustomCallItem, Tag("Custom_Tool_Call")]
     | Annotated[CallOutputItem, Tag("Function_Call_Output")]
+    | Annotated[AdditionalToolsItem, Tag("Additional_Tools")]
     | Annotated[ReasoningItem, Tag("Reasoning")],
     Discriminator(
         _kind,
         custom_error_type="input_item",
-        custom_error_message="no item that this service takes; its type may be message, function_call, "
-        "function_call_output or reasoning",
+        custom_error_message="not an item that this service takes; its type may be message, function_call, "
+        "function_call_output, custom_tool_call, custom_tool_call_output, additional_tools or reasoning",
     ),
 ]
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call."""
-
-    model_config = _LENIENT
-
-    type: Literal["function"]
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
-    strict: bool | None = Field(
-        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
-    )
-
-
 InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
-FunctionTools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
-"""At most as many as the contract takes messages and tools: each is an object here, many times its size in a body."""
+"""At most as many as the contract takes messages: a parsed item takes many times its size in a body."""
 
 
 class TextFormat(BaseModel):
@@ -142,7 +153,9 @@ class TextConfig(BaseModel):
     model_config = _KNOWN
 
     format: TextFormat | None = Field(None, description="What form the answer must have.")
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="A variable of the chat template, where it has one."
+    )
 
 
 class ReasoningConfig(BaseModel):
@@ -151,9 +164,15 @@ class ReasoningConfig(BaseModel):
     model_config = _KNOWN
 
     effort: str | None = Field(None, description="A variable of the chat template, where it has one.")
-    summary: Literal["auto"] | None = Field(None, description="Reasoning is returned as it was written.")
-    generate_summary: Literal["auto"] | None = Field(None, description="The older name of summary.")
-    context: Literal["auto"] | None = Field(None, description="The template decides what is shown of earlier turns.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Ignored: reasoning is returned as it was written."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="The older name of summary."
+    )
+    context: Literal["auto", "current_turn", "all_turns"] | None = Field(
+        None, description="Ignored: the chat template decides what is shown of earlier turns."
+    )
     mode: Literal["standard"] | None = None
 
 
@@ -173,33 +192,48 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((None,), "is not supported"),
     "previous_response_id": ((None,), f"{_NO_STORE}; send the whole conversation as input"),
     "prompt": ((None,), f"{_NO_STORE}; send instructions and input"),
-    "store": ((None, False), f"{_NO_STORE}; leave it out, or send false"),
     "truncation": ((None, "disabled"), "input that is too long is refused; shorten it, and leave this out"),
 }
 """Fields that need a memory, or more than a model: the values that ask for nothing, and what to do instead."""
-_IGNORED = frozenset({"max_tool_calls", "prompt_cache_options"})
-"""Besides those of every endpoint: they are about tools and bills of OpenAI's own."""
+_IGNORED = frozenset({"client_metadata", "max_tool_calls", "prompt_cache_options"})
+"""Fields that change nothing here, besides those of every endpoint: they concern OpenAI's own tools, bills and logs."""
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""OpenAI's values of ``include``. Only log-probabilities exist here."""
 
 
 class ResponsesRequest(SamplingBody):
     """Answer a conversation, in OpenAI's newer form. Nothing is stored: each request brings its whole input."""
 
     input: str | InputItems = Field(min_length=1, description="A question, or a conversation in order.")
-    instructions: str | None = Field(None, description="What the model is told before it.")
+    instructions: str | None = Field(None, description="The system message before it.")
     max_output_tokens: Annotated[UInt32, Field(ge=1)] | None = Field(
         None, description="The most tokens. Default: all that the context leaves."
     )
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    tools: FunctionTools | None = Field(None, description="What the model may call.")
+    tools: AnyTools | None = Field(
+        None, description="What the model may call: functions, custom tools, namespaces. Hosted tools are not offered."
+    )
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description='"auto", "none", "required" or a function. Default: "auto" with tools.'
+        None,
+        description='"auto", "none", "required", one tool, or allowed_tools. Default: "auto" with tools.',
     )
     parallel_tool_calls: bool | None = Field(None, description="False keeps an answer's first call alone.")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, description="Log-probabilities of the text. Reasoning is never encrypted: it is returned as it is."
+    include: Items[Includable] | None = Field(
+        None,
+        description="message.output_text.logprobs adds log-probabilities of the text. OpenAI's other values are "
+        "accepted and add nothing: no hosted tool runs, and reasoning is returned unencrypted.",
     )
     top_logprobs: UInt32 | None = Field(None, description="Log-probabilities with so many alternatives, to 20.")
     metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(None, description="Returned as it is.")
@@ -215,3 +249,10 @@ class ResponsesRequest(SamplingBody):
             if body.get(name) not in asks_for_nothing:
                 raise invalid(name, remedy, code="unsupported_parameter")
         return {name: value for name, value in body.items() if name not in _REFUSED and name not in _IGNORED}
+
+
+class InputTokens(BaseModel):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int

@@ -1,10 +1,13 @@
 """POST /tokenize and /detokenize."""
 
+from functools import partial
+
 from fastapi import APIRouter
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.chat_request import build_chat
 from penstock.clients.gateway.errors import from_failure, invalid
+from penstock.clients.gateway.field_names import CHAT_NAMES, Names, caller_name
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas_chat import ChatRequest
 from penstock.clients.gateway.schemas_tokenizer import (
@@ -19,9 +22,8 @@ from penstock.v1 import tokenizer_pb2 as pb
 
 _OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 """Fields that mean something with messages alone."""
-_OF_TEXT = {"text": "prompt"}
-_OF_TOKENS = {"token_ids": "tokens"}
-_OF_CHAT = {"chat": "messages", "template_variables": "chat_template_kwargs"}
+_OF_TEXT: Names = ((r"text", "prompt"),)
+_OF_TOKENS: Names = ((r"token_ids", "tokens"),)
 """The callers' names of the contract's fields."""
 
 
@@ -49,7 +51,7 @@ def make_router() -> APIRouter:
         try:
             response = await caller.call(caller.stubs.tokenizer.Detokenize, message)
         except RequestFailed as failure:
-            raise from_failure(failure, _OF_TOKENS) from None
+            raise from_failure(failure, partial(caller_name, names=_OF_TOKENS)) from None
         return DetokenizeResponse(prompt=response.text)
 
     return router
@@ -64,7 +66,7 @@ async def _of_prompt(request: TokenizeRequest, caller: Caller) -> list[int]:
     try:
         return list((await caller.call(caller.stubs.tokenizer.Tokenize, message)).token_ids)
     except RequestFailed as failure:
-        raise from_failure(failure, _OF_TEXT) from None
+        raise from_failure(failure, partial(caller_name, names=_OF_TEXT)) from None
 
 
 async def _of_chat(request: TokenizeRequest, caller: Caller) -> list[int]:
@@ -78,7 +80,7 @@ async def _of_chat(request: TokenizeRequest, caller: Caller) -> list[int]:
     try:
         return list((await caller.call(caller.stubs.tokenizer.RenderChat, pb.RenderChatRequest(chat=chat))).token_ids)
     except RequestFailed as failure:
-        raise from_failure(failure, _OF_CHAT) from None
+        raise from_failure(failure, partial(caller_name, names=CHAT_NAMES)) from None
 
 
 async def _texts(token_ids: list[int], caller: Caller) -> list[str]:

@@ -34,12 +34,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "moderation": (None,),
+    "personality": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }

@@ -1,0 +1,84 @@
+"""Custom tools, which take one text, as the functions that models know: the text is the argument ``input``."""
+
+import json
+import re
+from typing import Any
+
+from penstock.clients.gateway.json_object import Json
+
+_KEY = "input"
+_OPENING = re.compile(rf'\s*\{{\s*"{_KEY}"\s*:\s*"')
+_CHARACTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+"""Of a JSON string, as far as they are whole."""
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+
+def custom_function(name: str, description: str | None, syntax: str | None, definition: str | None) -> Json:
+    """A custom tool as a function. The model is shown a grammar of the input; ``syntax`` is lark or regex. A regular
+    expression is part of the schema too."""
+    text: dict[str, Any] = {"type": "string"}
+    shown = [] if description is None else [description]
+    if definition is not None:
+        shown.append(
+            f"The {_KEY} must match this {'regular expression' if syntax == 'regex' else 'Lark grammar'}:\n{definition}"
+        )
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+    parameters = {"type": "object", "properties": {_KEY: text}, "required": [_KEY], "additionalProperties": False}
+    function: Json = {"name": name, "parameters": parameters}
+    return function | {"description": "\n\n".join(shown)} if shown else function
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a call whose input is ``text``."""
+    return json.dumps({_KEY: text}, ensure_ascii=False)
+
+
+class CustomInput:
+    """Reads the input of a custom tool's call out of the function's arguments as they come."""
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._is_open = False
+        """Whether the text has begun."""
+        self._is_over = False
+
+    def add(self, arguments: str) -> str:
+        """The part of the input that more arguments bring."""
+        if self._is_over:
+            return ""
+        self._unread += arguments
+        if not self._is_open:
+            opening = _OPENING.match(self._unread)
+            if opening is None:
+                return ""
+            self._is_open = True
+            self._unread = self._unread[opening.end() :]
+        return self._read()
+
+    def end(self) -> str:
+        """What is left of the input when the call is over: all of it, if the arguments have another form."""
+        if self._is_open:
+            return ""
+        try:
+            arguments = json.loads(self._unread or "{}")
+        except (ValueError, RecursionError):
+            return self._unread
+        text = arguments.get(_KEY, "" if not arguments else None) if isinstance(arguments, dict) else None
+        return _decoded(json.dumps(text)[1:-1]) if isinstance(text, str) else self._unread
+
+    def _read(self) -> str:
+        found = _CHARACTERS.match(self._unread)
+        assert found is not None, "the pattern matches nothing, too"
+        text = found[0]
+        self._is_over = self._unread[len(text) : len(text) + 1] == '"'
+        if not self._is_over and (half := _HALF_OF_A_PAIR.search(text)) is not None:
+            text = text[: half.start()]
+        self._unread = self._unread[len(text) :]
+        return _decoded(text)
+
+
+def _decoded(text: str) -> str:
+    """The characters of a JSON string. Half of a surrogate pair is not a character, and becomes U+FFFD."""
+    value: str = json.loads(f'"{text}"', strict=False)
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

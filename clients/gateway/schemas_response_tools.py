@@ -1,0 +1,120 @@
+"""The tools of POST /v1/responses: functions, custom tools, namespaces of both, and the tools that OpenAI hosts."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+_LENIENT = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+MAX_TOOLS = 128
+"""The contract's limit. The schema applies it first: a parsed tool takes many times its size in a body."""
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = _LENIENT
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+    strict: bool | None = Field(
+        None, description="True holds calls under `auto` to the schema too, in the formats hermes and mistral."
+    )
+
+
+class CustomFormat(BaseModel):
+    """What the input of a custom tool looks like."""
+
+    model_config = _LENIENT
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = Field(None, description="Of a grammar.")
+    definition: str | None = Field(None, description="The grammar. The model is shown it.")
+
+
+class CustomTool(BaseModel):
+    """A tool that takes one text. The model sees a function with the string `input`."""
+
+    model_config = _LENIENT
+
+    type: Literal["custom"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: CustomFormat | None = Field(None, description="Default: any text.")
+
+
+def _kind(tool: Any) -> str:
+    """The tag of a tool. Tags are not names of fields, so that the path of an error leaves them out."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    kind = str(kind)
+    if kind in ("function", "custom", "namespace"):
+        return kind.title()
+    return "Hosted" if _HOSTED.fullmatch(kind) else "Unknown"
+
+
+_HOSTED = re.compile(
+    r"apply_patch|code_interpreter|computer(_use(_preview)?)?|file_search|image_generation|local_shell|mcp"
+    r"|programmatic_tool_calling|shell|tool_search|web_search(_preview)?(_\d{4}_\d{2}_\d{2})?"
+)
+
+
+class UnknownTool(BaseModel):
+    """A tool of a type that does not exist: its type is what an error names."""
+
+    model_config = _LENIENT
+
+    type: Literal["function", "custom", "namespace"]
+
+
+class UnknownMember(BaseModel):
+    """A tool of a type that a namespace cannot have."""
+
+    model_config = _LENIENT
+
+    type: Literal["function", "custom"]
+
+
+NamespaceMember = Annotated[
+    Annotated[FunctionTool, Tag("Function")]
+    | Annotated[CustomTool, Tag("Custom")]
+    | Annotated[UnknownTool, Tag("Other")],
+    Discriminator(lambda tool: kind if (kind := _kind(tool)) in ("Function", "Custom") else "Other"),
+]
+
+
+class NamespaceTool(BaseModel):
+    """Functions and custom tools under a common name, such as those of one MCP server."""
+
+    model_config = _LENIENT
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: Annotated[list[NamespaceMember], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI's service runs, or whose calls have a form of their own. The model is not offered it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("Function")]
+    | Annotated[CustomTool, Tag("Custom")]
+    | Annotated[NamespaceTool, Tag("Namespace")]
+    | Annotated[HostedTool, Tag("Hosted")]
+    | Annotated[UnknownTool, Tag("Unknown")],
+    Discriminator(_kind),
+]
+AnyTools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def is_hosted(kind: object) -> bool:
+    """Whether this is a type of hosted tools."""
+    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
