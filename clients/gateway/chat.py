@@ -21,7 +21,7 @@ from penstock.clients.gateway.chat_request import (
 )
 from penstock.clients.gateway.errors import GatewayError, from_failure
 from penstock.clients.gateway.exchange import Arrival, Exchange
-from penstock.clients.gateway.field_names import caller_name
+from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
@@ -30,6 +30,7 @@ from penstock.clients.gateway.schemas_chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.tally import Tally
 from penstock.clients.gateway.token_logprobs import TokenNames, named_ids, prompt_entries
+from penstock.clients.gateway.tool_choice import with_allowed_tools
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _OK: dict[int | str, dict[str, Any]] = {
@@ -54,6 +55,9 @@ def make_router() -> APIRouter:
     )
     async def chat(body: ChatRequest, request: Request, caller: CallerDep) -> Response:
         check_chat(body, caller)
+        allowed = with_allowed_tools(body)
+        body = allowed.chat
+        names = (*allowed.names, *chat_names(body))
         new_parser, shows_specials = await parser_maker(body, caller)
         start = build_chat_start(body, request.headers, caller)
         await fill_calls(start, body, caller)
@@ -61,7 +65,7 @@ def make_router() -> APIRouter:
             start.output.include_special_tokens = True
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
-            prompt_token_ids = await _token_ids(body, caller)
+            prompt_token_ids = await _token_ids(body, caller, names)
             start.token_ids.ids.extend(prompt_token_ids)  # instead of the chat: the answer speaks of these very tokens
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
@@ -71,18 +75,18 @@ def make_router() -> APIRouter:
             ChatWriter(body, caller, reader, prompt_token_ids),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            caller_name=lambda _, field: caller_name(field, chat_names(body)),
+            caller_name=lambda _, field: caller_name(field, names),
         )
 
     return router
 
 
-async def _token_ids(body: ChatRequest, caller: Caller) -> Sequence[int]:
+async def _token_ids(body: ChatRequest, caller: Caller, names: Names) -> Sequence[int]:
     request = RenderChatRequest(chat=build_chat(body))
     try:
         return (await caller.call(caller.stubs.tokenizer.RenderChat, request)).token_ids
     except RequestFailed as failure:
-        raise from_failure(failure, partial(caller_name, names=chat_names(body))) from None
+        raise from_failure(failure, partial(caller_name, names=names)) from None
 
 
 class ChatWriter:

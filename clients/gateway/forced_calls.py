@@ -54,5 +54,9 @@ def forced_tool(body: ChatRequest) -> str | None:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
-        raise invalid("tool_choice", 'must be "auto", "none", "required" or a function, {"type", "function": {"name"}}')
+        raise invalid(
+            "tool_choice",
+            'must be "auto", "none", "required", a function, {"type", "function": {"name"}}, or allowed_tools, '
+            '{"type", "allowed_tools": {"mode", "tools"}}',
+        )
     return name

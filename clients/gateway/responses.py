@@ -186,7 +186,7 @@ class WholeResponse:
 def _settled(body: ResponsesRequest, model: str) -> Json:
     """What the request settles of a response. Most of it is the request's own. Raises UnicodeEncodeError for what is no
     text: later the stream would break."""
-    given = body.model_dump(exclude_none=True, include=_RETURNED)
+    given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
     msgspec.json.encode(given)
     return {
         "object": "response",
@@ -202,7 +202,6 @@ def _settled(body: ResponsesRequest, model: str) -> Json:
         "service_tier": "default",
         "store": False,
         "temperature": 1.0,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
@@ -210,6 +209,7 @@ def _settled(body: ResponsesRequest, model: str) -> Json:
         "truncation": "disabled",
         "user": None,
         **given,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"} | given.get("text", {}),
     }
 
 
@@ -220,6 +220,7 @@ _RETURNED = {
     "parallel_tool_calls",
     "reasoning",
     "temperature",
+    "text",
     "tool_choice",
     "tools",
     "top_logprobs",

@@ -80,8 +80,8 @@ class UnknownMember(BaseModel):
 NamespaceMember = Annotated[
     Annotated[FunctionTool, Tag("Function")]
     | Annotated[CustomTool, Tag("Custom")]
-    | Annotated[UnknownTool, Tag("Other")],
-    Discriminator(lambda tool: kind if (kind := _kind(tool)) in ("Function", "Custom") else "Other"),
+    | Annotated[UnknownMember, Tag("Unknown")],
+    Discriminator(lambda tool: kind if (kind := _kind(tool)) in ("Function", "Custom") else "Unknown"),
 ]
 
 

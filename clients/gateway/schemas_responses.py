@@ -141,7 +141,7 @@ InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
 class TextFormat(BaseModel):
     """What form the answer must have."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
 
     type: str = Field(description="text, json_object or json_schema.")
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Of json_schema.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas_chat import ChatRequest
 
 ALLOWED_MODES = ("auto", "required")
@@ -19,6 +20,11 @@ class AllowedTools:
     chat: ChatRequest
     indices: Sequence[int]
     """Which of the request's tools they are."""
+
+    @property
+    def names(self) -> Names:
+        """The caller's names of the contract's tools."""
+        return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
 
 
 def with_allowed_tools(body: ChatRequest) -> AllowedTools:

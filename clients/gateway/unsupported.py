@@ -34,7 +34,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "personality": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": (None,),

@@ -28,6 +28,9 @@ def error_of(response):
     return response.json()["error"]
 
 
+RESPONSES = "/v1/responses"
+NO_TEXT_SCHEMA = {"type": "json_schema", "name": "a", "schema": {"not": {}}}
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
 WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
@@ -35,8 +38,21 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "\ud800"}, None),
     (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "?"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None),
-    (COMPLETIONS, {"prompt": [300]}, "prompt"),
-    (COMPLETIONS, {"prompt": [[1], [2, 999_999_999]], "echo": True}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, -1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [5, 1.5]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [[5, 6], [5, -1]]}, "prompt[1][1]"),
+    (COMPLETIONS, {"prompt": ["a", 5]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": {"a": 5}}, "prompt"),
+    (COMPLETIONS, {"prompt": [300]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [[300]]}, "prompt[0][0]"),
+    (COMPLETIONS, {"prompt": [[1], [2, 300]]}, "prompt[1][1]"),
+    (COMPLETIONS, {"prompt": [[1], [2, 999_999_999]], "echo": True}, "prompt[1][1]"),
+    (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["b", ""]}, "stop[1]"),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["b", ""]}, "bad_words[1]"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1, 999]}, "stop_token_ids[1]"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias[999]"),
     (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
@@ -70,6 +86,20 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": HELLO, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
     (COMPLETIONS, {"prompt": "a", "guided_json": {"not": {}}}, "guided_json"),
+    (COMPLETIONS, {"prompt": "a", "guided_choice": ["a", ""]}, "guided_choice[1]"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"grammar": "start: %"}}, "structured_outputs.grammar"),
+    (CHAT, {"messages": HELLO, "response_format": NO_SCHEMA}, "response_format.json_schema.schema"),
+    (
+        RESPONSES,
+        {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        "text.format.schema",
+    ),
+    (RESPONSES, {"input": "a", "guided_choice": ["a", ""]}, "guided_choice[1]"),
+    (RESPONSES, {"input": "a", "guided_regex": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions"),
@@ -346,7 +376,7 @@ def test_details_become_the_field_and_the_headers():
         details.append(AnyMessage())
         details[-1].Pack(message)
     status = Status(code=8, message="sampling.max_tokens: too many", details=details)
-    error = from_failure(failure_from_status(status, "R" * 26), {"max_tokens": "max_completion_tokens"})
+    error = from_failure(failure_from_status(status, "R" * 26), lambda field: "max_completion_tokens")
     assert error.param == "max_completion_tokens"
     assert error.message == "max_completion_tokens: too many"
     assert error.headers() == {

@@ -275,7 +275,6 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
 @pytest.mark.parametrize(
     ("body", "param", "why"),
     [
-        ({"store": True}, "store", "nothing is stored here"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
         ({"background": True}, "background", "stream the answer instead"),
@@ -283,8 +282,8 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
         ({"truncation": "auto"}, "truncation", "shorten it"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be text, json_object or json_schema"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-        ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
+        ({"tools": [{"type": "hammer"}]}, "tools[0].type", "'function', 'custom' or 'namespace'"),
+        ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "may be message, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "input[0].content[0]", "must be text:"),
@@ -309,17 +308,19 @@ def test_what_cannot_be_done_is_refused_by_name(scripted, body, param, why, stre
 def test_what_changes_nothing_is_accepted(respond):
     response = respond(
         "SAY a",
-        store=False,
+        store=True,
         background=False,
         truncation="disabled",
         service_tier="auto",
         prompt_cache_key="k",
-        include=["reasoning.encrypted_content"],
+        include=["reasoning.encrypted_content", "web_search_call.results"],
+        extra_body={"client_metadata": {"a": "b"}},
         max_tool_calls=3,
         stream_options={"include_obfuscation": False},
         stream=True,
     )
     assert response[-1].response.output_text == "a"
+    assert response[-1].response.model_extra["store"] is False
 
 
 def test_another_model_is_not_found(client):

@@ -71,6 +71,7 @@ OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 REASONED = "<think>Well.</think>Yes."
 TOOL_NAMES = ("weather", "time")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in TOOL_NAMES]
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[:1]}}
 ROLES = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
 OPEN = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The kernel is"}]
 CONTINUED = {"messages": OPEN, "continue_final_message": True, "add_generation_prompt": False}
@@ -193,6 +194,7 @@ OF_CHAT = (
     Case("tool_choice", "a named function",
          {**says(CALL), "tool_choice": {"type": "function", "function": {"name": "time"}}}, has_a_call,
          service="scripted"),
+    Case("tool_choice", "allowed_tools", {**says(CALL), "tool_choice": ALLOWED}, has_a_call, service="scripted"),
     Case("tool_choice", "a function that is not there",
          {**says(CALL), "tool_choice": {"type": "function", "function": {"name": "space"}}}, support=REFUSED,
          service="scripted"),
@@ -212,6 +214,8 @@ OF_CHAT = (
     Case("add_special_tokens", "true", {"add_special_tokens": True}, support=REFUSED),
     Case("reasoning_effort", "a variable of the template", {"reasoning_effort": "low"}),
     Case("documents", "a variable of the template", {"documents": [{"text": "a"}]}),
+    Case("verbosity", "a variable of the template", {"verbosity": "low"}),
+    Case("verbosity", "others", {"verbosity": "none"}, support=REFUSED),
     *(
         Case(name, "", {name: value}, support=IGNORED)
         for name, value in {
@@ -223,7 +227,7 @@ OF_CHAT = (
         for name, value in {
             "audio": {"voice": "alloy", "format": "wav"}, "chat_template": "{{ messages }}", "function_call": "auto",
             "functions": [{"name": "f"}], "mm_processor_kwargs": {"a": 1}, "modalities": ["audio"],
-            "thinking_token_budget": 5, "verbosity": "low", "web_search_options": {},
+            "thinking_token_budget": 5, "web_search_options": {},
         }.items()
     ),
 )  # fmt: skip

@@ -23,6 +23,9 @@ from .generation import CALL, OTHER_CALL, REASONED, ROLES, TOOL_NAMES
 
 IGNORED, REFUSED = Support.IGNORED, Support.REFUSED
 FUNCTIONS = [{"type": "function", "name": name, "parameters": {}} for name in TOOL_NAMES]
+NAMESPACE = {"type": "namespace", "name": "it", "description": "", "tools": FUNCTIONS}
+SPACED_CALL = CALL.replace("weather", "it__weather")
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
 INCLUDE = {"include": ["message.output_text.logprobs"]}
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
 SCHEMA = {"format": {"type": "json_schema", "name": "word", "schema": {"const": "first"}}}
@@ -50,7 +53,8 @@ OWN = (
          has_logprobs_of("Yes and"), service="scripted"),
     Case("include", "reasoning.encrypted_content: it is never encrypted",
          {**says(REASONED), "include": ["reasoning.encrypted_content"]}, has_reasoning, service="scripted"),
-    Case("include", "others", {"include": ["web_search_call.results"]}, support=REFUSED),
+    Case("include", "what hosted tools would give", {"include": ["web_search_call.results"]}, support=IGNORED),
+    Case("include", "others", {"include": ["everything"]}, support=REFUSED),
     Case("top_logprobs", "and alternatives", {**INCLUDE, "top_logprobs": 3}, has_logprobs(3)),
     Case("top_logprobs", "without include too", {"top_logprobs": 3}, has_logprobs(3)),
     Case("top_logprobs", "more than 20", {"top_logprobs": 21}, support=REFUSED),
@@ -60,25 +64,26 @@ OWN = (
          {**says(CALL + OTHER_CALL), "parallel_tool_calls": False}, has_a_call, service="scripted"),
     Case("reasoning", "effort: a variable of the template", {"reasoning": {"effort": "low"}},
          comes_back("reasoning", {"effort": "low"})),
-    Case("reasoning", "summary: auto, which is the reasoning itself",
-         {**says(REASONED), "reasoning": {"summary": "auto"}}, has_reasoning, service="scripted"),
-    *(
-        Case("reasoning", f"{name}: {value}", {"reasoning": {name: value}}, support=REFUSED)
-        for name, value in {
-            "summary": "detailed", "generate_summary": "concise", "context": "all_turns", "mode": "pro",
-        }.items()
-    ),
+    Case("reasoning", "summary: auto, concise or detailed: reasoning comes as it was written",
+         {**says(REASONED), "reasoning": {"summary": "concise", "generate_summary": "detailed"}}, has_reasoning,
+         service="scripted"),
+    Case("reasoning", "context: the template decides", {"reasoning": {"context": "all_turns"}}, support=IGNORED),
+    Case("reasoning", "mode: pro", {"reasoning": {"mode": "pro"}}, support=REFUSED),
     Case("stream_options", "include_obfuscation: nothing is padded",
          {"stream_options": {"include_obfuscation": False}}),
     Case("stream_options", "other options", {"stream_options": {"include_usage": True}}, support=REFUSED),
-    Case("text", "format: text", {"text": {"format": {"type": "text"}, "verbosity": "medium"}}, has_no_logprobs),
+    Case("text", "format: text", {"text": {"format": {"type": "text"}}}, has_no_logprobs),
     Case("text", "format: json_schema", {"text": SCHEMA}, is_said('"first"')),
     Case("text", "format: json_object", {"text": {"format": {"type": "json_object"}}}),
     Case("text", "format: others", {"text": {"format": {"type": "xml"}}}, support=REFUSED),
-    Case("text", "verbosity: other than medium", {"text": {"verbosity": "low"}}, support=REFUSED),
+    Case("text", "verbosity: a variable of the template", {"text": {"verbosity": "low"}},
+         comes_back("text", {"format": {"type": "text"}, "verbosity": "low"})),
+    Case("text", "verbosity: others", {"text": {"verbosity": "none"}}, support=REFUSED),
     Case("tools", "a call, where the chat template shows tools", says(CALL), has_a_call, service="scripted"),
     Case("tools", "several calls", says(CALL + OTHER_CALL), has_two_calls, service="scripted"),
-    Case("tools", "other kinds", {"tools": [{"type": "web_search"}]}, support=REFUSED),
+    Case("tools", "of a namespace", {**says(SPACED_CALL), "tools": [NAMESPACE]}, has_a_call, service="scripted"),
+    Case("tools", "hosted ones are not offered", {"tools": [{"type": "web_search"}]}, support=IGNORED),
+    Case("tools", "other kinds", {"tools": [{"type": "hammer"}]}, support=REFUSED),
     Case("tools", "where the template shows none", {"tools": FUNCTIONS}, support=REFUSED),
     Case("tool_choice", "auto", {**says(CALL), "tool_choice": "auto"}, has_a_call, service="scripted"),
     Case("tool_choice", "none: text stays text", {**says(CALL), "tool_choice": "none"}, leaves_it_in_the_text,
@@ -86,10 +91,13 @@ OWN = (
     Case("tool_choice", "required", {**says(CALL), "tool_choice": "required"}, has_a_call, service="scripted"),
     Case("tool_choice", "a named function", {**says(CALL), "tool_choice": {"type": "function", "name": "time"}},
          has_a_call, service="scripted"),
+    Case("tool_choice", "allowed_tools", {**says(CALL), "tool_choice": ALLOWED}, has_a_call, service="scripted"),
+    Case("tool_choice", "a hosted tool", {"tool_choice": {"type": "web_search"}}, support=REFUSED),
     Case("background", "false", {"background": False}),
     Case("background", "true", {"background": True}, support=REFUSED),
     Case("store", "false", {"store": False}),
-    Case("store", "true", {"store": True}, support=REFUSED),
+    Case("store", "true: nothing is stored", {"store": True}, support=IGNORED),
+    Case("client_metadata", "", {"client_metadata": {"a": "b"}}, support=IGNORED),
     Case("truncation", "disabled", {"truncation": "disabled"}),
     Case("truncation", "auto", {"truncation": "auto"}, support=REFUSED),
     *(
