@@ -32,6 +32,8 @@ from penstock.clients.gateway.schemas_responses import (
 )
 from penstock.clients.gateway.tool_choice import with_allowed_tools
 
+_INSTRUCTING = ("system", "developer")
+
 
 @dataclass(slots=True)
 class _Place:
@@ -53,9 +55,21 @@ class _Conversation:
     """Of the messages."""
     tools: list[tuple[str, AnyTool]] = field(default_factory=list)
     """Those among the items, with their places."""
+    _instructions: list[str] = field(default_factory=list)
+    """The texts of the first message, where that instructs the model."""
+
+    def end(self) -> None:
+        """There are no more items."""
+        if self._instructions:
+            self.messages[0].content = "\n\n".join(self._instructions)
 
     def add(self, role: str, content: str | None, item: str, text: str, call_id: str | None = None) -> None:
-        """``item`` and ``text``: see _Place."""
+        """``item`` and ``text``: see _Place. Instructions at the beginning become one message: many chat templates
+        refuse a second one, and Codex sends several."""
+        if content is not None and role in _INSTRUCTING and len(self.messages) == bool(self._instructions):
+            self._instructions.append(content)
+            if len(self._instructions) > 1:
+                return
         self.messages.append(Message(role=role, content=content, tool_call_id=call_id))
         self.places.append(_Place(item, text))
 
@@ -64,7 +78,9 @@ class _Conversation:
         if not self.messages or self.messages[-1].role != "assistant":
             self.add("assistant", None, item, item)
         last = self.messages[-1]
-        last.tool_calls = [*(last.tool_calls or ()), call]
+        if last.tool_calls is None:
+            last.tool_calls = []
+        last.tool_calls.append(call)
         self.places[-1].calls.append((item, arguments))
 
 
@@ -149,8 +165,7 @@ def _conversation(body: ResponsesRequest) -> _Conversation:
         found.add("system", body.instructions, "instructions", "instructions")
     if isinstance(body.input, str):
         found.add("user", body.input, "input", "input")
-        return found
-    for at, item in enumerate(body.input):
+    for at, item in enumerate(() if isinstance(body.input, str) else body.input):
         where = f"input[{at}]"
         match item:
             case MessageItem():
@@ -163,6 +178,7 @@ def _conversation(body: ResponsesRequest) -> _Conversation:
                 found.add("tool", _text(item.output), where, f"{where}.output", item.call_id)
             case AdditionalToolsItem():
                 found.tools += [(f"{where}.tools[{i}]", tool) for i, tool in enumerate(item.tools)]
+    found.end()
     return found
 
 

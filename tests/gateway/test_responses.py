@@ -193,6 +193,16 @@ def test_instructions_come_first(respond):
     assert instructed.instructions == "Be brief."
 
 
+def test_instructions_at_the_beginning_are_one_message(respond, client):
+    """Chat templates may refuse a second one. Later ones stay where they are."""
+    developer = {"role": "developer", "content": "c"}
+    later = [{"role": "user", "content": "q"}, developer, {"role": "user", "content": "SAY d"}]
+    response = respond([{"role": "system", "content": "b"}, developer, *later], instructions="a")
+    assert response.output_text == "d"
+    messages: list[Any] = [{"role": "system", "content": "a\n\nb\n\nc"}, *later]
+    assert prompt_of(response) == client.chat.completions.create(model="gpt-4o", messages=messages).usage.prompt_tokens
+
+
 def test_items_are_the_messages_of_a_chat(respond, client):
     items = [
         {
