@@ -29,6 +29,13 @@ def error_of(response):
 
 
 RESPONSES = "/v1/responses"
+
+
+def called(id: str = "c", name: str = "f") -> dict[str, Any]:
+    """A message with a call."""
+    return {"role": "assistant", "tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]}
+
+
 NO_TEXT_SCHEMA = {"type": "json_schema", "name": "a", "schema": {"not": {}}}
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
 WRONG: list[tuple[str, dict[str, Any], str | None]] = [
@@ -74,6 +81,18 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
+    (CHAT, {"messages": [*HELLO, called(name="f" * 300)]}, "messages[1].tool_calls[0].function.name"),
+    (CHAT, {"messages": [*HELLO, called(id="c" * 300)]}, "messages[1].tool_calls[0].id"),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "tool_call_id": "c" * 300}]}, "messages[1].tool_call_id"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "stop": ""}, "stop"),
+    (RESPONSES, {"input": "a", "stop": ""}, "stop"),
+    (RESPONSES, {"input": "a", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    (RESPONSES, {"input": "a", "top_logprobs": 21}, "top_logprobs"),
+    (RESPONSES, {"input": "a", "max_output_tokens": 9999}, "max_output_tokens"),
+    ("/tokenize", {"messages": [*HELLO, called(name="f" * 300)]}, "messages[1].tool_calls[0].function.name"),
+    ("/tokenize", {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ("/detokenize", {"tokens": [1, 999]}, "tokens[1]"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 9999}, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "max_tokens": 9999}, "max_tokens"),
     (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
