@@ -9,6 +9,7 @@ from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.schemas_common import FEW_ENTRIES, Items, SamplingBody, UInt32
 from penstock.clients.gateway.schemas_response_tools import AnyTools
 
+_NO_STORE = "nothing is stored here"
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 _KNOWN = ConfigDict(strict=True, extra="forbid")
 
@@ -111,6 +112,19 @@ class ReasoningItem(BaseModel):
     type: Literal["reasoning"]
 
 
+class ItemReference(BaseModel):
+    """An item of an earlier answer, by its id: refused."""
+
+    model_config = _LENIENT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_a_memory(cls, item: Any) -> Any:
+        raise ValueError(
+            f"is an item_reference, and {_NO_STORE}; send the item itself, as clients do with store: false"
+        )
+
+
 def _kind(item: Any) -> str:
     """Of an item: a message may leave it out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
@@ -124,6 +138,7 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("Custom_Tool_Call")]
     | Annotated[CallOutputItem, Tag("Function_Call_Output")]
     | Annotated[AdditionalToolsItem, Tag("Additional_Tools")]
+    | Annotated[ItemReference, Tag("Item_Reference")]
     | Annotated[ReasoningItem, Tag("Reasoning")],
     Discriminator(
         _kind,
@@ -184,7 +199,6 @@ class ResponseStreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
 
 
-_NO_STORE = "nothing is stored here"
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "background": ((None, False), f"{_NO_STORE} to be asked for later; stream the answer instead"),
     "context_management": ((None, []), "is not supported; send the input that the model is to see"),

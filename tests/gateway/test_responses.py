@@ -23,6 +23,9 @@ LOOK = {
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
 
 
+FETCHED = {"type": "function_call_output", "call_id": "c"}
+
+
 @pytest.fixture
 def client(scripted):
     with openai.OpenAI(base_url=f"{scripted}/v1", api_key="none", max_retries=0, timeout=120) as client:
@@ -294,7 +297,9 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [{"type": "hammer"}]}, "tools[0].type", "'function', 'custom' or 'namespace'"),
         ({"include": ["everything"]}, "include[0]", "message.output_text.logprobs"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "may be message, function_call"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "send the item itself"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "may be message, function_call"),
+        ({"input": [FETCHED | {"output": [{"type": "input_image"}]}]}, "input[0].output[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, "input[0].content[0]", "must be text:"),
         ({"input": [{"role": "user", "content": ["text"]}]}, "input[0].content[0]", "must be text:"),
@@ -331,6 +336,13 @@ def test_what_changes_nothing_is_accepted(respond):
     )
     assert response[-1].response.output_text == "a"
     assert response[-1].response.model_extra["store"] is False
+
+
+def test_a_stored_response_is_not_found(client):
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call("resp_1")
+        assert (caught.value.param, "nothing is stored here" in caught.value.message) == ("response_id", True)
 
 
 def test_another_model_is_not_found(client):
