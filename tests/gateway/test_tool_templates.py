@@ -109,11 +109,11 @@ async def test_what_is_wrong_with_tools_is_told(start_gateway, load):
     gateway = await start_gateway(says("x"), tokenizer=load("qwen3"), tool_call_parser="none")
     answer = await gateway.post(PATH, **body(tools=[TOOL]))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{"}}
+    call = {"id": "c", "type": "function", "function": {"name": "w" * 300, "arguments": "{}"}}
     messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answer = await gateway.post(PATH, **body() | {"messages": messages})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].arguments"
+    assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function.name"
     answer = await gateway.post(PATH, **body(chat_template_kwargs={"tools": []}))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
