@@ -34,12 +34,13 @@ def with_allowed_tools(body: ChatRequest) -> AllowedTools:
     given = list(body.tools or ())
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return AllowedTools(body, range(len(given)))
-    allowed = choice.get("allowed_tools")
-    mode, names = _read(allowed if isinstance(allowed, dict) else {})
+    where = "tool_choice" if "tools" in choice else "tool_choice.allowed_tools"  # the first is what smg passes on
+    allowed = choice if "tools" in choice else choice.get("allowed_tools")
+    mode, names = _read(allowed if isinstance(allowed, dict) else {}, where)
     known = {tool.function.name for tool in given}
     for at, name in enumerate(names):
         if name not in known:
-            raise invalid(f"tool_choice.allowed_tools.tools[{at}]", "names a tool that is not among the tools")
+            raise invalid(f"{where}.tools[{at}]", "names a tool that is not among the tools")
     indices = [at for at, tool in enumerate(given) if tool.function.name in names]
     if mode == "required" and not indices:
         raise invalid("tool_choice", "allows no tool that this service can offer, and requires a call")
@@ -49,18 +50,18 @@ def with_allowed_tools(body: ChatRequest) -> AllowedTools:
     )
 
 
-def _read(allowed: dict[str, Any]) -> tuple[str, list[str]]:
+def _read(allowed: dict[str, Any], where: str) -> tuple[str, list[str]]:
     """The mode and the names. Raises GatewayError."""
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ALLOWED_MODES:
-        raise invalid("tool_choice.allowed_tools.mode", 'must be "auto" or "required"')
+        raise invalid(f"{where}.mode", 'must be "auto" or "required"')
     if not isinstance(tools, list) or len(tools) > _MAX_TOOLS:
-        raise invalid("tool_choice.allowed_tools.tools", f"must be a list of at most {_MAX_TOOLS} tools")
-    return mode, [_name(tool, f"tool_choice.allowed_tools.tools[{at}]") for at, tool in enumerate(tools)]
+        raise invalid(f"{where}.tools", f"must be a list of at most {_MAX_TOOLS} tools")
+    return mode, [_name(tool, f"{where}.tools[{at}]") for at, tool in enumerate(tools)]
 
 
 def _name(tool: Any, where: str) -> str:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    function = tool.get("function", tool) if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise invalid(where, 'must be a function, {"type", "function": {"name"}}')

@@ -140,6 +140,8 @@ def test_allowed_tools_of_a_chat(client):
     chosen = create(**ask, tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     assert chosen.choices[0].message.tool_calls[0].function.name == "go"
     assert chosen.usage.prompt_tokens == create(**ask, tools=tools[1:]).usage.prompt_tokens
+    flat: Any = allow("auto", "go")  # as the gateway smg passes it on
+    assert create(**ask, tools=tools, tool_choice=flat).usage.prompt_tokens == chosen.usage.prompt_tokens
     with pytest.raises(openai.BadRequestError) as caught:
         create(**ask, tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed | {"mode": "any"}})
     assert caught.value.param == "tool_choice.allowed_tools.mode"
