@@ -4,13 +4,14 @@ A published block's slots hold confirmed KV, and are never written again. ``Bloc
 pool evicts goes to the ``HostTier``, and can still be found there; the next plan has to make the copies.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 from penstock.kv.host_tier import HostTier
+from penstock.kv.wanted import WantedBlocks, Whereabouts
 
 MIN_EVENTS_KEPT = 1 << 10
 """However small the pool is; at 80 bytes each."""
@@ -68,6 +69,8 @@ class KVCacheManager:
         """Of what can be found, in either tier."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
+        self.wanted = WantedBlocks(self._locate)
+        """What waiting sequences need."""
         self.num_restored_tokens = 0
         """Positions whose KV was copied back from the host tier, since the start."""
         # For the plan in the making. Of several blocks that are sent to one slot, only the last arrives.
@@ -132,6 +135,7 @@ class KVCacheManager:
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
             self._copies_in.append((slot, block))
             pool.publish(block, block_hash)
+            self.wanted.refresh(block_hash)
         self.num_restored_tokens += len(restored) * self.block_size
         return [*prefix, *new]
 
@@ -173,10 +177,17 @@ class KVCacheManager:
             self._slot_to_block[slot] = block
         elif block_hash not in self.host:
             self.events.removed(block_hash)
+        self.wanted.refresh(block_hash)
 
     def _on_overwritten(self, block_hash: bytes) -> None:
         if self.pool.find(block_hash) is None:
             self.events.removed(block_hash)
+            self.wanted.refresh(block_hash)
+
+    def _locate(self, block_hash: bytes) -> Whereabouts:
+        if block_hash in self._pending or self.pool.find(block_hash) is not None:
+            return Whereabouts.AT_HAND
+        return Whereabouts.EVICTED if block_hash in self.host else Whereabouts.MISSING
 
     # What can be found ----------------------------------------------------------------------------------------------
 
@@ -190,9 +201,11 @@ class KVCacheManager:
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
-            if self.pool.publish(block_ids[index], block_hash) and block_hash not in self.host:
-                parent = hashes[index - 1] if index else b""
-                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+            if self.pool.publish(block_ids[index], block_hash):
+                if block_hash not in self.host:
+                    parent = hashes[index - 1] if index else b""
+                    self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+                self.wanted.refresh(block_hash)
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
         """The blocks that these hashes of a sequence's beginning find are evicted after ordinary cache until ``until``,
@@ -209,6 +222,7 @@ class KVCacheManager:
         many."""
         num_flushed = self.pool.flush() + self.host.clear()
         self.events.cleared(but=self.pool.hashes)
+        self.wanted.refresh_all()
         return num_flushed
 
     def reset(self) -> None:
@@ -219,6 +233,7 @@ class KVCacheManager:
         self._copies_in.clear()
         self._pending.clear()
         self.events.cleared()
+        self.wanted.refresh_all()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Asserts that both tiers agree with themselves and with what is told of them, and the pool with ``holders``,
@@ -233,6 +248,7 @@ class KVCacheManager:
         """``leader`` will compute these blocks in the coming plans."""
         for block_hash in hashes:
             self._pending.setdefault(block_hash, leader)
+            self.wanted.refresh(block_hash)
 
     def retract(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
         """``leader`` has computed these blocks, or never will."""
@@ -240,6 +256,7 @@ class KVCacheManager:
         for block_hash in hashes:
             if pending.get(block_hash) is leader:
                 del pending[block_hash]
+                self.wanted.refresh(block_hash)
 
     def leader(self, block_hash: bytes) -> Hashable | None:
         """Who is computing the block with this hash."""
@@ -248,6 +265,19 @@ class KVCacheManager:
     def is_pending(self, block_hash: bytes | None) -> bool:
         """Whether somebody is computing the block with this hash."""
         return block_hash in self._pending
+
+    def num_coming(
+        self, hashes: Sequence[bytes], num_found: int, num_tokens: int, is_ahead: Callable[[Hashable], bool]
+    ) -> int:
+        """How many blocks that follow a found prefix of ``num_found`` are going to be computed by sequences that run or
+        wait, as far as these are ahead of the one that asks."""
+        end = last = min(len(hashes), (num_tokens - 1) // self.block_size)
+        for index in range(num_found, last):
+            leader = self._pending.get(hashes[index]) or self.wanted.owner(hashes[index])
+            if leader is None or not is_ahead(leader):
+                end = index
+                break
+        return max(0, end - num_found)
 
     def last_pending(self, hashes: Sequence[bytes], num_cached: int, num_tokens: int) -> bytes | None:
         """The last block that a sequence could share with one that is being computed, if its next block is one."""

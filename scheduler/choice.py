@@ -17,6 +17,7 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.lane import NO_WORK, QueuedWork
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import (
@@ -60,7 +61,6 @@ class LiveRequest:
         "forked",
         "held",
         "num_ended",
-        "num_expected_cached",
         "num_prompt_logprobs",
         "number",
         "request",
@@ -71,6 +71,7 @@ class LiveRequest:
         "timeline",
         "timings",
         "usage",
+        "work",
     )
 
     def __init__(
@@ -94,8 +95,8 @@ class LiveRequest:
         """What was predicted until its first token; None where that came, or says nothing."""
         self.expected_s: float | None = None
         """From then to its last token, as predicted; None where that does not depend on the load alone."""
-        self.num_expected_cached = 0
-        """Tokens of its prompt that were cached then."""
+        self.work = NO_WORK
+        """What had to be done then before it could decode."""
         self.forked = request.n == 1 or request.pooling is not None
         self.num_ended = 0
         self.num_prompt_logprobs = 1
@@ -172,21 +173,27 @@ class Choice:
         "complete_from",
         "decode",
         "delivery",
+        "due",
         "epoch",
         "hashes",
         "in_flight",
         "is_new",
         "is_pooled",
+        "is_queued",
         "length_bound",
         "length_limit",
         "live",
         "max_drafts",
         "num_computed",
+        "num_evicted",
         "num_free_at_last_try",
+        "num_missing",
         "num_overtaken",
         "num_planned",
         "num_prompt_tokens",
         "num_published",
+        "num_shared",
+        "num_wanted",
         "pinned",
         "prefill_end",
         "rank",
@@ -194,6 +201,7 @@ class Choice:
         "sampling",
         "state",
         "token_ids",
+        "work",
     )
 
     def __init__(
@@ -238,6 +246,21 @@ class Choice:
         """How many began that were behind it, since it was first too large for what was free."""
         self.pinned = pinned
         """Blocks of the prompt that a forked choice keeps until it runs."""
+
+        self.is_queued = False
+        """Whether the queue counts its work."""
+        self.work: QueuedWork = NO_WORK
+        """While it waits: what has to be done before it decodes."""
+        self.due: tuple[float, Rank] | None = None
+        """Its deadline and its rank, where the queue is ordered by deadlines."""
+        self.num_wanted = 0
+        """Blocks of its history that it shares with the cache or puts there, while it waits."""
+        self.num_missing = 0
+        """Of these, the ones that it has to compute: no sequence ahead of it does."""
+        self.num_evicted = 0
+        """Of these, the ones that have to be copied back from the host tier."""
+        self.num_shared = 0
+        """Of these, the ones that another waiting sequence had wanted when this one began to wait."""
 
         self.row = -1
         self.epoch = 0

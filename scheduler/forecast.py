@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.scheduler.lane import NO_WORK, QueuedWork
 from penstock.scheduler.step_model import StepModel, StepWork
 
 _PRUDENCE = 0.05
@@ -35,6 +36,8 @@ _BIAS_RATE = 0.1
 _MAX_BIAS_STEP = 0.7
 _MAX_BIAS = 4.0
 """However wrong predictions are."""
+_MAX_PARTS = 4
+"""Of a long time of prompts: in each of them, the number of rows that decode is taken to be even."""
 _LEAST_S = 1e-6
 """Of a time that others are held against: a model that knows little may predict none at all."""
 
@@ -48,11 +51,6 @@ class Load:
     decodes: int
     decode_kv: int
     """Of the rows that decode: how many, and their lengths summed."""
-    prefill_tokens: int
-    """Of the rows that run: what is not planned yet of their histories."""
-    ahead_requests: int
-    ahead_tokens: int
-    """What waits and will have a row sooner: how many with an output, and the tokens of all prompts."""
     remaining: Sequence[int]
     """Output tokens that each row that runs may still have at most, in any order."""
     free_rows: int
@@ -60,12 +58,15 @@ class Load:
     free_blocks: int
     num_blocks: int
     block_size: int
+    prefill_tokens: int = 0
+    """Of the rows that run: what is not planned yet of their histories."""
     prefill_kv: int = 0
-    """What ``prefill_tokens`` will see: how many tokens each of them, summed."""
-    ahead_pooled: int = 0
-    """What waits and will have a row sooner, but only until its prompt is computed."""
-    ahead_pooled_tokens: int = 0
-    """Of ``ahead_tokens``, those of these."""
+    """How many tokens each of ``prefill_tokens`` attends to, summed."""
+    prefill_rows: int = 0
+    prefill_context: int = 0
+    """How many rows have prompt tokens that are not planned yet, and the lengths of their histories summed."""
+    ahead: QueuedWork = NO_WORK
+    """What waits and will have a row sooner."""
 
 
 class Prediction(NamedTuple):
@@ -125,82 +126,102 @@ class Forecast:
         self._lateness = 1.0
 
     def predict(
-        self, load: Load, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int, num_prompts: int = 1
+        self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK
     ) -> Prediction | None:
-        """For a request that arrives now, and of whose prompts ``num_new_tokens`` are not cached; None while too little
-        is known. Its prompts are taken to be of one length."""
-        num_rows, length = len(load.remaining), num_prompt_tokens // num_prompts
-        joining = max(0, min(load.max_rows, num_rows + load.ahead_requests) - load.decodes)
-        kv_each = (load.decode_kv + load.prefill_tokens + load.ahead_tokens - load.ahead_pooled_tokens + length) / (
-            num_rows + load.ahead_requests + 1
+        """For a request that arrives now, with so much work of its own, and ``forks`` after its first token; None while
+        too little is known."""
+        ahead, num_rows = load.ahead, len(load.remaining)
+        rows = min(load.max_rows, num_rows + ahead.rows)
+        kv_each = (load.decode_kv + load.prefill_context + ahead.context + own.context) / (
+            num_rows + ahead.rows + max(1, own.rows)
         )
-        # Whoever is ahead decodes as soon as it has begun: of the steps until then, in half of them.
-        decodes = load.decodes + joining / 2
-        decode_kv = load.decode_kv + kv_each * joining / 2
-        chunk = self._chunk(decodes, decode_kv, length)
-        own_chunks = math.ceil(num_new_tokens / chunk)
-        num_tokens = load.prefill_tokens + load.ahead_tokens + num_new_tokens
-        num_turns = math.ceil((load.ahead_pooled + num_prompts) / load.max_rows)
-        steps = max(math.ceil(num_tokens / chunk), num_turns, self._steps_to_row(load, length) + own_chunks)
-        own = _prompts(num_new_tokens, num_prompt_tokens, own_chunks, num_prompts)
-        seconds = self._model.predict(_sum(own, _prompts_ahead(load, chunk), decodes * steps, decode_kv * steps), steps)
+        num_tokens = load.prefill_tokens + ahead.tokens + own.tokens
+        prefill = self._prefill(load, num_tokens, max(0, rows - load.decodes), kv_each, own.length)
+        own_chunks = math.ceil(own.tokens / prefill.chunk)
+        num_turns = math.ceil((ahead.pooled + own.pooled) / load.max_rows)
+        steps = max(prefill.steps, num_turns, self._steps_to_row(load, own) + own_chunks)
+        # Until there is a row for it, those that run go on.
+        decodes = prefill.decodes + (steps - prefill.steps) * rows
+        num_splits = max(0, prefill.steps - 1)
+        work = StepWork(
+            num_tokens,
+            load.prefill_kv + ahead.kv + own.kv,
+            decodes,
+            decodes * kv_each,
+            load.prefill_rows + ahead.chunks + own.chunks + num_splits,
+            # A prompt that is split between two steps is read by the first of them in part.
+            load.prefill_context + _lengths(ahead) + _lengths(own) + num_splits * own.length / 2,
+            ahead.evicted_blocks + own.evicted_blocks,
+        )
+        seconds = self._model.predict(work, steps)
         if seconds is None:
             return None
-        rows = min(load.max_rows, num_rows + load.ahead_requests + 1)
+        rows = min(load.max_rows, num_rows + ahead.rows + max(1, own.rows) + forks.rows)
         ttft_s = load.in_flight_s + seconds
         total_s = ttft_s + self._decoding_s(rows, kv_each * rows, self._lengths.long(max_tokens, _PRUDENCE))
-        # What is told is as true as can be; what is admitted by has its own measure of lateness.
+        if forks.rows:
+            total_s += self._model.predict(_own_work(forks, 1, 0, 0)) or 0.0
+        # What is reported is as true as can be; what is admitted by has its own measure of lateness.
         return Prediction(self._bias * ttft_s, total_s, total_s * self._lateness)
 
-    def service_s(
-        self,
-        load_decodes: int,
-        load_decode_kv: int,
-        num_new_tokens: int,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        num_prompts: int = 1,
-    ) -> float | None:
+    def service_s(self, decodes: int, decode_kv: int, own: QueuedWork, max_tokens: int) -> float | None:
         """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
-        chunk = self._chunk(load_decodes, load_decode_kv, num_prompt_tokens // num_prompts)
-        steps = math.ceil(num_new_tokens / chunk)
-        own = _prompts(num_new_tokens, num_prompt_tokens, steps, num_prompts)
-        seconds = self._model.predict(_sum(own, _NOTHING, load_decodes * steps, load_decode_kv * steps), steps)
+        steps = math.ceil(own.tokens / self._chunk(decodes, decode_kv, own.length))
+        seconds = self._model.predict(_own_work(own, steps, decodes * steps, decode_kv * steps), steps)
         if seconds is None:
             return None
         length = self._lengths.expected(max_tokens)
-        return seconds + self._decoding_s(load_decodes + 1, load_decode_kv + num_prompt_tokens, length)
+        return seconds + self._decoding_s(decodes + max(1, own.rows), decode_kv + own.context, length)
 
-    def alone_s(
-        self, num_new_tokens: int, num_prompt_tokens: int, max_tokens: int, num_prompts: int = 1
-    ) -> float | None:
+    def alone_s(self, own: QueuedWork, max_tokens: int) -> float | None:
         """How long a request takes, first step to last token, with no other beside it."""
-        chunk = self._chunk(0, 0, num_prompt_tokens // num_prompts)
-        chunks = math.ceil(num_new_tokens / chunk)
+        chunks = math.ceil(own.tokens / self._chunk(0, 0, own.length))
         output = max(0.0, self._lengths.expected(max_tokens) - 1)
-        decodes = output / self._model.tokens_each
-        kv = decodes * (num_prompt_tokens + output / 2)
-        own = _prompts(num_new_tokens, num_prompt_tokens, chunks, num_prompts)
-        return self._model.predict(_sum(own, _NOTHING, decodes, kv), chunks + decodes)
+        steps = output / self._model.tokens_each
+        decodes = steps * max(1, own.rows)
+        kv = decodes * (own.length + output / 2)
+        return self._model.predict(_own_work(own, chunks, decodes, kv), chunks + steps)
 
-    def _chunk(self, decodes: float, decode_kv: float, num_prompt_tokens: int) -> int:
+    def _prefill(self, load: Load, num_tokens: float, joining: float, kv_each: float, length: float) -> "_Prefill":
+        """The steps until all these tokens of prompts are computed, while ``joining`` rows begin to decode."""
+        # What begins in the next step does not slow that step down.
+        chunk = self._chunk(load.decodes, load.decode_kv, length)
+        steps, decodes, running = 1.0, float(load.decodes), float(load.decodes)
+        left = max(0.0, num_tokens - chunk)
+        running += joining * (1 - left / num_tokens)
+        num_parts = min(_MAX_PARTS, math.ceil(left / chunk))
+        output_steps = self._mean_output / self._model.tokens_each
+        for _ in range(num_parts):
+            part, joined = left / num_parts, joining * left / num_tokens / num_parts
+            chunk = self._chunk(running, running * kv_each, length)
+            part_steps = part / chunk
+            # As some rows begin to decode, others have all of their output.
+            ended = part_steps / output_steps if output_steps else 0.0
+            after = (running + joined) / (1 + ended)
+            decodes += part_steps * (running + after) / 2
+            steps += part_steps
+            running = after
+        rounded = math.ceil(steps - 1e-6)
+        return _Prefill(rounded, decodes * rounded / steps, chunk)
+
+    def _chunk(self, decodes: float, decode_kv: float, length: float) -> int:
         """Tokens of prompts in a step."""
         budget = max(1, self._budget - int(decodes))
         if int(decodes) == 0:
             return budget
-        context = num_prompt_tokens // 2
+        context = int(length) // 2
         return self._model.max_prefill(int(decodes), int(decode_kv), context, self._target_itl_s, budget)
 
-    def _steps_to_row(self, load: Load, num_prompt_tokens: int) -> int:
+    def _steps_to_row(self, load: Load, own: QueuedWork) -> int:
         """Until enough of the rows that run have ended for a request to begin that has so many others ahead of it."""
+        num_ahead = int(load.ahead.rows)
         # Those ahead that have a row at once run as well.
-        remaining = [*load.remaining, *[self._mean_output] * min(load.free_rows, load.ahead_requests)]
+        remaining = [*load.remaining, *[self._mean_output] * min(load.free_rows, num_ahead)]
         num_rows = len(remaining)
         if not num_rows:
             return 0
-        missing_rows = load.ahead_requests + 1 - load.free_rows
-        held_tokens = load.ahead_tokens - load.ahead_pooled_tokens + num_prompt_tokens
-        needed_blocks = held_tokens / load.block_size + load.ahead_requests + 1
+        missing_rows = num_ahead + 1 - load.free_rows
+        needed_blocks = load.ahead.new_blocks + own.new_blocks
         blocks_each = max(1.0, (load.num_blocks - load.free_blocks) / num_rows)
         missing = max(missing_rows, math.ceil((needed_blocks - load.free_blocks) / blocks_each))
         if missing <= 0:
@@ -278,35 +299,22 @@ class OutputLengths:
         return limit
 
 
-_NOTHING = StepWork(0, 0, 0, 0)
+class _Prefill(NamedTuple):
+    """How prompts are computed."""
+
+    steps: int
+    decodes: float
+    """Rows that are continued in these steps, summed."""
+    chunk: int
+    """Tokens of prompts in the last of them."""
 
 
-def _prompts(num_new_tokens: int, num_prompt_tokens: int, chunks: int, num_prompts: int) -> StepWork:
-    """The last tokens of one prompt or of several of one length, in so many chunks or one for each at least."""
-    mean_context = (num_prompt_tokens - num_new_tokens / 2) / num_prompts
-    chunks = max(chunks, num_prompts)
-    return StepWork(num_new_tokens, num_new_tokens * mean_context, 0, 0, chunks, chunks * mean_context)
+def _lengths(work: QueuedWork) -> float:
+    return work.context + work.pooled_context
 
 
-def _prompts_ahead(load: Load, chunk: int) -> StepWork:
-    """Of the rows that run, and of those that will begin sooner."""
-    kv: float = load.prefill_kv
-    chunks = math.ceil(load.prefill_tokens / chunk)
-    chunk_kv = kv / chunk
-    num_ahead = load.ahead_requests + load.ahead_pooled
-    if num_ahead:
-        kv += load.ahead_tokens * load.ahead_tokens / num_ahead / 2
-        chunks += num_ahead
-        chunk_kv += load.ahead_tokens
-    return StepWork(load.prefill_tokens + load.ahead_tokens, kv, 0, 0, chunks, chunk_kv)
-
-
-def _sum(one: StepWork, other: StepWork, decodes: float, decode_kv: float) -> StepWork:
-    return StepWork(
-        one.prefill_tokens + other.prefill_tokens,
-        one.prefill_kv + other.prefill_kv,
-        decodes,
-        decode_kv,
-        one.chunks + other.chunks,
-        one.chunk_kv + other.chunk_kv,
-    )
+def _own_work(own: QueuedWork, steps: int, decodes: float, decode_kv: float) -> StepWork:
+    """That of one request, which is computed in so many steps, beside these decodes."""
+    num_splits = max(0, steps - 1)
+    chunk_kv = _lengths(own) + num_splits * own.length / 2
+    return StepWork(own.tokens, own.kv, decodes, decode_kv, own.chunks + num_splits, chunk_kv, own.evicted_blocks)

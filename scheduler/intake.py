@@ -1,19 +1,51 @@
-"""What a request meets on its way into the queue: how much of it is cached, its rank and place, what is foretold of it,
-and whether it may enter. Counts refusals, and changes nothing else."""
+"""What a request meets on its way into the queue: how much of it is cached, its rank and place, what is predicted for
+it, and whether it may enter. Counts refusals, and changes nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.admission import Admission, check_rates
+from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
+from penstock.scheduler.lane import QueuedWork, sequence_work, total_work
 from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.tenants import Tenants
+
+
+class _Found(NamedTuple):
+    """What is known of a prompt. Blocks, but for the tokens."""
+
+    num_tokens: int
+    num_cached: int = 0
+    num_held: int = 0
+    """Of the cached ones, those that running sequences hold."""
+    num_evicted: int = 0
+    """In the host tier, and worth being copied back."""
+    num_coming: int = 0
+    """Computed for requests that are ahead."""
+
+
+def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedWork:
+    return total_work(
+        [
+            sequence_work(
+                prompt.num_tokens,
+                prompt.num_tokens - (prompt.num_cached + prompt.num_evicted + prompt.num_coming) * block_size,
+                block_size,
+                is_pooled=request.pooling is not None,
+                num_evicted=prompt.num_evicted,
+                num_shared=prompt.num_held + prompt.num_coming,
+            )
+            for prompt in found
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +56,8 @@ class Entry:
     """Of its first choice."""
     num_cached_tokens: int
     """Of its prompts, as things stand."""
+    work: QueuedWork
+    """What has to be computed for it: neither cached, nor computed for a request that is ahead of it."""
     position: int
     """How many are before it."""
     prediction: Prediction | None
@@ -55,9 +89,9 @@ class Intake:
         self._policy = config.policy
         self.admission = Admission(config, self._facts)
 
-    def rank(self, request: Request, number: int, choice: int) -> Rank:
-        """Of one choice of the request that arrived as number ``number``."""
-        predicted_s = self._outlook.service_s(request) or 0.0 if self._policy is Policy.DEADLINE else 0.0
+    def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
+        """The rank of one choice of the request that arrived as number ``number``, and needs so much ``work``."""
+        predicted_s = self._outlook.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
         return rank_of(self._policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str) -> None:
@@ -70,26 +104,51 @@ class Intake:
 
     def examine(self, request: Request, number: int, *, is_first: bool) -> Entry:
         """How it enters as number ``number``; ``is_first``: there is no other request. Raises Refused."""
-        num_cached = self._num_cached(request)
-        rank = self.rank(request, number, 0)
+        found = [self._find(request, index) for index in range(request.num_prompts)]
+        cached_work = _work(request, found, self._kv.block_size)
+        rank = self.rank(request, number, 0, cached_work)
         position = self._planner.waiting.num_ahead(request.tenant, rank)
-        prediction = self._outlook.predict(request, num_cached, position, rank)
+        work = self._work_left(request, found, rank) if request.reads_cache else cached_work
+        prediction = self._outlook.predict(request, work, rank)
         # While nobody is there, trying again later cannot help, and nothing would be learned.
-        self._admit(request, num_cached, None if is_first or self._outlook.needs_test else prediction)
-        return Entry(rank, num_cached, position, prediction)
+        self._admit(request, cached_work, None if is_first or self._outlook.needs_test else prediction)
+        num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
+        return Entry(rank, num_cached, work, position, prediction)
 
-    def _num_cached(self, request: Request) -> int:
+    def _find(self, request: Request, index: int) -> "_Found":
+        """What of a prompt is cached."""
+        prompt = request.prompt(index)
+        num_tokens = len(prompt.token_ids)
         if not request.reads_cache:
-            return 0
-        kv, num_blocks = self._kv, 0
-        for index in range(request.num_prompts):
-            prompt = request.prompt(index)
-            hashes, num_tokens = kv.hashing.first(prompt.block_hashes), len(prompt.token_ids)
-            num_found = len(kv.find_prefix(hashes, num_tokens))
-            num_blocks += num_found + len(self._planner.restoring.find(hashes, num_found, num_tokens))
-        return num_blocks * kv.block_size
+            return _Found(num_tokens)
+        hashes = self._kv.hashing.first(prompt.block_hashes)
+        prefix = self._kv.find_prefix(hashes, num_tokens)
+        restored = self._planner.restoring.find(hashes, len(prefix), num_tokens)
+        num_held = sum(map(self._kv.pool.is_held, prefix))
+        return _Found(num_tokens, len(prefix), num_held, len(restored))
 
-    def _admit(self, request: Request, num_cached_tokens: int, prediction: Prediction | None) -> None:
+    def _work_left(self, request: Request, found: "list[_Found]", rank: Rank) -> QueuedWork:
+        """What is left to compute once those ahead have computed what they share with it."""
+
+        def is_ahead(other: Hashable) -> bool:
+            choice = cast(Choice, other)
+            # A choice does not wait for what a running one of a higher rank computes: see ``Beginnings``.
+            return choice.rank < rank if choice.state is ChoiceState.WAITING else choice.rank[0] <= rank[0]
+
+        left: list[_Found] = []
+        of_siblings: set[bytes] = set()
+        for index, prompt in enumerate(found):
+            hashes = self._kv.hashing.first(request.prompt(index).block_hashes)
+            num_at_hand = prompt.num_cached + prompt.num_evicted
+            num_coming = self._kv.num_coming(hashes, num_at_hand, prompt.num_tokens, is_ahead)
+            if len(found) > 1:
+                own = hashes[num_at_hand + num_coming : (prompt.num_tokens - 1) // self._kv.block_size]
+                num_coming += sum(block_hash in of_siblings for block_hash in own)
+                of_siblings.update(own)
+            left.append(prompt._replace(num_coming=num_coming))
+        return _work(request, left, self._kv.block_size)
+
+    def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
         waiting, tenants = self._planner.waiting, self._tenants
         try:
             self.admission.check(
@@ -101,7 +160,7 @@ class Intake:
                 num_tenant_live=tenants.num_live(request.tenant),
                 allowance=tenants.allowance(request.tenant),
                 prediction=prediction,
-                alone_s=self._outlook.alone_s(request, num_cached_tokens),
+                alone_s=self._outlook.alone_s(request, cached_work),
                 now=self._clock(),
             )
         except Refused:

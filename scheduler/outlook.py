@@ -8,9 +8,10 @@ from statistics import median
 from penstock.scheduler.choice import LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
+from penstock.scheduler.lane import NO_WORK, QueuedWork, fork_work, sequence_work
 from penstock.scheduler.plan import StepResult
 from penstock.scheduler.planner import Planner
-from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.step_model import StepModel, StepWork
 
@@ -37,14 +38,12 @@ class Outlook:
         self._answered_at = clock()
         self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
         self._forecast = Forecast(model, planner.budget, config.target_itl_s)
-        self._by_deadline = config.policy is Policy.DEADLINE
         self._learned_at = self._prompts_at = clock()
         """When a request told last what predictions are worth, and a step with prompts what these take."""
 
     def configure(self, config: SchedulerConfig) -> None:
         """Limits are as ``config`` has them from now on. The planner has them already."""
         self._forecast.configure(self._planner.budget, config.target_itl_s)
-        self._by_deadline = config.policy is Policy.DEADLINE
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -114,21 +113,18 @@ class Outlook:
         self._forecast.learn_total(expected_s, took_s)
         self._learned_at = self._clock()
 
-    def predict(self, request: Request, num_cached_tokens: int, num_ahead: int, rank: Rank) -> Prediction | None:
-        """For a request that enters the queue now, behind so many others; None while too little is known."""
-        num_prompt_tokens = request.num_prompt_tokens
+    def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
+        """For a request with so much work that enters the queue now; None while too little is known."""
         if self._clock() - self._learned_at > UNTESTED_S:
             self._forecast.forget_lateness()
-        if self._by_deadline and request.deadline is not None:
-            # Long requests overtake short ones that are due sooner. If each counted only those with less slack than its
-            # own, more would be admitted than can be done in time.
-            num_ahead = max(num_ahead, self._num_due_before(request.deadline))
-        load = self._load(num_ahead)
         if self._planner.would_make_room(request.tenant, rank):
-            load = self._load(0)
+            load = self._load(NO_WORK)
             load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
-        num_new_tokens = num_prompt_tokens - num_cached_tokens
-        return self._forecast.predict(load, num_new_tokens, num_prompt_tokens, request.max_tokens, request.num_prompts)
+        else:
+            load = self._load(self._planner.waiting.work_ahead(request.tenant, rank, request.deadline))
+        num_forks = request.n - request.num_prompts
+        forks = fork_work(len(request.prompt_token_ids), num_forks, self._block_size) if num_forks else NO_WORK
+        return self._forecast.predict(load, work, request.max_tokens, forks)
 
     @property
     def needs_test(self) -> bool:
@@ -142,27 +138,18 @@ class Outlook:
     @property
     def short_ttft_s(self) -> float | None:
         """Until the first token of a short request that entered the queue now; None while too little is known."""
-        prediction = self._forecast.predict(self._load(len(self._planner.waiting)), SHORT_PROMPT, SHORT_PROMPT, 1)
+        work = sequence_work(SHORT_PROMPT, SHORT_PROMPT, self._block_size)
+        prediction = self._forecast.predict(self._load(self._planner.waiting.work), work, 1)
         return None if prediction is None else prediction.ttft_s
 
-    def service_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
-        """What a request takes if it begins now; None while too little is known."""
+    def service_s(self, request: Request, work: QueuedWork) -> float | None:
+        """How long a request with so much work takes if it begins now; None while too little is known."""
         planner = self._planner
-        num_prompt_tokens = request.num_prompt_tokens
-        return self._forecast.service_s(
-            len(planner.running.decoding),
-            planner.decode_kv,
-            num_prompt_tokens - num_cached_tokens,
-            num_prompt_tokens,
-            request.max_tokens,
-            request.num_prompts,
-        )
+        return self._forecast.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
 
-    def alone_s(self, request: Request, num_cached_tokens: int = 0) -> float | None:
-        """What a request takes with no other beside it; None while too little is known."""
-        num_prompt_tokens = request.num_prompt_tokens
-        num_new_tokens = num_prompt_tokens - num_cached_tokens
-        return self._forecast.alone_s(num_new_tokens, num_prompt_tokens, request.max_tokens, request.num_prompts)
+    def alone_s(self, request: Request, work: QueuedWork) -> float | None:
+        """How long a request with so much work takes with no other beside it; None while too little is known."""
+        return self._forecast.alone_s(work, request.max_tokens)
 
     def is_late(self, live: LiveRequest) -> bool:
         """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
@@ -172,30 +159,29 @@ class Outlook:
         request = live.request
         if request.deadline is None or self._is_untested:
             return False
-        cached = live.num_expected_cached
-        service_s, alone_s = self.service_s(request, cached), self.alone_s(request, cached)
+        # Of the prompts of a request that is embedded there may be thousands, too many to look at each time.
+        work = live.work if request.pooling is not None else live.choices[0].work
+        service_s, alone_s = self.service_s(request, work), self.alone_s(request, work)
         if service_s is None or alone_s is None:
             return False
         return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline
 
-    def _num_due_before(self, deadline: float) -> int:
-        due = (choice.live.request.deadline for choice in self._planner.waiting)
-        return sum(other is not None and other <= deadline for other in due)
-
-    def _load(self, num_ahead: int) -> Load:
+    def _load(self, ahead: QueuedWork) -> Load:
         planner = self._planner
-        running, waiting, pool = planner.running, planner.waiting, planner.kv.pool
+        running, pool = planner.running, planner.kv.pool
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
-        # Those ahead have their share of the prompts that wait: who is behind whom may depend on their ranks.
-        share = min(1.0, num_ahead / len(waiting)) if len(waiting) else 0.0
-        ahead_pooled = round(share * waiting.num_pooled)
+        for choice in running.prefilling:
+            if not choice.live.forked:  # its other choices come as soon as its prompt is computed
+                num_forks = choice.live.request.n - 1
+                ahead = ahead.plus(fork_work(choice.num_prompt_tokens, num_forks, self._block_size))
         return Load(
             in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
             decodes=len(running.decoding),
             decode_kv=planner.decode_kv,
             prefill_tokens=sum(choice.prefill_end - choice.num_planned for choice in running.prefilling),
-            ahead_requests=num_ahead - ahead_pooled,
-            ahead_tokens=round(share * waiting.num_tokens),
+            prefill_rows=len(running.prefilling),
+            prefill_context=sum(choice.prefill_end for choice in running.prefilling),
+            ahead=ahead,
             remaining=[choice.length_limit - choice.length_bound for choice in running],
             free_rows=planner.max_rows - len(running),
             max_rows=planner.max_rows,
@@ -206,6 +192,4 @@ class Outlook:
                 (choice.prefill_end - choice.num_planned) * (choice.prefill_end + choice.num_planned) // 2
                 for choice in running.prefilling
             ),
-            ahead_pooled=ahead_pooled,
-            ahead_pooled_tokens=round(share * waiting.num_pooled_tokens),
         )

@@ -19,7 +19,7 @@ from penstock.scheduler.giving_way import GivingWay
 from penstock.scheduler.lineup import RunningRows, WaitingQueue
 from penstock.scheduler.pins import Pins
 from penstock.scheduler.plan import Chunk, Decode, RowBlocks, StepPlan, WorkerFacts, num_row_numbers
-from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.policy import Rank
 from penstock.scheduler.request import Speculation
 from penstock.scheduler.restoring import Restoring
 from penstock.scheduler.rows import RowTable
@@ -69,7 +69,7 @@ class Planner:
         self.kv = kv
         self.counters = Counters()
         self.running = RunningRows()
-        self.waiting = WaitingQueue(config.policy is Policy.FAIR)
+        self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
         self.rows: RowTable[Choice] = RowTable(num_row_numbers(facts.max_num_seqs))
         self.max_rows = 0
         self.budget = 0
@@ -95,7 +95,7 @@ class Planner:
         assert 0 < self.max_rows <= self.budget
         self._target_itl_s = config.target_itl_s
         self._giving_way = GivingWay(config.policy, self.running, self.kv, self._tenants)
-        self.waiting.arrange(config.policy is Policy.FAIR)
+        self.waiting.arrange(config.policy)
         self.running.arrange()
         while len(self.running) > self.max_rows:
             self._preempt(max(self.running, key=lambda choice: choice.rank), "fewer rows may run")
@@ -173,15 +173,15 @@ class Planner:
 
     def restart(self) -> None:
         """The worker is gone, with all KV, and with what was in flight: every row waits again."""
-        self.kv.reset()
-        self._pins.forget()
-        begun = list(self.running)
+        waiting, begun = list(self.waiting), list(self.running)
+        for choice in waiting:
+            self.waiting.remove(choice)
         for choice in begun:
             self._say_left(choice)
             self.running.remove(choice)
-        for choice in self.waiting:
-            choice.restart()
-        for choice in begun:
+        self.kv.reset()
+        self._pins.forget()
+        for choice in waiting + begun:
             choice.restart()
             self.waiting.put(choice)
         self.rows.clear()

@@ -114,7 +114,7 @@ class Scheduler:
         texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
         tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
         live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
-        live.entered_at, live.num_expected_cached = self._clock(), entry.num_cached_tokens
+        live.entered_at, live.work = self._clock(), entry.work
         self._num_arrived += 1
         self._requests[request.request_id] = live
         for index in range(request.num_prompts):
@@ -140,7 +140,7 @@ class Scheduler:
         live.timeline.updated(change)
         for choice in list(live.choices):
             if choice.state is not ChoiceState.ENDED:
-                self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index))
+                self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index, live.work))
                 if change.max_tokens is not None:
                     self._answers.limit(choice, self._intake.admission.max_tokens(request))
         return True
@@ -209,7 +209,7 @@ class Scheduler:
         first = live.choices[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            rank = self._intake.rank(live.request, live.number, index)
+            rank = self._intake.rank(live.request, live.number, index, live.work)
             self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
 
     def _finish(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
@@ -321,7 +321,7 @@ class Scheduler:
         self.tenants.reconfigure(config)
         self.timelines.resize(config.explain_requests)
         for live in self._requests.values():
-            rank = self._intake.rank(live.request, live.number, 0)
+            rank = self._intake.rank(live.request, live.number, 0, live.work)
             for choice in live.choices:
                 choice.rank = (rank[0], rank[1], choice.index)
         self._planner.configure(config)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.fake_worker import FakeWorker, Slots, UncheckedSlots
@@ -74,6 +75,8 @@ class Simulation:
         slots: Slots | None = None,
     ) -> None:
         self.now = 0.0
+        self._block_size = facts.block_size
+        self._caches_prefixes = config.enable_prefix_caching
         self.outcomes: list[Outcome] = []
         """In the order in which they were asked for."""
         self.scheduler = Scheduler(facts, config, clock=lambda: self.now)
@@ -98,13 +101,19 @@ class Simulation:
         within_s: float | None = None,
         stops_after: int | None = None,
         max_drafts: int = 0,
+        n: int = 1,
+        history: Sequence[int] = (),
     ) -> Outcome:
-        """A request arrives ``when``, to be done ``within_s``; its output ends by itself at ``stops_after`` tokens."""
+        """A request arrives ``when``, to be done ``within_s``; its output ends by itself at ``stops_after`` tokens.
+
+        Its prompt is ``history``, which other requests may share, and ``num_prompt_tokens`` more of its own."""
         number = len(self.outcomes)
+        prompt = [*history, *[number] * num_prompt_tokens]
         request = Request(
             str(number),
-            [number] * num_prompt_tokens,
-            block_hashes=[],
+            prompt,
+            block_hashes=hash_blocks(prompt, self._block_size, b"") if self._caches_prefixes else [],
+            n=n,
             sampling=SamplingParams(),
             max_tokens=max_tokens,
             sink=lambda event: self._note(outcome, event),
@@ -184,7 +193,7 @@ class _Text:
 
 
 class _TimedWorker(FakeWorker):
-    """Says how long its steps take. A prompt's tokens are all the number of its request, and so is the output."""
+    """Says how long its steps take. The last token of a prompt is the number of its request, and so is all output."""
 
     def __init__(self, facts: WorkerFacts, step_s: StepSeconds, slots: Slots) -> None:
         super().__init__(facts, _same_again, slots)
@@ -194,11 +203,14 @@ class _TimedWorker(FakeWorker):
     def run(self, plan: StepPlan) -> StepResult:
         """The answer, with the time that the step took."""
         result = super().run(plan)
-        self._computed += [(self._rows[chunk.row].history[0], chunk.end - chunk.start) for chunk in plan.chunks]
-        self._computed += [(self._rows[decode.row].history[0], 1) for decode in plan.decodes]
+        self._computed += [(self._number(chunk.row), chunk.end - chunk.start) for chunk in plan.chunks]
+        self._computed += [(self._number(decode.row), 1) for decode in plan.decodes]
         decode_kv = sum(self._rows[decode.row].num_computed for decode in plan.decodes)
         result.computed_us = max(1, round(self._step_s(StepWork.of(plan, decode_kv)) * 1e6))
         return result
+
+    def _number(self, row: int) -> int:
+        return self._rows[row].history[self._rows[row].num_prompt_tokens - 1]
 
     def take_computed(self) -> list[tuple[int, int]]:
         """Requests' numbers and positions computed for them, since the last time."""

@@ -1,0 +1,148 @@
+"""Which blocks the waiting sequences need, and which of these are not in the cache. Knows hashes, never plans.
+
+Each block is counted once, however many sequences need it: the first of them computes it, and the others find it. The
+counts follow the cache, so that nobody has to look up the prefixes of a whole queue again.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from enum import IntEnum
+
+
+class Whereabouts(IntEnum):
+    """Where the KV of a block is."""
+
+    AT_HAND = 0
+    """On the device, or a running sequence computes it."""
+    EVICTED = 1
+    """In the host tier only."""
+    MISSING = 2
+    """Nowhere: it has to be computed."""
+
+
+class WantedBlocks:
+    """The blocks that waiting sequences need. A sequence is charged for those of its blocks that are not at hand and
+    that no sequence needed before it."""
+
+    def __init__(self, locate: Callable[[bytes], Whereabouts]) -> None:
+        """``locate`` says where a block is now; ``refresh`` has to be called for each block that has moved."""
+        self.on_charged: Callable[[Hashable, int, int], None] = lambda owner, num_missing, num_evicted: None
+        """Called with the sequence, and the changes to its numbers of missing and evicted blocks."""
+        self.num_missing = 0
+        """Blocks to be computed that no sequence is charged for, because the one that was has left the queue."""
+        self._locate = locate
+        # Hashes are chained: whoever needs a block needs all before it, so counts never rise along a sequence.
+        self._counts: dict[bytes, int] = {}
+        self._owners: dict[bytes, Hashable] = {}
+        # Only of blocks that are not at hand.
+        self._whereabouts: dict[bytes, Whereabouts] = {}
+
+    def add(self, owner: Hashable, hashes: Sequence[bytes], goes_before: Callable[[Hashable], bool]) -> int:
+        """A sequence that needs these blocks, its first ones, begins to wait; returns how many of them another one
+        needs already. It is charged for blocks of sequences that it ``goes_before``."""
+        counts, num_shared = self._counts, 0
+        for block_hash in hashes:
+            if block_hash not in counts:
+                break
+            counts[block_hash] += 1
+            num_shared += 1
+            charged = self._owners.get(block_hash)
+            if charged is None or goes_before(charged):
+                where = self._whereabouts.get(block_hash, Whereabouts.AT_HAND)
+                self._charge(block_hash, where, -1)
+                self._owners[block_hash] = owner
+                self._charge(block_hash, where, 1)
+        new = hashes[num_shared:]
+        counts.update(dict.fromkeys(new, 1))
+        self._owners.update(dict.fromkeys(new, owner))
+        away = {block_hash: where for block_hash in new if (where := self._locate(block_hash))}
+        if away:
+            self._whereabouts.update(away)
+            num_missing = sum(where is Whereabouts.MISSING for where in away.values())
+            self.on_charged(owner, num_missing, len(away) - num_missing)
+        return num_shared
+
+    def remove(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
+        """The sequence that was added with these blocks waits no longer."""
+        counts, owners = self._counts, self._owners
+        for block_hash in hashes:
+            is_last = counts[block_hash] == 1
+            if is_last or owners.get(block_hash) is owner:
+                where = self._whereabouts.get(block_hash)
+                if where is not None:
+                    self._charge(block_hash, where, -1)
+                owners.pop(block_hash, None)
+                if is_last:
+                    self._whereabouts.pop(block_hash, None)
+                elif where is not None:
+                    self._charge(block_hash, where, 1)
+            if is_last:
+                del counts[block_hash]
+            else:
+                counts[block_hash] -= 1
+
+    def refresh(self, block_hash: bytes) -> None:
+        """A block may be somewhere else now."""
+        if block_hash not in self._counts:
+            return
+        before, now = self._whereabouts.get(block_hash, Whereabouts.AT_HAND), self._locate(block_hash)
+        if now is before:
+            return
+        self._charge(block_hash, before, -1)
+        self._charge(block_hash, now, 1)
+        if now:
+            self._whereabouts[block_hash] = now
+        else:
+            del self._whereabouts[block_hash]
+
+    def refresh_all(self) -> None:
+        """Many blocks may be somewhere else now. Each sequence hears of all its blocks at once."""
+        before, self._whereabouts = self._whereabouts, {}
+        self.num_missing = 0
+        changes: dict[Hashable, list[int]] = {}
+        for block_hash in self._counts:
+            was, now = before.get(block_hash, Whereabouts.AT_HAND), self._locate(block_hash)
+            if now:
+                self._whereabouts[block_hash] = now
+            owner = self._owners.get(block_hash)
+            if owner is None:
+                self.num_missing += now is Whereabouts.MISSING
+            elif was is not now:
+                change = changes.setdefault(owner, [0, 0])
+                change[0] += (now is Whereabouts.MISSING) - (was is Whereabouts.MISSING)
+                change[1] += (now is Whereabouts.EVICTED) - (was is Whereabouts.EVICTED)
+        for owner, (num_missing, num_evicted) in changes.items():
+            self.on_charged(owner, num_missing, num_evicted)
+
+    def owner(self, block_hash: bytes) -> Hashable | None:
+        """The sequence that is charged for a missing block."""
+        if self._whereabouts.get(block_hash) is not Whereabouts.MISSING:
+            return None
+        return self._owners.get(block_hash)
+
+    def _charge(self, block_hash: bytes, where: Whereabouts, sign: int) -> None:
+        if where is Whereabouts.AT_HAND:
+            return
+        owner = self._owners.get(block_hash)
+        if owner is not None:
+            is_missing = where is Whereabouts.MISSING
+            self.on_charged(owner, sign * is_missing, sign * (not is_missing))
+        elif where is Whereabouts.MISSING:
+            self.num_missing += sign
+
+    def check(self, waiting: Sequence[tuple[Hashable, Sequence[bytes], int, int]]) -> None:
+        """Asserts that the counts agree with these: all that wait, their blocks, and the missing and evicted ones that
+        they are charged for."""
+        counts: dict[bytes, int] = {}
+        for _, hashes, _, _ in waiting:
+            for block_hash in hashes:
+                counts[block_hash] = counts.get(block_hash, 0) + 1
+        assert counts == self._counts, "blocks are wanted that no sequence waits for"
+        for block_hash in counts:
+            where = self._whereabouts.get(block_hash, Whereabouts.AT_HAND)
+            assert where is self._locate(block_hash), "a block has moved, and its sequences do not know it"
+        for owner, hashes, num_missing, num_evicted in waiting:
+            charged = [self._whereabouts.get(h) for h in hashes if self._owners.get(h) is owner]
+            assert charged.count(Whereabouts.MISSING) == num_missing, "the count of missing blocks is wrong"
+            assert charged.count(Whereabouts.EVICTED) == num_evicted, "the count of evicted blocks is wrong"
+        unowned = [h for h in counts if h not in self._owners and self._whereabouts.get(h) is Whereabouts.MISSING]
+        assert len(unowned) == self.num_missing, "the count of blocks without a sequence is wrong"
