@@ -21,8 +21,8 @@ _PRUDENCE = 0.05
 _NUM_RATIOS = 64
 """Requests that ended last, whose times are compared with what was predicted for them."""
 _NUM_LATER = 4
-"""The latest that is predicted is by the fourth worst of these."""
-_MAX_LATENESS = 3.0
+"""The latest that is predicted is by the second worst of these."""
+_USUAL_LATENESS, _MAX_LATENESS = 1.3, 3.0
 _MAX_KNOWN = 512
 """Outputs that are known; then they count half, so that new ones show."""
 _PRIOR = 0.1
@@ -34,6 +34,8 @@ _RECENT_OUTPUTS = 64
 _BIAS_RATE = 0.1
 """Of the error of a time to the first token, what is corrected at once."""
 _MAX_BIAS_STEP = 0.7
+_ARRIVAL_RATE = 0.125
+"""Of what a new prompt takes, what goes into the mean at once."""
 _MAX_BIAS = 4.0
 """However wrong predictions are."""
 _MAX_PARTS = 4
@@ -78,6 +80,8 @@ class Prediction(NamedTuple):
     """To the last."""
     latest_s: float
     """To the last, in all but a few cases."""
+    modelled_ttft_s: float
+    """To the first token, before what earlier predictions were worth is taken into account."""
 
 
 class Forecast:
@@ -88,8 +92,8 @@ class Forecast:
         self._budget = budget
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
-        self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
-        self.forget_lateness()
+        self._lateness: dict[tuple[int, bool], _Lateness] = {}
+        self._mean_prompt_s = 0.0
         self._bias = 1.0
         self._mean_output = 0.0
         self._num_outputs = 0
@@ -105,25 +109,40 @@ class Forecast:
         self._num_outputs = min(self._num_outputs + 1, _RECENT_OUTPUTS)
         self._mean_output += (num_output - self._mean_output) / self._num_outputs
 
-    def learn_ttft(self, predicted_s: float, took_s: float) -> None:
-        """A request's first token took so long from its admission, for which so much was predicted then.
+    def learn_arrival(self, own: QueuedWork) -> None:
+        """A request with so much work came: more like it may follow."""
+        seconds = self._model.predict(_own_work(own, 1, 0, 0), 0)
+        if seconds is not None:
+            self._mean_prompt_s += _ARRIVAL_RATE * (seconds - self._mean_prompt_s)
 
-        What the model of steps knows nothing of (the way to the worker and back, those who come later and are in the
-        same step) shows as a factor, of which a little is corrected each time.
+    def learn_ttft(self, modelled_s: float, took_s: float) -> None:
+        """A request's first token took so long from its admission, for which the model alone predicted so much then.
+
+        What the model of steps does not cover (the way to the worker and back, later requests in the same step) shows
+        as a factor, of which a little is corrected each time. Of a burst all predictions are made before the first is
+        put to the test, so the factor of that time does not matter.
         """
-        error = math.log(max(took_s, _LEAST_S) / max(predicted_s, _LEAST_S))
+        error = math.log(max(took_s, _LEAST_S) / max(modelled_s, _LEAST_S) / self._bias)
         error = max(-_MAX_BIAS_STEP, min(_MAX_BIAS_STEP, error))
         self._bias = max(1 / _MAX_BIAS, min(_MAX_BIAS, self._bias * math.exp(_BIAS_RATE * error)))
 
-    def learn_total(self, predicted_s: float, took_s: float) -> None:
+    def learn_total(self, own: QueuedWork, predicted_s: float, took_s: float) -> None:
         """A request took so long from its admission to its last token, for which so much was predicted then."""
-        self._ratios.append(min(took_s / max(predicted_s, _LEAST_S), _MAX_LATENESS))
-        self._lateness = max(1.0, sorted(self._ratios)[-_NUM_LATER])
+        kind = self._lateness.setdefault(_kind(own, predicted_s), _Lateness())
+        kind.learn(took_s / max(predicted_s, _LEAST_S))
+
+    def lateness(self, own: QueuedWork, predicted_s: float) -> float:
+        """By which factor requests for which about as much was predicted are late, in all but a few cases.
+
+        The first ones of a burst take much longer than predicted, since nobody knows what will follow, and the last
+        ones do not; and what follows a prompt that is cached is likely to be cached. So each is compared with its
+        like."""
+        known = self._lateness.get(_kind(own, predicted_s))
+        return _USUAL_LATENESS if known is None else known.factor
 
     def forget_lateness(self) -> None:
         """What was learned of whole requests' times is old."""
-        self._ratios.extend([1.0] * _NUM_RATIOS)
-        self._lateness = 1.0
+        self._lateness.clear()
 
     def predict(
         self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK
@@ -162,7 +181,7 @@ class Forecast:
         if forks.rows:
             total_s += self._model.predict(_own_work(forks, 1, 0, 0)) or 0.0
         # What is reported is as true as can be; what is admitted by has its own measure of lateness.
-        return Prediction(self._bias * ttft_s, total_s, total_s * self._lateness)
+        return Prediction(self._bias * ttft_s, total_s, total_s * self.lateness(own, total_s), ttft_s)
 
     def service_s(self, decodes: int, decode_kv: int, own: QueuedWork, max_tokens: int) -> float | None:
         """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
@@ -245,7 +264,13 @@ class Forecast:
         """What follows a first token: as many steps as the output needs, prolonged by others' prompts."""
         steps = max(0.0, length - 1) / self._model.tokens_each
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
-        return 0.0 if seconds is None else seconds * self._model.slowdown
+        if seconds is None:
+            return 0.0
+        others_s = seconds * (self._model.slowdown - 1)
+        if self._mean_output:
+            # Each row that ends is followed by one other prompt at most, and those may be cached now.
+            others_s = min(others_s, rows * self._mean_prompt_s * length / self._mean_output)
+        return seconds + others_s
 
 
 class OutputLengths:
@@ -297,6 +322,26 @@ class OutputLengths:
             alive *= 1 - ending
             begin *= 2
         return limit
+
+
+def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
+    """Requests of one kind: predictions that differ by the square root of two at most, and prompts that are mostly
+    cached, or mostly not."""
+    return math.floor(2 * math.log2(max(predicted_s, _LEAST_S))), own.tokens < _lengths(own) / 2
+
+
+class _Lateness:
+    """How much later than predicted requests ended."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque([_USUAL_LATENESS] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
+        self.factor = _USUAL_LATENESS
+        """For all but a few of them."""
+
+    def learn(self, ratio: float) -> None:
+        """A request took so many times as long as predicted."""
+        self._ratios.append(min(ratio, _MAX_LATENESS))
+        self.factor = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 
 
 class _Prefill(NamedTuple):

@@ -102,15 +102,15 @@ class Outlook:
                 if not choice.is_pooled:
                     self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
             if live.expected_s is not None:
-                self._learn_total(live.expected_s, self._clock() - live.entered_at)
+                self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
         elif reason is FinishReason.DEADLINE and live.expected_s is not None:
             deadline = live.request.deadline
             # Nobody knows when it would have ended: too late, which tells something if it was expected in time.
             if deadline is not None and live.entered_at + live.expected_s <= deadline:
-                self._learn_total(live.expected_s, math.inf)
+                self._learn_total(live, live.expected_s, math.inf)
 
-    def _learn_total(self, expected_s: float, took_s: float) -> None:
-        self._forecast.learn_total(expected_s, took_s)
+    def _learn_total(self, live: LiveRequest, expected_s: float, took_s: float) -> None:
+        self._forecast.learn_total(live.work, expected_s, took_s)
         self._learned_at = self._clock()
 
     def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
@@ -123,6 +123,7 @@ class Outlook:
         else:
             load = self._load(self._planner.waiting.work_ahead(request.tenant, rank, request.deadline))
         num_forks = request.n - request.num_prompts
+        self._forecast.learn_arrival(work)
         forks = fork_work(len(request.prompt_token_ids), num_forks, self._block_size) if num_forks else NO_WORK
         return self._forecast.predict(load, work, request.max_tokens, forks)
 

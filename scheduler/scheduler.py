@@ -122,7 +122,7 @@ class Scheduler:
         ttft_s = None
         if entry.prediction is not None:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
-            live.expected_ttft_s = ttft_s
+            live.expected_ttft_s = entry.prediction.modelled_ttft_s
         timeline.accepted(entry.position, ttft_s)
         request.sink(Accepted(entry.num_cached_tokens, entry.position, ttft_s))
 
