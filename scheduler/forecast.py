@@ -93,7 +93,7 @@ class Forecast:
         self._target_itl_s = target_itl_s
         self._lengths = OutputLengths()
         self._lateness: dict[tuple[int, bool], _Lateness] = {}
-        self._mean_prompt_s = 0.0
+        self._mean_prompt_s: dict[bool, float] = {}
         self._bias = 1.0
         self._mean_output = 0.0
         self._num_outputs = 0
@@ -113,7 +113,9 @@ class Forecast:
         """A request with so much work came: more like it may follow."""
         seconds = self._model.predict(_own_work(own, 1, 0, 0), 0)
         if seconds is not None:
-            self._mean_prompt_s += _ARRIVAL_RATE * (seconds - self._mean_prompt_s)
+            is_cached = _is_cached(own)
+            mean = self._mean_prompt_s.get(is_cached, seconds)
+            self._mean_prompt_s[is_cached] = mean + _ARRIVAL_RATE * (seconds - mean)
 
     def learn_ttft(self, modelled_s: float, took_s: float) -> None:
         """A request's first token took so long from its admission, for which the model alone predicted so much then.
@@ -155,7 +157,7 @@ class Forecast:
             num_rows + ahead.rows + max(1, own.rows)
         )
         num_tokens = load.prefill_tokens + ahead.tokens + own.tokens
-        prefill = self._prefill(load, num_tokens, max(0, rows - load.decodes), kv_each, own.length)
+        prefill = self._prefill(load, num_tokens, kv_each, own.length)
         own_chunks = math.ceil(own.tokens / prefill.chunk)
         num_turns = math.ceil((ahead.pooled + own.pooled) / load.max_rows)
         steps = max(prefill.steps, num_turns, self._steps_to_row(load, own) + own_chunks)
@@ -175,9 +177,12 @@ class Forecast:
         seconds = self._model.predict(work, steps)
         if seconds is None:
             return None
-        rows = min(load.max_rows, num_rows + ahead.rows + max(1, own.rows) + forks.rows)
+        if steps == prefill.steps:
+            rows = prefill.rows
+        rows = min(load.max_rows, rows + max(1, own.rows) + forks.rows)
         ttft_s = load.in_flight_s + seconds
-        total_s = ttft_s + self._decoding_s(rows, kv_each * rows, self._lengths.long(max_tokens, _PRUDENCE))
+        long, prompt_s = self._lengths.long(max_tokens, _PRUDENCE), self._mean_prompt_s.get(_is_cached(own), math.inf)
+        total_s = ttft_s + self._decoding_s(rows, kv_each * rows, long, prompt_s)
         if forks.rows:
             total_s += self._model.predict(_own_work(forks, 1, 0, 0)) or 0.0
         # What is reported is as true as can be; what is admitted by has its own measure of lateness.
@@ -190,7 +195,8 @@ class Forecast:
         if seconds is None:
             return None
         length = self._lengths.expected(max_tokens)
-        return seconds + self._decoding_s(decodes + max(1, own.rows), decode_kv + own.context, length)
+        prompt_s = self._mean_prompt_s.get(_is_cached(own), math.inf)
+        return seconds + self._decoding_s(decodes + max(1, own.rows), decode_kv + own.context, length, prompt_s)
 
     def alone_s(self, own: QueuedWork, max_tokens: int) -> float | None:
         """How long a request takes, first step to last token, with no other beside it."""
@@ -201,13 +207,14 @@ class Forecast:
         kv = decodes * (own.length + output / 2)
         return self._model.predict(_own_work(own, chunks, decodes, kv), chunks + steps)
 
-    def _prefill(self, load: Load, num_tokens: float, joining: float, kv_each: float, length: float) -> "_Prefill":
-        """The steps until all these tokens of prompts are computed, while ``joining`` rows begin to decode."""
+    def _prefill(self, load: Load, num_tokens: float, kv_each: float, length: float) -> "_Prefill":
+        """The steps until all these tokens of prompts are computed, and the rows that are ahead decode."""
         # What begins in the next step does not slow that step down.
         chunk = self._chunk(load.decodes, load.decode_kv, length)
-        steps, decodes, running = 1.0, float(load.decodes), float(load.decodes)
+        steps, decodes = 1.0, float(load.decodes)
         left = max(0.0, num_tokens - chunk)
-        running += joining * (1 - left / num_tokens)
+        joining = len(load.remaining) - load.decodes + load.ahead.rows
+        running = min(load.max_rows, load.decodes + joining * (1 - left / num_tokens))
         num_parts = min(_MAX_PARTS, math.ceil(left / chunk))
         output_steps = self._mean_output / self._model.tokens_each
         for _ in range(num_parts):
@@ -216,12 +223,12 @@ class Forecast:
             part_steps = part / chunk
             # As some rows begin to decode, others have all of their output.
             ended = part_steps / output_steps if output_steps else 0.0
-            after = (running + joined) / (1 + ended)
+            after = min(load.max_rows, (running + joined) / (1 + ended))
             decodes += part_steps * (running + after) / 2
             steps += part_steps
             running = after
         rounded = math.ceil(steps - 1e-6)
-        return _Prefill(rounded, decodes * rounded / steps, chunk)
+        return _Prefill(rounded, decodes * rounded / steps, chunk, running)
 
     def _chunk(self, decodes: float, decode_kv: float, length: float) -> int:
         """Tokens of prompts in a step."""
@@ -260,8 +267,9 @@ class Forecast:
         ends = sorted(left * shorter + number * self._mean_output for left in remaining for number in successors)
         return ends[index] + cycles * self._mean_output
 
-    def _decoding_s(self, rows: float, kv: float, length: float) -> float:
-        """What follows a first token: as many steps as the output needs, prolonged by others' prompts."""
+    def _decoding_s(self, rows: float, kv: float, length: float, prompt_s: float) -> float:
+        """What follows a first token: as many steps as the output needs, prolonged by others' prompts, each of which
+        takes ``prompt_s``."""
         steps = max(0.0, length - 1) / self._model.tokens_each
         seconds = self._model.predict(StepWork(0, 0, rows * steps, kv * steps), steps)
         if seconds is None:
@@ -269,7 +277,7 @@ class Forecast:
         others_s = seconds * (self._model.slowdown - 1)
         if self._mean_output:
             # Each row that ends is followed by one other prompt at most, and those may be cached now.
-            others_s = min(others_s, rows * self._mean_prompt_s * length / self._mean_output)
+            others_s = min(others_s, rows * prompt_s * length / self._mean_output)
         return seconds + others_s
 
 
@@ -327,7 +335,12 @@ class OutputLengths:
 def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
     """Requests of one kind: predictions that differ by the square root of two at most, and prompts that are mostly
     cached, or mostly not."""
-    return math.floor(2 * math.log2(max(predicted_s, _LEAST_S))), own.tokens < _lengths(own) / 2
+    return math.floor(2 * math.log2(max(predicted_s, _LEAST_S))), _is_cached(own)
+
+
+def _is_cached(own: QueuedWork) -> bool:
+    """Whether most of its prompt is cached, or shared with those ahead."""
+    return own.tokens < _lengths(own) / 2
 
 
 class _Lateness:
@@ -352,6 +365,8 @@ class _Prefill(NamedTuple):
     """Rows that are continued in these steps, summed."""
     chunk: int
     """Tokens of prompts in the last of them."""
+    rows: float
+    """Rows that decode after them."""
 
 
 def _lengths(work: QueuedWork) -> float:
