@@ -12,6 +12,8 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.choice import ChoiceState, sampling_of_choice
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history, vector_of
+from penstock.scheduler.lane import total_work
+from penstock.scheduler.lineup import WaitingQueue
 from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import (
@@ -436,7 +438,7 @@ class World:
         assert planner.waiting.num_requests == sum(choice.index == 0 for choice in new)
         assert planner.waiting.num_tokens == sum(choice.num_prompt_tokens for choice in new)
         assert planner.waiting.num_pooled == sum(choice.is_pooled for choice in waiting)
-        assert planner.waiting.num_pooled_tokens == sum(c.num_prompt_tokens for c in new if c.is_pooled)
+        self.check_work(planner.waiting)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
         for choice in running:
             assert choice.num_computed <= choice.num_planned or choice.state is ChoiceState.DECODING
@@ -454,6 +456,21 @@ class World:
             own = [(choice.index == 0, choice.num_prompt_tokens) for choice in new if choice.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(choice) for choice in running if choice.live.held} == set(map(id, planner.running.held))
+
+    def check_work(self, queue: WaitingQueue) -> None:
+        """What each waiting choice lacks is what the cache does not have now, and it is counted once."""
+        waiting = list(queue)
+        self.scheduler.kv.wanted.check(
+            [(choice, choice.hashes[: choice.num_wanted], choice.num_missing, choice.num_evicted) for choice in waiting]
+        )
+        for lane in (*queue._lanes.values(), *([queue._due] if queue._due else [])):
+            choices = list(lane)
+            assert lane.work == total_work(choice.work for choice in choices)
+            for number in (0, 1, len(choices) // 2, len(choices)):
+                assert lane.work_of_first(number) == total_work(choice.work for choice in choices[:number])
+            assert [lane.num_before(lane._key(choice)) for choice in choices] == list(range(len(choices)))
+        for choice in waiting:
+            assert 0 < choice.work.tokens <= len(choice.token_ids) + BLOCK_SIZE * choice.live.request.n
 
     def drain(self) -> None:
         """Runs until everything is finished, and checks every end."""

@@ -10,6 +10,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
 from penstock.scheduler.forecast import Forecast, Load
+from penstock.scheduler.lane import sequence_work, total_work
 from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import FinishReason, Prompt, RefusalKind, Refused
@@ -154,14 +155,16 @@ def test_a_prediction_counts_each_prompt_by_itself():
         work = StepWork(tokens, tokens * context, 0, 0, min(tokens, 1), context if tokens else 0)
         model.observe(work, 0.010 + 1e-6 * tokens * context)
     forecast = Forecast(model, 1000, None)
-    load = Load(0.0, 0, 0, 0, 0, 0, (), 200, 200, 1000, 1000, 16)
-    many, one = (forecast.predict(load, 4000, 4000, 0, num_prompts) for num_prompts in (100, 1))
+    load = Load(0.0, 0, 0, (), 200, 200, 1000, 1000, 16)
+    many_prompts = total_work([sequence_work(40, 40, 16, is_pooled=True)] * 100)
+    one_prompt = sequence_work(4000, 4000, 16, is_pooled=True)
+    many, one = (forecast.predict(load, work, 0) for work in (many_prompts, one_prompt))
     assert many is not None
     assert one is not None
     assert many.total_s == many.ttft_s == pytest.approx(4 * 0.010 + 1e-6 * 4000 * 20, rel=0.1)
     assert one.total_s > 10 * many.total_s
-    assert forecast.alone_s(4000, 4000, 0, 100) == pytest.approx(many.ttft_s, rel=0.01)
-    assert forecast.service_s(0, 0, 4000, 4000, 0, 100) == pytest.approx(many.ttft_s, rel=0.01)
+    assert forecast.alone_s(many_prompts, 0) == pytest.approx(many.ttft_s, rel=0.01)
+    assert forecast.service_s(0, 0, many_prompts, 0) == pytest.approx(many.ttft_s, rel=0.01)
 
 
 def test_those_ahead_have_their_rows_only_until_their_prompts_are_computed(world_type, embed, new_request):

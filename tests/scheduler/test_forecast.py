@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.scheduler.forecast import Forecast, Load, OutputLengths, Prediction
+from penstock.scheduler.lane import QueuedWork, sequence_work, total_work
 from penstock.scheduler.step_model import StepModel, StepWork
 
 STEP_S, TOKEN_S = 0.010, 0.0001
@@ -25,9 +26,6 @@ def load(**fields: Any) -> Load:
         "in_flight_s": 0.0,
         "decodes": 0,
         "decode_kv": 0,
-        "prefill_tokens": 0,
-        "ahead_requests": 0,
-        "ahead_tokens": 0,
         "remaining": (),
         "free_rows": 4,
         "max_rows": 4,
@@ -46,8 +44,17 @@ def always_full_forecast(budget=1000, model=None):
     return forecast
 
 
-def predict(forecast: Forecast, load: Load, *lengths: int) -> Prediction:
-    prediction = forecast.predict(load, *lengths)
+def work(num_tokens, num_new_tokens=None):
+    return sequence_work(num_tokens, num_tokens if num_new_tokens is None else num_new_tokens, 16)
+
+
+def ahead(number, num_tokens):
+    """So many requests with ``num_tokens`` of prompts together."""
+    return {"ahead": total_work([work(num_tokens // number)] * number)}
+
+
+def predict(forecast: Forecast, load: Load, own: QueuedWork, max_tokens: int) -> Prediction:
+    prediction = forecast.predict(load, own, max_tokens)
     assert prediction is not None
     return prediction
 
@@ -58,9 +65,9 @@ def full(remaining):
 
 def test_nothing_is_foretold_while_nothing_is_known():
     forecast = Forecast(StepModel(), 1000, None)
-    assert forecast.predict(load(), 100, 100, 100) is None
-    assert forecast.service_s(0, 0, 100, 100, 100) is None
-    assert forecast.alone_s(100, 100, 100) is None
+    assert forecast.predict(load(), work(100), 100) is None
+    assert forecast.service_s(0, 0, work(100), 100) is None
+    assert forecast.alone_s(work(100), 100) is None
 
 
 @pytest.mark.parametrize(
@@ -69,10 +76,10 @@ def test_nothing_is_foretold_while_nothing_is_known():
         ({}, 500, STEP_S + 500 * TOKEN_S),
         ({"in_flight_s": 0.3}, 500, 0.3 + STEP_S + 500 * TOKEN_S),
         ({}, 2500, 3 * STEP_S + 2500 * TOKEN_S),
-        ({"ahead_requests": 2, "ahead_tokens": 1500}, 500, 2 * STEP_S + 2000 * TOKEN_S),
+        (ahead(2, 1500), 500, 2 * STEP_S + 2000 * TOKEN_S),
         (full((30, 10, 40, 20)), 500, 11 * STEP_S + 500 * TOKEN_S),
-        (full((30, 10, 40, 20)) | {"ahead_requests": 2, "ahead_tokens": 1000}, 500, 31 * STEP_S + 1500 * TOKEN_S),
-        (full((30, 10, 40, 20)) | {"ahead_requests": 4, "ahead_tokens": 400}, 500, 111 * STEP_S + 900 * TOKEN_S),
+        (full((30, 10, 40, 20)) | ahead(2, 1000), 500, 31 * STEP_S + 1500 * TOKEN_S),
+        (full((30, 10, 40, 20)) | ahead(4, 400), 500, 111 * STEP_S + 900 * TOKEN_S),
         (
             {"decodes": 2, "remaining": (30, 10), "free_rows": 2, "free_blocks": 5, "num_blocks": 105},
             500,
@@ -82,36 +89,36 @@ def test_nothing_is_foretold_while_nothing_is_known():
     ids=["idle", "in flight", "chunks", "behind others", "no row", "third in line", "second round", "no blocks"],
 )
 def test_time_to_first_token(fields, tokens, expected_s):
-    prediction = predict(always_full_forecast(), load(**fields), tokens, tokens, 100)
+    prediction = predict(always_full_forecast(), load(**fields), work(tokens), 100)
     assert prediction.ttft_s == pytest.approx(expected_s, rel=0.1)
 
 
 def test_what_was_foretold_to_take_no_time_teaches_a_little_all_the_same():
     """A model that has seen few kinds of steps may find that another one is free."""
     forecast = Forecast(flat_model(), 1000, None)
-    before = predict(forecast, load(), 100, 100, 10)
+    before = predict(forecast, load(), work(100), 10)
     for took_s in (0.0, 1.0, float("inf")):
-        forecast.learn_total(0.0, took_s)
+        forecast.learn_total(work(100), 0.0, took_s)
     forecast.learn_ttft(0.0, 1.0)
-    assert before.ttft_s < predict(forecast, load(), 100, 100, 10).ttft_s < 2 * before.ttft_s
+    assert before.ttft_s < predict(forecast, load(), work(100), 10).ttft_s < 2 * before.ttft_s
 
 
 def test_what_is_cached_takes_no_time():
-    prediction = predict(always_full_forecast(), load(), 100, 900, 1)
+    prediction = predict(always_full_forecast(), load(), work(900, 100), 1)
     assert prediction.ttft_s == pytest.approx(STEP_S + 100 * TOKEN_S, rel=0.1)
 
 
 def test_the_whole_output_is_foretold():
     forecast = always_full_forecast()
-    prediction = predict(forecast, load(), 500, 500, 100)
+    prediction = predict(forecast, load(), work(500), 100)
     slowdown = forecast._model.slowdown
     assert prediction.total_s - prediction.ttft_s == pytest.approx(99 * STEP_S * slowdown, rel=0.1)
-    assert forecast.alone_s(500, 500, 100) == pytest.approx(100 * STEP_S + 500 * TOKEN_S, rel=0.1)
+    assert forecast.alone_s(work(500), 100) == pytest.approx(100 * STEP_S + 500 * TOKEN_S, rel=0.1)
 
 
 def test_a_target_makes_chunks_smaller_and_the_first_token_later():
     forecast = Forecast(flat_model(), 1000, target_itl_s=0.020)
-    prediction = predict(forecast, load(decodes=2, remaining=(500, 500), free_rows=2), 1000, 1000, 10)
+    prediction = predict(forecast, load(decodes=2, remaining=(500, 500), free_rows=2), work(1000), 10)
     assert prediction.ttft_s == pytest.approx(10 * 0.020, rel=0.2)
 
 
@@ -119,7 +126,7 @@ def test_outputs_that_end_early_free_their_rows_early():
     forecast = Forecast(flat_model(), 1000, None)
     for _ in range(400):
         forecast.learn(10, 1000)
-    prediction = predict(forecast, load(**full((1000, 1000, 1000, 1000))), 100, 100, 1000)
+    prediction = predict(forecast, load(**full((1000, 1000, 1000, 1000))), work(100), 1000)
     assert prediction.ttft_s < 16 * STEP_S
     assert prediction.total_s < 60 * STEP_S
 
@@ -128,15 +135,15 @@ def test_the_latest_time_follows_what_predictions_were_worth():
     forecast = always_full_forecast()
 
     def factor():
-        prediction = predict(forecast, load(), 100, 100, 100)
+        prediction = predict(forecast, load(), work(100), 100)
         return prediction.latest_s / prediction.total_s
 
     assert factor() == 1.0
     for number in range(100):
-        forecast.learn_total(1.0, 1.5 if number % 10 == 0 else 1.0)
+        forecast.learn_total(work(100), 1.0, 1.5 if number % 10 == 0 else 1.0)
     assert factor() == pytest.approx(1.5)
     for _ in range(100):
-        forecast.learn_total(1.0, 0.9)
+        forecast.learn_total(work(100), 1.0, 0.9)
     assert factor() == 1.0
 
 
