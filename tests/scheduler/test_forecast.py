@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.scheduler.forecast import Forecast, Load, OutputLengths, Prediction
+from penstock.scheduler.forecast import _USUAL_LATENESS, Forecast, Load, OutputLengths, Prediction
 from penstock.scheduler.lane import QueuedWork, sequence_work, total_work
 from penstock.scheduler.step_model import StepModel, StepWork
 
@@ -138,13 +138,52 @@ def test_the_latest_time_follows_what_predictions_were_worth():
         prediction = predict(forecast, load(), work(100), 100)
         return prediction.latest_s / prediction.total_s
 
-    assert factor() == 1.0
+    total_s = predict(forecast, load(), work(100), 100).total_s
+    assert factor() == _USUAL_LATENESS
     for number in range(100):
-        forecast.learn_total(work(100), 1.0, 1.5 if number % 10 == 0 else 1.0)
+        forecast.learn_total(work(100), total_s, 1.5 * total_s if number % 10 == 0 else total_s)
     assert factor() == pytest.approx(1.5)
     for _ in range(100):
-        forecast.learn_total(work(100), 1.0, 0.9)
+        forecast.learn_total(work(100), 10 * total_s, 30 * total_s)
+        forecast.learn_total(work(1000, 10), total_s, 3 * total_s)
+    assert factor() == pytest.approx(1.5), "other requests' times say little about this one"
+    for _ in range(100):
+        forecast.learn_total(work(100), total_s, 0.9 * total_s)
     assert factor() == 1.0
+
+
+def test_a_burst_corrects_predictions_once():
+    """All of its predictions are made before the first of them is put to the test."""
+    forecast = always_full_forecast()
+    prediction = predict(forecast, load(), work(100), 10)
+    for _ in range(500):
+        forecast.learn_ttft(prediction.modelled_ttft_s, 1.5 * prediction.modelled_ttft_s)
+    again = predict(forecast, load(), work(100), 10)
+    assert again.modelled_ttft_s == prediction.modelled_ttft_s
+    assert again.ttft_s == pytest.approx(1.5 * prediction.ttft_s, rel=0.01)
+
+
+def test_short_outputs_leave_their_rows_while_others_begin():
+    """Of 200 requests whose outputs have two tokens few decode at once."""
+    forecast = always_full_forecast()
+    for _ in range(200):
+        forecast.learn(2, 2)
+    rows = {"free_rows": 256, "max_rows": 256, "free_blocks": 10**6, "num_blocks": 10**6}
+    prediction = predict(forecast, load(**rows, **ahead(200, 200_000)), work(1000), 2)
+    assert prediction.ttft_s == pytest.approx(201 * (STEP_S + 1000 * TOKEN_S), rel=0.1)
+    load_ = load(**rows, **ahead(200, 200_000))
+    assert forecast._prefill(load_, 201_000, 1000, 1000).rows < 10
+
+
+def test_a_slow_past_of_long_prompts_does_not_slow_down_cached_ones():
+    forecast = always_full_forecast()
+    forecast._model._whole_s, forecast._model._decoding_s = 1.0, 0.1  # prompts made steps ten times as long
+    for _ in range(20):
+        forecast.learn_arrival(work(10_000))
+        forecast.learn_arrival(work(10_000, 10))
+    full, cached = (predict(forecast, load(), own, 100) for own in (work(10_000), work(10_000, 10)))
+    assert full.total_s - full.ttft_s > 1.8 * 99 * STEP_S
+    assert cached.total_s - cached.ttft_s < 1.1 * 99 * STEP_S
 
 
 @pytest.mark.parametrize("length", [1, 5, 100, 3000])

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.lane import sequence_work
 from penstock.scheduler.plan import SamplingParams, WorkerFacts
 from penstock.scheduler.request import Change, FinishReason, Speculation
 from penstock.scheduler.simulate import Simulation
@@ -280,5 +281,5 @@ def test_times_are_predicted_by_what_is_accepted():
     request, ended_at = simulation.outcomes[-1].request, simulation.outcomes[-1].ended_at
     assert ended_at is not None
     took = ended_at - request.arrival
-    assert simulation.scheduler.outlook.alone_s(request) == pytest.approx(took, rel=0.25)
+    assert simulation.scheduler.outlook.alone_s(request, sequence_work(20, 20, 16)) == pytest.approx(took, rel=0.25)
     assert took < 0.45, "61 steps would be longer"
