@@ -94,7 +94,8 @@ class Forecast:
         self._lengths = OutputLengths()
         self._lateness: dict[tuple[int, bool], _Lateness] = {}
         self._mean_prompt_s: dict[bool, float] = {}
-        self._bias = 1.0
+        self._bias = {True: 1.0, False: 1.0}
+        """For prompts that are mostly cached, and for others."""
         self._mean_output = 0.0
         self._num_outputs = 0
 
@@ -117,16 +118,18 @@ class Forecast:
             mean = self._mean_prompt_s.get(is_cached, seconds)
             self._mean_prompt_s[is_cached] = mean + _ARRIVAL_RATE * (seconds - mean)
 
-    def learn_ttft(self, modelled_s: float, took_s: float) -> None:
+    def learn_ttft(self, own: QueuedWork, modelled_s: float, took_s: float) -> None:
         """A request's first token took so long from its admission, for which the model alone predicted so much then.
 
         What the model of steps does not cover (the way to the worker and back, later requests in the same step) shows
         as a factor, of which a little is corrected each time. Of a burst all predictions are made before the first is
         put to the test, so the factor of that time does not matter.
         """
-        error = math.log(max(took_s, _LEAST_S) / max(modelled_s, _LEAST_S) / self._bias)
+        is_cached = _is_cached(own)
+        bias = self._bias[is_cached]
+        error = math.log(max(took_s, _LEAST_S) / max(modelled_s, _LEAST_S) / bias)
         error = max(-_MAX_BIAS_STEP, min(_MAX_BIAS_STEP, error))
-        self._bias = max(1 / _MAX_BIAS, min(_MAX_BIAS, self._bias * math.exp(_BIAS_RATE * error)))
+        self._bias[is_cached] = max(1 / _MAX_BIAS, min(_MAX_BIAS, bias * math.exp(_BIAS_RATE * error)))
 
     def learn_total(self, own: QueuedWork, predicted_s: float, took_s: float) -> None:
         """A request took so long from its admission to its last token, for which so much was predicted then."""
@@ -186,7 +189,7 @@ class Forecast:
         if forks.rows:
             total_s += self._model.predict(_own_work(forks, 1, 0, 0)) or 0.0
         # What is reported is as true as can be; what is admitted by has its own measure of lateness.
-        return Prediction(self._bias * ttft_s, total_s, total_s * self.lateness(own, total_s), ttft_s)
+        return Prediction(self._bias[_is_cached(own)] * ttft_s, total_s, total_s * self.lateness(own, total_s), ttft_s)
 
     def service_s(self, decodes: int, decode_kv: int, own: QueuedWork, max_tokens: int) -> float | None:
         """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
@@ -276,8 +279,8 @@ class Forecast:
             return 0.0
         others_s = seconds * (self._model.slowdown - 1)
         if self._mean_output:
-            # Each row that ends is followed by one other prompt at most, and those may be cached now.
-            others_s = min(others_s, rows * prompt_s * length / self._mean_output)
+            # A row that ends may be followed by another prompt, which may be cached now. Half of them are taken to be.
+            others_s = min(others_s, rows / 2 * prompt_s * length / self._mean_output)
         return seconds + others_s
 
 
@@ -333,9 +336,9 @@ class OutputLengths:
 
 
 def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
-    """Requests of one kind: predictions that differ by the square root of two at most, and prompts that are mostly
+    """Requests of one kind: predictions that differ by a fifth at most, and prompts that are mostly
     cached, or mostly not."""
-    return math.floor(2 * math.log2(max(predicted_s, _LEAST_S))), _is_cached(own)
+    return math.floor(4 * math.log2(max(predicted_s, _LEAST_S))), _is_cached(own)
 
 
 def _is_cached(own: QueuedWork) -> bool:

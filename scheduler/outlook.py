@@ -93,7 +93,7 @@ class Outlook:
     def began(self, live: LiveRequest, now: float) -> None:
         """A request has its first token, by itself."""
         if live.expected_s is not None and live.expected_ttft_s is not None:
-            self._forecast.learn_ttft(live.expected_ttft_s, now - live.entered_at)
+            self._forecast.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
 
     def ended(self, live: LiveRequest, reason: FinishReason) -> None:
         """A request is over: its output tells how long others' may be, and its time what predictions are worth."""

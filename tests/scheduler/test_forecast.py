@@ -99,7 +99,7 @@ def test_what_was_foretold_to_take_no_time_teaches_a_little_all_the_same():
     before = predict(forecast, load(), work(100), 10)
     for took_s in (0.0, 1.0, float("inf")):
         forecast.learn_total(work(100), 0.0, took_s)
-    forecast.learn_ttft(0.0, 1.0)
+    forecast.learn_ttft(work(100), 0.0, 1.0)
     assert before.ttft_s < predict(forecast, load(), work(100), 10).ttft_s < 2 * before.ttft_s
 
 
@@ -157,7 +157,7 @@ def test_a_burst_corrects_predictions_once():
     forecast = always_full_forecast()
     prediction = predict(forecast, load(), work(100), 10)
     for _ in range(500):
-        forecast.learn_ttft(prediction.modelled_ttft_s, 1.5 * prediction.modelled_ttft_s)
+        forecast.learn_ttft(work(100), prediction.modelled_ttft_s, 1.5 * prediction.modelled_ttft_s)
     again = predict(forecast, load(), work(100), 10)
     assert again.modelled_ttft_s == prediction.modelled_ttft_s
     assert again.ttft_s == pytest.approx(1.5 * prediction.ttft_s, rel=0.01)
