@@ -182,7 +182,7 @@ def test_a_slow_past_of_long_prompts_does_not_slow_down_cached_ones():
         forecast.learn_arrival(work(10_000))
         forecast.learn_arrival(work(10_000, 10))
     full, cached = (predict(forecast, load(), own, 100) for own in (work(10_000), work(10_000, 10)))
-    assert full.total_s - full.ttft_s > 1.8 * 99 * STEP_S
+    assert full.total_s - full.ttft_s > 1.4 * 99 * STEP_S
     assert cached.total_s - cached.ttft_s < 1.1 * 99 * STEP_S
 
 
