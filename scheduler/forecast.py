@@ -149,9 +149,7 @@ class Forecast:
         """What was learned of whole requests' times is old."""
         self._lateness.clear()
 
-    def predict(
-        self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK
-    ) -> Prediction | None:
+    def predict(self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK) -> Prediction | None:
         """For a request that arrives now, with so much work of its own, and ``forks`` after its first token; None while
         too little is known."""
         ahead, num_rows = load.ahead, len(load.remaining)

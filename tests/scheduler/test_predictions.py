@@ -69,9 +69,7 @@ def new_simulation(model="small", num_blocks=200_000, num_host_blocks=0, **confi
             for step in measured
         ),
     )
-    simulation = Simulation(
-        facts, SchedulerConfig(**config), lambda work: step_s(work) * rng.lognormvariate(0, 0.05)
-    )
+    simulation = Simulation(facts, SchedulerConfig(**config), lambda work: step_s(work) * rng.lognormvariate(0, 0.05))
     simulation.lengths = MODELS[model].lengths
     return simulation
 
@@ -185,9 +183,7 @@ def test_what_waits_behind_a_request_does_not_count():
     own = simulation.lengths[0]
     later = [simulation.ask(now + 0.001 * number, own, 8, priority=1) for number in range(64)]
     sooner = [
-        simulation.ask(
-            now + 0.0005 + 0.001 * number, 1, 8, priority=0, history=outcome.request.prompt_token_ids[:-1]
-        )
+        simulation.ask(now + 0.0005 + 0.001 * number, 1, 8, priority=0, history=outcome.request.prompt_token_ids[:-1])
         for number, outcome in enumerate(cached)
     ]
     simulation.run()
