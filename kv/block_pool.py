@@ -12,7 +12,7 @@ Lapsed, cached and retained blocks are found by their hashes until they are give
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from itertools import chain
 
 from penstock.kv.retention import Lease, Retention
@@ -214,7 +214,7 @@ class BlockPool:
         self._now = now
 
     @property
-    def hashes(self) -> Iterable[bytes]:
+    def hashes(self) -> KeysView[bytes]:
         """All that find a block."""
         return self._by_hash.keys()
 

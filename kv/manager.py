@@ -135,7 +135,7 @@ class KVCacheManager:
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
             self._copies_in.append((slot, block))
             pool.publish(block, block_hash)
-            self.wanted.refresh(block_hash)
+        self.wanted.refresh(restored)
         self.num_restored_tokens += len(restored) * self.block_size
         return [*prefix, *new]
 
@@ -177,17 +177,21 @@ class KVCacheManager:
             self._slot_to_block[slot] = block
         elif block_hash not in self.host:
             self.events.removed(block_hash)
-        self.wanted.refresh(block_hash)
+        self.wanted.refresh((block_hash,))
 
     def _on_overwritten(self, block_hash: bytes) -> None:
         if self.pool.find(block_hash) is None:
             self.events.removed(block_hash)
-            self.wanted.refresh(block_hash)
+            self.wanted.refresh((block_hash,))
 
-    def _locate(self, block_hash: bytes) -> Whereabouts:
-        if block_hash in self._pending or self.pool.find(block_hash) is not None:
-            return Whereabouts.AT_HAND
-        return Whereabouts.EVICTED if block_hash in self.host else Whereabouts.MISSING
+    def _locate(self, hashes: Iterable[bytes]) -> dict[bytes, Whereabouts]:
+        """Where these blocks are, but for those that are on the device or will be."""
+        found, pending, host = self.pool.hashes, self._pending, self.host
+        away = [block_hash for block_hash in hashes if block_hash not in found and block_hash not in pending]
+        whereabouts = dict.fromkeys(away, Whereabouts.MISSING)
+        if len(host):
+            whereabouts.update((block_hash, Whereabouts.EVICTED) for block_hash in away if block_hash in host)
+        return whereabouts
 
     # What can be found ----------------------------------------------------------------------------------------------
 
@@ -201,11 +205,10 @@ class KVCacheManager:
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
-            if self.pool.publish(block_ids[index], block_hash):
-                if block_hash not in self.host:
-                    parent = hashes[index - 1] if index else b""
-                    self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
-                self.wanted.refresh(block_hash)
+            if self.pool.publish(block_ids[index], block_hash) and block_hash not in self.host:
+                parent = hashes[index - 1] if index else b""
+                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+        self.wanted.refresh(hashes[start:stop])
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
         """The blocks that these hashes of a sequence's beginning find are evicted after ordinary cache until ``until``,
@@ -248,7 +251,7 @@ class KVCacheManager:
         """``leader`` will compute these blocks in the coming plans."""
         for block_hash in hashes:
             self._pending.setdefault(block_hash, leader)
-            self.wanted.refresh(block_hash)
+        self.wanted.refresh(hashes)
 
     def retract(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
         """``leader`` has computed these blocks, or never will."""
@@ -256,7 +259,7 @@ class KVCacheManager:
         for block_hash in hashes:
             if pending.get(block_hash) is leader:
                 del pending[block_hash]
-                self.wanted.refresh(block_hash)
+        self.wanted.refresh(hashes)
 
     def leader(self, block_hash: bytes) -> Hashable | None:
         """Who is computing the block with this hash."""

@@ -4,7 +4,7 @@ Each block is counted once, however many sequences need it: the first of them co
 counts follow the cache, so that nobody has to look up the prefixes of a whole queue again.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
 
 
@@ -23,8 +23,9 @@ class WantedBlocks:
     """The blocks that waiting sequences need. A sequence is charged for those of its blocks that are not at hand and
     that no sequence needed before it."""
 
-    def __init__(self, locate: Callable[[bytes], Whereabouts]) -> None:
-        """``locate`` says where a block is now; ``refresh`` has to be called for each block that has moved."""
+    def __init__(self, locate: Callable[[Iterable[bytes]], dict[bytes, Whereabouts]]) -> None:
+        """``locate`` finds out where blocks are that are not at hand; ``refresh`` has to be called for those that may
+        have moved."""
         self.on_charged: Callable[[Hashable, int, int], None] = lambda owner, num_missing, num_evicted: None
         """Called with the sequence, and the changes to its numbers of missing and evicted blocks."""
         self.num_missing = 0
@@ -54,55 +55,55 @@ class WantedBlocks:
         new = hashes[num_shared:]
         counts.update(dict.fromkeys(new, 1))
         self._owners.update(dict.fromkeys(new, owner))
-        away = {block_hash: where for block_hash in new if (where := self._locate(block_hash))}
+        away = self._locate(new)
         if away:
             self._whereabouts.update(away)
-            num_missing = sum(where is Whereabouts.MISSING for where in away.values())
+            num_missing = list(away.values()).count(Whereabouts.MISSING)
             self.on_charged(owner, num_missing, len(away) - num_missing)
         return num_shared
 
     def remove(self, owner: Hashable, hashes: Sequence[bytes]) -> None:
-        """The sequence that was added with these blocks waits no longer."""
-        counts, owners = self._counts, self._owners
+        """The sequence that was added with these blocks waits no longer, and is charged for nothing."""
+        counts, owners, whereabouts = self._counts, self._owners, self._whereabouts
         for block_hash in hashes:
-            is_last = counts[block_hash] == 1
-            if is_last or owners.get(block_hash) is owner:
-                where = self._whereabouts.get(block_hash)
-                if where is not None:
-                    self._charge(block_hash, where, -1)
-                owners.pop(block_hash, None)
-                if is_last:
-                    self._whereabouts.pop(block_hash, None)
-                elif where is not None:
-                    self._charge(block_hash, where, 1)
-            if is_last:
+            is_missing = whereabouts.get(block_hash) is Whereabouts.MISSING
+            if counts[block_hash] == 1:
                 del counts[block_hash]
+                if owners.pop(block_hash, None) is None and is_missing:
+                    self.num_missing -= 1
+                whereabouts.pop(block_hash, None)
             else:
                 counts[block_hash] -= 1
+                if owners.get(block_hash) is owner:
+                    del owners[block_hash]
+                    self.num_missing += is_missing
 
-    def refresh(self, block_hash: bytes) -> None:
-        """A block may be somewhere else now."""
-        if block_hash not in self._counts:
+    def refresh(self, hashes: Sequence[bytes]) -> None:
+        """Some blocks may be somewhere else now."""
+        if self._counts.keys().isdisjoint(hashes):
             return
-        before, now = self._whereabouts.get(block_hash, Whereabouts.AT_HAND), self._locate(block_hash)
-        if now is before:
-            return
-        self._charge(block_hash, before, -1)
-        self._charge(block_hash, now, 1)
-        if now:
-            self._whereabouts[block_hash] = now
-        else:
-            del self._whereabouts[block_hash]
+        wanted = [block_hash for block_hash in hashes if block_hash in self._counts]
+        away = self._locate(wanted)
+        for block_hash in wanted:
+            before = self._whereabouts.get(block_hash, Whereabouts.AT_HAND)
+            now = away.get(block_hash, Whereabouts.AT_HAND)
+            if now is before:
+                continue
+            self._charge(block_hash, before, -1)
+            self._charge(block_hash, now, 1)
+            if now:
+                self._whereabouts[block_hash] = now
+            else:
+                del self._whereabouts[block_hash]
 
     def refresh_all(self) -> None:
         """Many blocks may be somewhere else now. Each sequence hears of all its blocks at once."""
-        before, self._whereabouts = self._whereabouts, {}
+        before, self._whereabouts = self._whereabouts, self._locate(self._counts)
         self.num_missing = 0
         changes: dict[Hashable, list[int]] = {}
         for block_hash in self._counts:
-            was, now = before.get(block_hash, Whereabouts.AT_HAND), self._locate(block_hash)
-            if now:
-                self._whereabouts[block_hash] = now
+            was = before.get(block_hash, Whereabouts.AT_HAND)
+            now = self._whereabouts.get(block_hash, Whereabouts.AT_HAND)
             owner = self._owners.get(block_hash)
             if owner is None:
                 self.num_missing += now is Whereabouts.MISSING
@@ -137,9 +138,7 @@ class WantedBlocks:
             for block_hash in hashes:
                 counts[block_hash] = counts.get(block_hash, 0) + 1
         assert counts == self._counts, "blocks are wanted that no sequence waits for"
-        for block_hash in counts:
-            where = self._whereabouts.get(block_hash, Whereabouts.AT_HAND)
-            assert where is self._locate(block_hash), "a block has moved, and its sequences do not know it"
+        assert self._whereabouts == self._locate(counts), "a block has moved, and its sequences do not know it"
         for owner, hashes, num_missing, num_evicted in waiting:
             charged = [self._whereabouts.get(h) for h in hashes if self._owners.get(h) is owner]
             assert charged.count(Whereabouts.MISSING) == num_missing, "the count of missing blocks is wrong"
