@@ -276,7 +276,9 @@ class KVCacheManager:
         wait, as far as these are ahead of the one that asks."""
         end = last = min(len(hashes), (num_tokens - 1) // self.block_size)
         for index in range(num_found, last):
-            leader = self._pending.get(hashes[index]) or self.wanted.owner(hashes[index])
+            leader = self._pending.get(hashes[index])
+            if leader is None:
+                leader = self.wanted.owner(hashes[index])
             if leader is None or not is_ahead(leader):
                 end = index
                 break

@@ -430,7 +430,8 @@ class World:
         self.scheduler.kv.check([choice.block_ids or choice.pinned for choice in [*running, *pinned]])
         assert Counter(map(id, planner._pins._choices)) == Counter(map(id, pinned))
         rows = planner.running
-        for line in (*planner.waiting._lanes.values(), rows.prefilling, rows.decoding, rows.held):
+        lanes = [list(lane) for lane in planner.waiting._lanes.values()]
+        for line in (*lanes, rows.prefilling, rows.decoding, rows.held):
             assert [choice.rank for choice in line] == sorted(choice.rank for choice in line)
         live = {id(choice) for received in self.scheduler._requests.values() for choice in received.choices}
         assert {id(choice) for choice in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
