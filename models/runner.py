@@ -106,22 +106,26 @@ class Runner:
             yield MeasuredStep(chunk.start, chunk.end, 0, result.computed_us)
         self.run(StepPlan(0, [0], [], [], [], []))
         for number in MEASURED_DECODES:
-            rows = self._begin_short_rows(number)
+            rows, computed_us = self._begin_short_rows(number)
             if rows:
+                if len(rows) > 1:
+                    # Many prompts of which little is left to compute: what is cached looks like this.
+                    yield MeasuredStep(0, 1, 0, computed_us, len(rows))
                 result = self.run(StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows]))
                 self.run(StepPlan(0, rows, [], [], [], []))
                 yield MeasuredStep(0, 0, len(rows), result.computed_us)
 
-    def _begin_short_rows(self, number: int) -> list[int]:
-        """So many rows of two tokens each, as far as a step has room for them; none where rows cannot be so long."""
+    def _begin_short_rows(self, number: int) -> tuple[list[int], int]:
+        """Begins this many rows of two tokens, as far as a step has room for them; none where rows cannot be so long.
+        Returns them, and the microseconds that it took."""
         facts = self._backend.facts
         number = min(number, facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
         if facts.block_size < 2 or facts.max_model_len < 3:
-            return []
+            return [], 0
         sampling = SamplingParams(temperature=0.0)
         added = [AddedRow(row, 0, [0], 1, 0, [row], sampling, max_drafts=1) for row in range(number)]
-        self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
-        return list(range(number))
+        result = self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
+        return list(range(number)), result.computed_us
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a row of one token and so many less one drafts."""
@@ -134,7 +138,7 @@ class Runner:
 
     def _measure_asking(self, drafting: Drafting) -> None:
         """Asks for drafts of rows of two tokens."""
-        if rows := self._begin_short_rows(max(SIZES)):
+        if rows := self._begin_short_rows(max(SIZES))[0]:
             drafting.measure_asking([self._rows[row] for row in rows])
             self.run(StepPlan(0, rows, [], [], [], []))
 

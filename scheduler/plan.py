@@ -295,13 +295,15 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):
-    """What a step took: of one chunk of a history, or of rows of two tokens that are continued."""
+    """What a step took: of one chunk of a history or several alike, or of rows of two tokens that are continued."""
 
     start: int
     end: int
     """Of the chunk; 0: there was none."""
     decodes: int
     computed_us: int
+    chunks: int = 1
+    """Histories with such a chunk each."""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

@@ -86,9 +86,10 @@ class StepWork(NamedTuple):
     @classmethod
     def measured(cls, step: MeasuredStep) -> "StepWork":
         """That of a step at a worker's start."""
-        tokens = step.end - step.start
+        tokens = step.chunks * (step.end - step.start)
         kv = tokens * (step.start + step.end) // 2
-        return cls(tokens, kv, step.decodes, 2 * step.decodes, int(tokens > 0), step.end)
+        chunks = step.chunks if tokens else 0
+        return cls(tokens, kv, step.decodes, 2 * step.decodes, chunks, chunks * step.end)
 
 
 class _Moments:
