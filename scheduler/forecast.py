@@ -1,10 +1,10 @@
-"""When a request's first and last token will come, by a fluid model of the queue. Knows counts and seconds alone.
+"""Predicts when a request's first and last token will come, by a fluid model of the queue. Knows only counts and times.
 
-All that is ahead of a request is work of the same worker, whoever's it is, so seconds add up:
+Everything ahead of a request is work for the same worker, so the times add up:
 
 - Steps pass until the prompts ahead and the request's own are computed, chunk by chunk, and until a row and its blocks
-  are free, whichever is more. Each costs its constant, and what the rows cost that decode in it.
-- To these come the tokens of the prompts, each once.
+  are free, whichever takes longer. Each step costs a constant, and the time of the rows that decode in it.
+- Added to that are the tokens of the prompts that have to be computed, each once: what is cached costs nothing.
 """
 
 import math
@@ -52,7 +52,7 @@ class Load:
     """Until the plans in flight are answered, as predicted."""
     decodes: int
     decode_kv: int
-    """Of the rows that decode: how many, and their lengths summed."""
+    """The number of rows that decode, and the sum of their lengths."""
     remaining: Sequence[int]
     """Output tokens that each row that runs may still have at most, in any order."""
     free_rows: int
