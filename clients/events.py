@@ -38,6 +38,9 @@ class Logprobs:
     num_top: int = 0
     top_token_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
+    text_lengths: list[int] = field(default_factory=list)
+    """How many characters of the output's text begin in each token; empty for prompts, and where no text was asked
+    for."""
 
     def extend(self, more: "Logprobs") -> None:
         """Appends the entries of the tokens that follow."""
@@ -45,11 +48,18 @@ class Logprobs:
         self.chosen += more.chosen
         self.top_token_ids += more.top_token_ids
         self.top += more.top
+        self.text_lengths += more.text_lengths
 
     @classmethod
     def from_proto(cls, message: pb.Logprobs) -> "Logprobs":
         """The same, copied."""
-        return cls(list(message.chosen), message.num_top, list(message.top_token_ids), list(message.top))
+        return cls(
+            list(message.chosen),
+            message.num_top,
+            list(message.top_token_ids),
+            list(message.top),
+            list(message.text_lengths),
+        )
 
 
 @dataclass(slots=True)
@@ -134,7 +144,8 @@ class ChoiceEnd:
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice: whole characters, and exactly their tokens. One token or several."""
+    """New output of one choice: whole characters, and exactly their tokens. One token or several. The last delta has
+    the tokens that ended the choice as well."""
 
     text: str
     token_ids: list[int]

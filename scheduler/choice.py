@@ -159,7 +159,7 @@ class LiveRequest:
         if reason not in _CONTINUABLE or request.n > 1 or request.pooling is not None or self.started_at is None:
             return None
         choice = self.choices[0]
-        token_ids = choice.token_ids[: choice.num_prompt_tokens + choice.delivery.num_delivered]
+        token_ids = choice.token_ids[: choice.num_prompt_tokens + choice.delivery.num_in_text]
         return Context(token_ids, choice.hashes[: len(token_ids) // block_size])
 
 

@@ -42,13 +42,14 @@ class Delivery:
     __slots__ = (
         "_held",
         "_held_logprobs",
+        "_lengths",
         "_min_tokens",
         "_stop_token_ids",
         "_text",
         "end",
         "index",
         "max_tokens",
-        "num_delivered",
+        "num_in_text",
         "num_tokens",
     )
 
@@ -64,15 +65,17 @@ class Delivery:
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        """Tokens chosen so far, those that are never shown included."""
-        self.num_delivered = 0
-        """Those that were let go."""
+        """Tokens chosen so far."""
+        self.num_in_text = 0
+        """Those of them that were let go with text: not the ones that ended the choice."""
         self.end: Matched | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._held: list[int] = []
         self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
+        self._lengths: list[int] = []
+        """Characters of the text that begin in the oldest tokens of ``_held``, as far as that is known."""
 
     def take(self, token_ids: Sequence[int], logprobs: TokenLogprobs | None) -> Delta | None:
         """What a step's tokens let go, or None. If one of them ends the choice, ``end`` is set; the rest is ignored."""
@@ -81,22 +84,22 @@ class Delivery:
         text = ""
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
+            self._held.append(token_id)
+            if self._held_logprobs is not None:
+                assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
+                self._held_logprobs.add(logprobs, index)
             if token_id in self._stop_token_ids and self.num_tokens > self._min_tokens:
-                num_more, more, stop = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+                released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
             else:
-                self._held.append(token_id)
-                if self._held_logprobs is not None:
-                    assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
-                    self._held_logprobs.add(logprobs, index)
-                num_more, more, stop = self._text.feed(token_id)
-            num_released += num_more
-            text += more
-            if self.num_tokens >= self.max_tokens and stop is None and self.end is None:
-                num_more, more, stop = self._end(Matched(FinishReason.LENGTH))
-                num_released += num_more
-                text += more
-            if stop is not None:  # also one that was complete only at the end
-                self.end = Matched(FinishReason.STOP, stop=stop)
+                released = self._note(self._text.feed(token_id))
+            num_released += released.num_tokens
+            text += released.text
+            if self.num_tokens >= self.max_tokens and released.stop is None and self.end is None:
+                released = self._end(Matched(FinishReason.LENGTH))
+                num_released += released.num_tokens
+                text += released.text
+            if released.stop is not None:  # also one that was complete only at the end
+                self.end = Matched(FinishReason.STOP, stop=released.stop)
             if self.end is not None:
                 break
         return self._release(num_released, text)
@@ -104,25 +107,35 @@ class Delivery:
     def cut(self) -> Delta:
         """Ends the choice, which has as many tokens as it may have, and lets go what is held back."""
         assert self.end is None
-        num_released, text, stop = self._end(Matched(FinishReason.LENGTH))
-        if stop is not None:
-            self.end = Matched(FinishReason.STOP, stop=stop)
-        delta = self._release(num_released, text)
+        released = self._end(Matched(FinishReason.LENGTH))
+        if released.stop is not None:
+            self.end = Matched(FinishReason.STOP, stop=released.stop)
+        delta = self._release(released.num_tokens, released.text)
         assert delta is not None
         return delta
 
     def _end(self, end: Matched) -> Released:
         self.end = end
-        return self._text.finish()
+        return self._note(self._text.finish())
+
+    def _note(self, released: Released) -> Released:
+        if self._held_logprobs is not None:
+            self._lengths += released.text_lengths()
+        return released
 
     def _release(self, num_released: int, text: str) -> Delta | None:
         if not (num_released or text or self.end):
             return None
         held = self._held
+        self.num_in_text += num_released
+        if self.end is not None:  # the tokens that ended it count in its usage, and are told with it
+            num_released = len(held)
         if num_released == len(held):
             shown, self._held = held, []
         else:
             shown, self._held = held[:num_released], held[num_released:]
-        self.num_delivered += num_released
-        logprobs = None if self._held_logprobs is None else self._held_logprobs.release(num_released)
-        return Delta(self.index, shown, text, logprobs, self.end)
+        if self._held_logprobs is None:
+            return Delta(self.index, shown, text, None, self.end)
+        lengths, self._lengths = self._lengths[:num_released], self._lengths[num_released:]
+        lengths += [0] * (num_released - len(lengths))
+        return Delta(self.index, shown, text, self._held_logprobs.release(num_released), self.end, lengths)

@@ -65,6 +65,15 @@ class Released(NamedTuple):
     text: str
     stop: str | None = None
     """The stop string that was matched; ``text`` ends before it and nothing more may be fed."""
+    lengths: tuple[int, ...] | None = None
+    """How many characters of the text begin in each token, where that is not one token alone. After a stop string there
+    may be more: those of its own tokens, in full."""
+
+    def text_lengths(self) -> tuple[int, ...]:
+        """``lengths``, also of one token."""
+        if self.lengths is not None:
+            return self.lengths
+        return (len(self.text),) if self.num_tokens else ()
 
 
 class TextState(Protocol):
@@ -107,13 +116,15 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice: exactly the tokens of ``text``."""
+    """New output of one choice: exactly the tokens of ``text``, and with ``end`` those that ended it."""
 
     choice: int
     token_ids: list[int]
     text: str
     logprobs: TokenLogprobs | None = None
     end: Matched | None = None
+    text_lengths: list[int] | None = None
+    """How many characters of the text begin in each token, where there are ``logprobs``."""
 
 
 @dataclass(slots=True)

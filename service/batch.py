@@ -13,6 +13,8 @@ PART_BYTES = 48
 _ID_BYTES = 3
 """Ids below 2**21 take no more."""
 _FLOAT_BYTES = 4
+_LENGTH_BYTES = 2
+"""A token begins fewer than 2**14 characters."""
 _CHAR_BYTES = 4
 """No character takes more in UTF-8."""
 MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -55,7 +57,7 @@ def delta_bytes(delta: Delta, form: OutputForm) -> int:
     if form.token_ids:
         num_bytes += _ID_BYTES * len(delta.token_ids)
     if delta.logprobs is not None:
-        num_bytes += logprobs_bytes(delta.logprobs)
+        num_bytes += logprobs_bytes(delta.logprobs) + _LENGTH_BYTES * len(delta.text_lengths or ())
     if delta.end is not None:
         num_bytes += PART_BYTES + utf8_bytes(delta.end.stop or "")
     return num_bytes and num_bytes + PART_BYTES
@@ -88,7 +90,7 @@ def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
     most_bytes = MAX_PART_BYTES // 3
     token_bytes = _ID_BYTES if form.token_ids else 0
     if delta.logprobs is not None:
-        token_bytes += _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
+        token_bytes += _LENGTH_BYTES + _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
     most = most_bytes // token_bytes if token_bytes else max(len(delta.token_ids), 1)
     parts = [
         Delta(
@@ -96,6 +98,7 @@ def split_delta(delta: Delta, form: OutputForm) -> list[Delta]:
             delta.token_ids[first : first + most],
             "",
             None if delta.logprobs is None else _entries(delta.logprobs, first, first + most),
+            text_lengths=None if delta.text_lengths is None else delta.text_lengths[first : first + most],
         )
         for first in range(0, max(len(delta.token_ids), 1), most)
     ]

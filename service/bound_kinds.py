@@ -12,6 +12,9 @@ from penstock.service.text_size import utf8_bytes
 MAX_IDS_ON_LOOP = 4096
 """Longer lists of ids have their values checked where the request is prepared, off the event loop."""
 
+MAX_UNCUT_IDS = 1 << 20
+"""Of a prompt that is truncated; more where the model's context is longer."""
+
 
 class Limit(Enum):
     """A bound that the served model sets."""
@@ -20,6 +23,8 @@ class Limit(Enum):
     """The most tokens of a prompt, or of an output: the context, less one for the other."""
     CONTEXT = auto()
     """The most tokens of what has no output."""
+    UNCUT = auto()
+    """The most tokens of a prompt before it is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class ModelLimits:
 
     def resolve(self, bound: float | Limit) -> float:
         """The number that a bound stands for."""
+        if bound is Limit.UNCUT:
+            return max(self.max_model_len, MAX_UNCUT_IDS)
         if isinstance(bound, Limit):
             return self.max_model_len - (bound is Limit.PROMPT)
         return bound
@@ -91,20 +98,18 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """``low <= value <= high``, or ``low < value <= high``; neither NaN nor infinite."""
+    """``low <= value <= high``; neither NaN nor infinite."""
 
     low: float
     high: float | Limit
-    above_low: bool = False
     required: bool = False
 
     def problem(self, value: float, limits: ModelLimits) -> Problem | None:
         """NaN compares false with everything, and so is refused."""
         high = limits.resolve(self.high)
-        if (self.low < value if self.above_low else self.low <= value) and value <= high:
+        if self.low <= value <= high:
             return None
-        floor = "above" if self.above_low else "at least"
-        text = f"must be {floor} {_shown(self.low)} and at most {high:,}; it is {_shown(value)}"
+        text = f"must be at least {_shown(self.low)} and at most {high:,}; it is {_shown(value)}"
         return Problem(text, exceeds_context=isinstance(self.high, Limit) and value > high)
 
 
@@ -170,7 +175,7 @@ class Ids:
 
     def problem(self, value: Sequence[int], limits: ModelLimits) -> Problem | None:
         """The length is checked first, so that a long list costs nothing."""
-        found = _too_many(value, self.high, limits)
+        found = too_many_ids(value, self.high, limits)
         if found is not None or len(value) > MAX_IDS_ON_LOOP:
             return found
         return foreign_id(value, limits.vocab_size)
@@ -206,7 +211,7 @@ class NestedIds:
 
     def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
         """The length alone."""
-        found = _too_many(value.ids, self.high, limits)
+        found = too_many_ids(value.ids, self.high, limits)
         return None if found is None else found.inside(".ids")
 
 
@@ -237,7 +242,8 @@ def foreign_id(ids: Sequence[int], vocab_size: int) -> Problem | None:
     return Problem(f"must be below the vocabulary size, {vocab_size:,}; it is {ids[index]:,}", f"[{index}]")
 
 
-def _too_many(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> Problem | None:
+def too_many_ids(ids: Sequence[int], high: int | Limit, limits: ModelLimits) -> Problem | None:
+    """What is wrong with a list that has more than ``high`` ids."""
     most = limits.resolve(high)
     if len(ids) <= most:
         return None

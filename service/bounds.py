@@ -29,6 +29,7 @@ from penstock.service.bound_kinds import (
     Text,
     Texts,
     foreign_id,
+    too_many_ids,
 )
 from penstock.service.errors import Reason, invalid
 from penstock.service.identity import TENANT_NAME
@@ -102,6 +103,8 @@ _UINT32 = Number(0, UINT32_MAX)
 _FLAG = Free()
 _TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone")
 _TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
+_TRUNCATION = Number(-1, Limit.CONTEXT)
+_SIDE = Known(frozenset({0, 1, 2}))
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
@@ -124,6 +127,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "retain_ms": Number(0, MAX_TIMEOUT_MS),
         "max_draft_tokens": Number(0, MAX_DRAFTS),
         "constraint": Nested(),
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
     },
     "Constraint": {
         "json_schema": Text(1, MAX_GRAMMAR_BYTES),
@@ -135,7 +140,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     },
     "AnyJson": {},
     "Choices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
-    "TokenIds": {"ids": Ids(Limit.PROMPT, required=True)},
+    "TokenIds": {"ids": Ids(Limit.UNCUT, required=True)},
     "Chat": {
         "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
         "add_generation_prompt": _FLAG,
@@ -154,13 +159,13 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "Sampling": {
         "temperature": Number(0, 100),
         "top_k": Number(0, 1_000_000),
-        "top_p": Number(0, 1, above_low=True),
+        "top_p": Number(0, 1),
         "min_p": Number(0, 1),
         "repetition_penalty": Number(_HUNDREDTH, 100),
         "presence_penalty": Number(-2, 2),
         "frequency_penalty": Number(-2, 2),
         "seed": Number(0, UINT64_MAX),
-        "max_tokens": Number(1, Limit.PROMPT),
+        "max_tokens": Number(1, UINT32_MAX),
         "min_tokens": Number(0, Limit.PROMPT),
         "stop": Items(64, Text(1, 1024)),
         "stop_token_ids": Ids(256),
@@ -181,7 +186,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "ref": _UINT32,
         "timeout_ms": Number(1, MAX_TIMEOUT_MS),
         "priority": Number(-1000, 1000),
-        "max_tokens": Number(1, Limit.PROMPT),
+        "max_tokens": Number(1, UINT32_MAX),
     },
     "EmbedRequest": {
         "inputs": Items(2048, Nested(), required=True),
@@ -191,11 +196,23 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "tenant": _TENANT,
         "traceparent": _TRACE,
         "client_request_id": _CLIENT_ID,
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
     },
-    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.CONTEXT)},
+    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.UNCUT)},
     "GetModelRequest": {},
-    "TokenizeRequest": {"text": Text(0, MAX_TEXT_BYTES), "add_special_tokens": _FLAG},
-    "DetokenizeRequest": {"token_ids": Ids(MAX_DETOKENIZED_IDS), "include_special_tokens": _FLAG},
+    "TokenizeRequest": {
+        "text": Text(0, MAX_TEXT_BYTES),
+        "add_special_tokens": _FLAG,
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
+        "include_text_offsets": _FLAG,
+    },
+    "DetokenizeRequest": {
+        "token_ids": Ids(MAX_DETOKENIZED_IDS),
+        "include_special_tokens": _FLAG,
+        "include_text_offsets": _FLAG,
+    },
     "DescribeTokensRequest": {"token_ids": Ids(MAX_DESCRIBED_IDS)},
     "RenderChatRequest": {"chat": Nested(required=True)},
     "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
@@ -246,6 +263,12 @@ class Validator:
         if found is not None:
             reason = Reason.CONTEXT_LENGTH if found.exceeds_context else Reason.INVALID_FIELD
             raise invalid(found.at.removeprefix("."), found.text, reason)
+
+    def check_num_ids(self, ids: Sequence[int], field: str, most: Limit) -> None:
+        """Holds the length of a list of ids against what the model takes. Raises ServiceError."""
+        found = too_many_ids(ids, most, self.limits)
+        if found is not None:
+            raise invalid(field, found.text, Reason.CONTEXT_LENGTH)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Holds the ids of a list of any length against the vocabulary; takes 10 ms for a million."""

@@ -18,6 +18,7 @@ from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
+from penstock.service.sampling_defaults import check_override
 from penstock.service.speculation import parse_speculation
 
 PROGRAM = "penstock serve"
@@ -75,6 +76,15 @@ class ServeConfig:
     served_model_name: str | None = flag(
         None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
     )
+    generation_config: str = flag(
+        AUTO, "sampling defaults of requests: auto takes those of the model's generation_config.json, none takes none; "
+        "or the path of such a file, or of its directory, whose max_new_tokens is a limit for every request",
+        metavar="auto|none|PATH",
+    )  # fmt: skip
+    override_generation_config: str | None = flag(
+        None, 'sampling defaults that go before those, such as {"temperature": 0.6}; its max_new_tokens is a limit for '
+        'every request', metavar="JSON", shown="none", is_json=True,
+    )  # fmt: skip
     chat_template: Path | None = flag(None, "a Jinja chat template", metavar="FILE", shown="the model's own")
     max_model_len: int | None = flag(
         None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
@@ -288,6 +298,8 @@ class ServeConfig:
             )
         if self.speculative_config is not None:
             parse_speculation(self.speculative_config)
+        if self.override_generation_config is not None:
+            check_override(self.override_generation_config)
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
 

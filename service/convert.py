@@ -15,13 +15,15 @@ from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
 from penstock.scheduler.request import Event, Request, TextState
 from penstock.service.batch import OutputForm
-from penstock.service.bounds import Validator
+from penstock.service.bounds import Limit, Validator
 from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.conversations import Kept
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.grammars import GrammarChecks
+from penstock.service.sampling_defaults import SamplingDefaults
 from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
+from penstock.service.truncation import Truncation
 from penstock.v1 import generation_pb2 as pb
 
 MAX_TOKENS_IN_ALL = 1 << 20
@@ -78,10 +80,12 @@ class Converter:
         max_retain_s: float,
         max_drafts: int = 0,
         grammars: GrammarChecks,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
         by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
-        continues another and doesn't say. ``max_drafts``: what is drafted for a choice in a step at most."""
+        continues another and doesn't say. ``max_drafts``: what is drafted for a choice in a step at most.
+        ``defaults``: those of the model."""
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
@@ -90,6 +94,7 @@ class Converter:
         self._max_retain_s = max_retain_s
         self._max_drafts = max_drafts
         self._grammars = grammars
+        self._defaults = SamplingDefaults() if defaults is None else defaults
 
     def check(self, start: pb.Start) -> None:
         """All that can be said before the prompt is tokenized. Raises ServiceError."""
@@ -97,8 +102,10 @@ class Converter:
         prompt = start.WhichOneof("prompt")
         if prompt is None and not start.continue_from:
             raise invalid("prompt", "is required; set text, token_ids or chat")
-        if prompt == "text":
+        if prompt == "text" and self._truncation(start) is None:
             self._pool.check_text(start.text)
+        if prompt == "token_ids" and self._truncation(start) is None:
+            self._validator.check_num_ids(start.token_ids.ids, "token_ids.ids", Limit.PROMPT)
         if prompt == "chat":
             check_chat(start.chat, self._tokenizer.shows_tools)
         if start.HasField("constraint"):
@@ -107,19 +114,18 @@ class Converter:
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
-            _check_cost(_Cost.of(start), 1, sampling.max_tokens)
+            # How much of it the context leaves is known with the prompt. This much of the cost is certain.
+            _check_cost(_Cost(sampling.n or 1, None, None), 1, min(sampling.max_tokens, self._left(1)))
 
-    def check_max_tokens(self, request: Request, max_tokens: int) -> None:
-        """Whether a request that was prepared may have another limit on its output. Raises ServiceError."""
-        left = self._validator.limits.max_model_len - len(request.prompt_token_ids)
-        if max_tokens > left:
-            problem = f"at most {left:,}, which the prompt leaves; it is {max_tokens:,}"
-            raise invalid("max_tokens", problem, Reason.CONTEXT_LENGTH)
+    def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
+        """What another limit on its output comes to, for a request that was prepared. Raises ServiceError."""
+        max_tokens = self._cut(max_tokens, len(request.prompt_token_ids))
         sampling = request.sampling
         if max_tokens < sampling.min_tokens:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
         cost = _Cost(request.n, sampling.logprobs, sampling.prompt_logprobs)
         _check_cost(cost, len(request.prompt_token_ids), max_tokens)
+        return max_tokens
 
     async def prepare(
         self,
@@ -175,13 +181,15 @@ class Converter:
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")
+        truncation = self._truncation(start)
         if kind == "text":
-            return self._pool.prompt(self._tokenizer.encode(start.text), salt, "text")
+            return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation), salt, "text")
         if kind == "chat":
-            return self._pool.prompt(self._tokenizer.encode_chat(parse_chat(start.chat)), salt, "chat")
-        token_ids = list(start.token_ids.ids)
-        self._validator.check_ids(token_ids, "token_ids.ids")
-        return self._pool.prompt(token_ids, salt, "token_ids.ids")
+            field, token_ids = "chat", self._tokenizer.encode_chat(parse_chat(start.chat))
+        else:
+            field, token_ids = "token_ids.ids", list(start.token_ids.ids)
+            self._validator.check_ids(token_ids, field)
+        return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, field)
 
     def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
         kind = start.WhichOneof("prompt")
@@ -194,7 +202,22 @@ class Converter:
         elif kind == "token_ids":
             field, more = "token_ids.ids", list(start.token_ids.ids)
             self._validator.check_ids(more, field)
-        return self._pool.continued(kept.unpacked(), more, salt, field)
+        context, truncation = kept.unpacked(), self._truncation(start)
+        if truncation is not None and len(context.token_ids) + len(more) > truncation.max_tokens:
+            return self._pool.prompt(truncation.cut(context.token_ids + more), salt, field)
+        return self._pool.continued(context, more, salt, field)
+
+    def _truncation(self, start: pb.Start) -> Truncation | None:
+        return Truncation.of(start, self._validator.limits.max_model_len - 1)
+
+    def _left(self, num_prompt_tokens: int) -> int:
+        """Output tokens that a choice may have after its prompt. A cache that is smaller than the context refuses a
+        prompt that is too long; what is only a limit must not make it so."""
+        left = max(1, self._max_sequence_tokens - num_prompt_tokens)
+        return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
+
+    def _cut(self, max_tokens: int, num_prompt_tokens: int) -> int:
+        return min(max_tokens, self._left(num_prompt_tokens))
 
     def _retain_s(self, start: pb.Start) -> float:
         if start.HasField("retain_ms"):
@@ -207,18 +230,11 @@ class Converter:
 
     def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
         sampling = start.sampling
-        left = self._validator.limits.max_model_len - num_prompt_tokens
-        if sampling.HasField("max_tokens"):
-            if sampling.max_tokens > left:
-                raise invalid(
-                    "sampling.max_tokens",
-                    f"at most {left:,}, which a prompt of {num_prompt_tokens:,} tokens leaves of the model's context, "
-                    f"{self._validator.limits.max_model_len:,}; it is {sampling.max_tokens:,}",
-                    Reason.CONTEXT_LENGTH,
-                )
-            return sampling.max_tokens
-        # A cache that is smaller than the context refuses a prompt that is too long; a default must not make it so.
-        max_tokens = max(1, min(left, self._max_sequence_tokens - num_prompt_tokens))
+        max_tokens = self._left(num_prompt_tokens)
+        for asked in (sampling, self._defaults.sampling):
+            if asked.HasField("max_tokens"):
+                max_tokens = min(max_tokens, asked.max_tokens)
+                break
         if sampling.min_tokens > max_tokens:
             raise invalid("sampling.min_tokens", f"at most {max_tokens:,}, which the prompt leaves")
         return max_tokens
@@ -250,7 +266,7 @@ class Converter:
         return max_tokens
 
     def _sampling(self, start: pb.Start) -> SamplingParams:
-        sampling, output = start.sampling, start.output
+        sampling, output = self._defaults.applied(start.sampling), start.output
         stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids.update(self._tokenizer.eos_token_ids)
@@ -264,10 +280,12 @@ class Converter:
             raise invalid(
                 "sampling.allowed_token_ids", "bad_words, or stop tokens under min_tokens, leave none of them"
             )
+        takes_likeliest = sampling.HasField("top_p") and not sampling.top_p
+        temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
         return SamplingParams(
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+            temperature=0.0 if takes_likeliest else temperature,
             top_k=sampling.top_k,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            top_p=sampling.top_p or 1.0,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
             presence_penalty=sampling.presence_penalty,

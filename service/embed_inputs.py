@@ -12,12 +12,13 @@ from penstock.kv.block_hash import tenant_salt
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request
-from penstock.service.bounds import Validator
+from penstock.service.bounds import Limit, Validator
 from penstock.service.convert import Origin
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text import IdsOnly
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer import TokenizerPool
+from penstock.service.truncation import Truncation
 from penstock.v1 import embedding_pb2 as pb
 
 MAX_VALUES = 900_000
@@ -46,13 +47,17 @@ class EmbedConverter:
                 "dimensions", f"at most {self._hidden_size:,}, the model's embedding_size; it is {request.dimensions:,}"
             )
         num_bytes = 0
+        truncates = self._truncation(request) is not None
         for index, item in enumerate(request.inputs):
             kind = item.WhichOneof("input")
             if kind is None:
                 raise invalid(f"inputs[{index}].input", "is required; set text or token_ids")
             if kind == "text":
                 num_bytes += utf8_bytes(item.text)
-                self._pool.check_text(item.text, f"inputs[{index}].text", room_for_output=0)
+                if not truncates:
+                    self._pool.check_text(item.text, f"inputs[{index}].text", room_for_output=0)
+            elif not truncates:
+                self._validator.check_num_ids(item.token_ids.ids, f"inputs[{index}].token_ids.ids", Limit.CONTEXT)
         if num_bytes > MAX_TEXT_BYTES:
             raise invalid("inputs", f"the texts together at most {MAX_TEXT_BYTES:,} bytes; they have {num_bytes:,}")
         num_values = len(request.inputs) * self.dimensions(request)
@@ -75,8 +80,9 @@ class EmbedConverter:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompts: list[Prompt] = []
         num_tokens = 0
+        truncation = self._truncation(request)
         for index, item in enumerate(request.inputs):
-            prompts.append(self._prompt(item, f"inputs[{index}]", salt))
+            prompts.append(self._prompt(item, f"inputs[{index}]", salt, truncation))
             num_tokens += len(prompts[-1].token_ids)
             if num_tokens > MAX_TOKENS:
                 raise _too_expensive("the tokens of all inputs", num_tokens, MAX_TOKENS)
@@ -100,12 +106,16 @@ class EmbedConverter:
             more_prompts=others,
         )
 
-    def _prompt(self, item: pb.EmbedInput, field: str, salt: bytes) -> Prompt:
+    def _truncation(self, request: pb.EmbedRequest) -> Truncation | None:
+        return Truncation.of(request, self._validator.limits.max_model_len, keeps_first=True)
+
+    def _prompt(self, item: pb.EmbedInput, field: str, salt: bytes, truncation: Truncation | None) -> Prompt:
         if item.WhichOneof("input") == "text":
-            token_ids, field = self._pool.tokenizer.encode(item.text), f"{field}.text"
+            token_ids, field = self._pool.tokenizer.encode(item.text, True, truncation), f"{field}.text"
         else:
             token_ids, field = list(item.token_ids.ids), f"{field}.token_ids.ids"
             self._validator.check_ids(token_ids, field)
+            token_ids = token_ids if truncation is None else truncation.cut(token_ids)
         return self._pool.prompt(token_ids, salt, field, room_for_output=0)
 
     def fill(self, response: pb.EmbedResponse, vectors: Sequence[bytes], request: pb.EmbedRequest) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.rpc import status_pb2
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -225,7 +225,8 @@ class LiveRequest:
         assert self._request is not None
         try:
             if change.max_tokens is not None:
-                self._surroundings.converter.check_max_tokens(self._request, change.max_tokens)
+                max_tokens = self._surroundings.converter.cut_max_tokens(self._request, change.max_tokens)
+                change = replace(change, max_tokens=max_tokens)
             self._surroundings.engine.update(self.request_id, change)
         except ServiceError as error:
             refuse(error)

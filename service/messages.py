@@ -116,6 +116,8 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Del
             out.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             fill_logprobs(out.logprobs, delta.logprobs)
+            if form.text and delta.text_lengths is not None:
+                out.logprobs.text_lengths.extend(delta.text_lengths)
         if delta.end is not None:
             fill_end(out.end, delta.end)
 

@@ -8,6 +8,7 @@ import grpc
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
+from penstock.service.sampling_defaults import SamplingDefaults
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
 
@@ -27,8 +28,9 @@ class ModelService(pb_grpc.ModelServiceServicer):
         tokenizer: Tokenizer,
         config: Callable[[], SchedulerConfig],
         speculation: SpeculationConfig | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
-        """``config`` tells the engine's."""
+        """``config`` returns the engine's. ``defaults``: those of the model."""
         self._facts = facts
         self._config = config
         self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
@@ -47,6 +49,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             version=version,
             embedding_size=facts.hidden_size,
             speculation="" if speculation is None else speculation.method.value,
+            sampling_defaults=None if defaults is None else defaults.sampling,
         )
 
     async def GetModel(

@@ -42,6 +42,7 @@ from penstock.service.identity import Everyone
 from penstock.service.listen import HTTP_FLAG, Address, ListenError, admin_address, metrics_address
 from penstock.service.log_thread import LogThread
 from penstock.service.operator_files import OperatorFiles
+from penstock.service.sampling_defaults import read_sampling_defaults
 from penstock.service.server import Server, ServerConfig
 from penstock.service.tenants_file import Tenants
 from penstock.service.tokenizer import Tokenizer, TokenizerError
@@ -137,6 +138,9 @@ def prepare(config: ServeConfig) -> Prepared:
     checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
+    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+    if str(defaults):
+        _log.info("sampling defaults of requests that set no others (--generation-config none: none): %s", defaults)
     embedding = read_embedding(path, None if config.pooling is None else Pooling(config.pooling))
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
@@ -168,6 +172,7 @@ def prepare(config: ServeConfig) -> Prepared:
         scheduler=scheduler,
         authenticator=files.authenticator,
         embedding=embedding,
+        sampling_defaults=defaults,
         speculation=speculation,
         tls=files.tls,
         tenants=files.tenants,

@@ -44,6 +44,7 @@ from penstock.service.metrics_reader import MetricsReader
 from penstock.service.model_info import ModelService
 from penstock.service.outbox import HEARTBEAT_S
 from penstock.service.reflection import add_reflection
+from penstock.service.sampling_defaults import SamplingDefaults
 from penstock.service.stats_log import INTERVAL_S, StatsLog
 from penstock.service.telemetry import Exporter, Telemetry
 from penstock.service.tenants_file import Tenants
@@ -107,6 +108,7 @@ class ServerConfig:
     """All files that are read again when they change."""
     look_interval_s: float = LOOK_INTERVAL_S
     embedding: Embedding = field(default_factory=Embedding)
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: SpeculationConfig | None = None
     """How the worker drafts; None is not at all."""
     conversation_ttl_s: float = 600.0
@@ -331,6 +333,7 @@ class _Running:
             max_retain_s=conversations.ttl_s,
             max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
             grammars=self.grammars,
+            defaults=config.sampling_defaults,
         )
         surroundings = Surroundings(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
@@ -344,7 +347,16 @@ class _Running:
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation), self._server
+            ModelService(
+                config.model_name,
+                version,
+                facts,
+                tokenizer,
+                lambda: engine.config,
+                speculation,
+                config.sampling_defaults,
+            ),
+            self._server,
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]

@@ -4,8 +4,10 @@ Text is let go at the ends of tokens, so that what is released is exactly the te
 of it together is what ``Tokenizer.decode`` makes of the same ids. A token costs a look-up; nothing is decoded twice.
 """
 
+import codecs
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from penstock.scheduler.request import Released, TextState
 from penstock.service.characters import ByteRun, Join, Utf8
@@ -14,6 +16,9 @@ from penstock.service.tokenizer import Tokenizer
 
 _NOTHING = Released(0, "")
 _ONE_TOKEN = Released(1, "")
+
+Lengths = tuple[int, ...]
+"""How many characters of a text begin in each of its tokens."""
 
 
 def text_states(
@@ -50,12 +55,12 @@ class IncrementalText:
         self._passed_over = pieces.unknown if include_special_tokens else pieces.skipped
         self._starts = stops.starts
         self._watch = stops.watch()
-        self._held: deque[tuple[int, str]] = deque()
-        """What may belong to a stop string: texts, each with the number of tokens that it is the text of."""
+        self._held: deque[tuple[Lengths, str]] = deque()
+        """What may belong to a stop string: texts, each with how much of it begins in each of its tokens."""
         self._num_held_chars = 0
         self._join: Join = ByteRun() if pieces.decodes_runs else Utf8()
-        self._num_joining = 0
-        """Tokens that ``_join`` is not done with."""
+        self._joining: list[str | bytes] = []
+        """What the tokens are that ``_join`` is not done with."""
         self._opens = pieces.opens_differently
         self._num_to_strip = pieces.num_stripped
         self._is_plain = not self._opens and not self._num_to_strip
@@ -68,12 +73,12 @@ class IncrementalText:
             return self._feed_joined(token_id)
         if not self._num_held_chars and self._starts.isdisjoint(text):
             return Released(1, text)
-        return self._match(1, text)
+        return self._match((len(text),), text)
 
     def finish(self) -> Released:
         """Releases all that is held. A stop string that is complete only now still ends the text before it."""
         released = _NOTHING
-        if self._num_joining:
+        if self._joining:
             released = self._match_joined(self._join.end())
         return released if released.stop is not None else _sum(released, self._release(0))
 
@@ -81,10 +86,10 @@ class IncrementalText:
         """A token at the beginning of a text, or one that begins, continues or follows the bytes of a character."""
         released = _NOTHING
         if token_id in self._passed_over:
-            if self._num_joining:
-                self._num_joining += 1
+            if self._joining:
+                self._joining.append(b"")
             else:
-                released = self._match(1, "")
+                released = self._match((0,), "")
         else:
             piece = self._pieces.split.get(token_id) or self._texts[token_id]
             if self._opens:
@@ -95,21 +100,23 @@ class IncrementalText:
             if before is not None:
                 released = self._match_joined(before)
             if released.stop is None:
-                self._num_joining += 1
+                self._joining.append(piece)
                 if text is not None:
                     released = _sum(released, self._match_joined(text))
-        self._is_plain = not (self._num_joining or self._opens or self._num_to_strip)
+        self._is_plain = not (self._joining or self._opens or self._num_to_strip)
         return released
 
     def _match_joined(self, text: str) -> Released:
-        num_tokens, self._num_joining = self._num_joining, 0
-        return self._match(num_tokens, text)
+        pieces, self._joining = self._joining, []
+        return self._match(_lengths(pieces, text), text)
 
-    def _match(self, num_tokens: int, text: str) -> Released:
+    def _match(self, lengths: Lengths, text: str) -> Released:
         """Takes the text of some tokens, and releases what can be no part of a stop string any more."""
         if self._num_to_strip:
-            text = self._strip(text)
-        self._held.append((num_tokens, text))
+            stripped = self._strip(text)
+            lengths = _without_first(lengths, len(text) - len(stripped))
+            text = stripped
+        self._held.append((lengths, text))
         found = self._watch.find(text)
         if found is not None:
             end, stop = found
@@ -128,26 +135,66 @@ class IncrementalText:
 
     def _release(self, num_kept: int) -> Released:
         """Lets go of the oldest tokens: as many as leave at least ``num_kept`` characters."""
-        num_tokens, texts = 0, []
+        lengths: list[int] = []
+        texts = []
         num_spare = self._num_held_chars - num_kept
         while self._held and len(self._held[0][1]) <= num_spare:
-            number, text = self._held.popleft()
-            num_tokens += number
+            some, text = self._held.popleft()
+            lengths += some
             num_spare -= len(text)
             texts.append(text)
         self._num_held_chars = num_kept + num_spare
-        return Released(num_tokens, "".join(texts))
+        return Released(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
 
     def _cut(self, begin: int, stop: str) -> Released:
         """Lets go of the held text before ``begin``, where a stop string begins, and of the tokens that it is of."""
         num_tokens, num_chars = 0, 0
-        for number, text in self._held:
-            if num_chars >= begin:
-                break
-            num_tokens += number
+        lengths: list[int] = []
+        for some, text in self._held:
+            lengths += some
+            if num_chars < begin:
+                num_tokens += len(some)
             num_chars += len(text)
-        return Released(num_tokens, "".join(text for _, text in self._held)[:begin], stop)
+        return Released(num_tokens, "".join(text for _, text in self._held)[:begin], stop, tuple(lengths))
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:
+    """Where each token begins in the text that they are together."""
+    state = IncrementalText(tokenizer, include_special_tokens=include_special_tokens)
+    lengths = [length for token_id in token_ids for length in state.feed(token_id).text_lengths()]
+    return list(accumulate([*lengths, *state.finish().text_lengths()], initial=0))[:-1]
+
+
+def _lengths(pieces: Sequence[str | bytes], text: str) -> Lengths:
+    """How many characters of ``text`` begin in each of the pieces that it was joined of."""
+    if len(pieces) == 1:
+        return (len(text),)
+    parts = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    if sum(map(len, parts)) == len(text):  # also where each byte became U+FFFD
+        return tuple(map(len, parts))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths, num_decoded, before = [], 0, 0
+    for part in parts:
+        num_decoded += len(decoder.decode(part))
+        begun = min(num_decoded + bool(decoder.getstate()[0]), len(text))
+        lengths.append(begun - before)
+        before = begun
+    lengths[-1] += len(text) - before
+    return tuple(lengths)
+
+
+def _without_first(lengths: Lengths, num_chars: int) -> Lengths:
+    """The same, of a text that lost its first characters."""
+    left = list(lengths)
+    for index, length in enumerate(left):
+        lost = min(length, num_chars)
+        left[index] -= lost
+        num_chars -= lost
+    return tuple(left)
 
 
 def _sum(first: Released, second: Released) -> Released:
-    return Released(first.num_tokens + second.num_tokens, first.text + second.text, second.stop)
+    if not first.num_tokens:
+        return second
+    lengths = first.text_lengths() + second.text_lengths()
+    return Released(first.num_tokens + second.num_tokens, first.text + second.text, second.stop, lengths)

@@ -20,6 +20,7 @@ from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials, without_marks
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFacts, TokenizerFiles, read_tokenizer
+from penstock.service.truncation import Truncation
 
 __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
 
@@ -82,11 +83,16 @@ class Tokenizer:
         """Whether the chat template does; None without one."""
         return None if self._template is None else self._template.shows_tools
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
-        sequence; in the text there are none. Raises ServiceError."""
+        sequence, which ``truncation`` leaves there; in the text there are none. Raises ServiceError."""
         _check_size((text,), "text")
-        return self._specials.encode(text, add_special_tokens)
+        token_ids = self._specials.encode(text, add_special_tokens)
+        if truncation is None or len(token_ids) <= truncation.max_tokens:
+            return token_ids
+        if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
+            return truncation.cut(token_ids)
+        return truncation.cut_inside(token_ids, self._specials.encode(text, False))
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """A conversation: special tokens where the template has them, none where a text of the caller's does.

@@ -9,8 +9,10 @@ import grpc
 from penstock.service.bounds import Validator
 from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.text import text_offsets
 from penstock.service.text_size import utf8_bytes
 from penstock.service.tokenizer import TokenizerPool
+from penstock.service.truncation import Truncation
 from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -20,6 +22,7 @@ _IDS_AT_ONCE = 1 << 16
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _WithIds = TypeVar("_WithIds", pb.TokenizeResponse, pb.RenderChatResponse)
+_WithOffsets = TypeVar("_WithOffsets", pb.TokenizeResponse, pb.DetokenizeResponse)
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
@@ -34,9 +37,11 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         """Text to ids."""
         self._validator.check(request)
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        truncation = Truncation.of(request, self._validator.limits.max_model_len)
 
         def work() -> pb.TokenizeResponse:
-            return _with_ids(pb.TokenizeResponse(), self._tokenizer.encode(request.text, adds), "text")
+            token_ids = self._tokenizer.encode(request.text, adds, truncation)
+            return self._with_offsets(_with_ids(pb.TokenizeResponse(), token_ids, "text"), request, token_ids, "text")
 
         return await self._pool.run(work, request.ByteSize())
 
@@ -50,9 +55,23 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             self._check_text(token_ids, shows_specials)
             response = pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, shows_specials))
             _check_answer(response.ByteSize(), "token_ids")
-            return response
+            return self._with_offsets(response, request, token_ids, "token_ids", shows_specials)
 
         return await self._pool.run(work, request.ByteSize())
+
+    def _with_offsets(
+        self,
+        response: _WithOffsets,
+        request: pb.TokenizeRequest | pb.DetokenizeRequest,
+        token_ids: list[int],
+        field: str,
+        shows_specials: bool = False,
+    ) -> _WithOffsets:
+        """``response`` with the places of its tokens, if they are asked for. Raises ServiceError."""
+        if request.include_text_offsets:
+            response.text_offsets.extend(text_offsets(self._tokenizer, token_ids, shows_specials))
+            _check_answer(response.ByteSize(), field)
+        return response
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         """A request's ids, held against the vocabulary. Raises ServiceError."""

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.clients.errors import RequestFailed
-from penstock.clients.events import PromptLogprobs
+from penstock.clients.events import Finished, PromptLogprobs
 from penstock.clients.gateway.answer import CallPiece, Piece
 from penstock.clients.gateway.answering import AnswerResponse
 from penstock.clients.gateway.chat_reader import ChatReader, Part
@@ -31,6 +31,7 @@ from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.tally import Tally
 from penstock.clients.gateway.token_logprobs import TokenNames, named_ids, prompt_entries
 from penstock.clients.gateway.tool_choice import with_allowed_tools
+from penstock.clients.gateway.truncation import truncated
 from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _OK: dict[int | str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def make_router() -> APIRouter:
             start.output.include_special_tokens = True
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
-            prompt_token_ids = await _token_ids(body, caller, names)
+            prompt_token_ids = truncated(await _token_ids(body, caller, names), body, caller)
             start.token_ids.ids.extend(prompt_token_ids)  # instead of the chat: the answer speaks of these very tokens
         specials = start.output.include_special_tokens
         with_reasoning = body.include_reasoning is not False
@@ -102,6 +103,7 @@ class ChatWriter:
         self._tally = Tally(body, caller, "chat.completion.chunk", "chatcmpl-")
         self._shows_ids = bool(body.return_token_ids)
         self._shows_logprobs = bool(body.logprobs)
+        self._num_reasoning_tokens = 0
 
     def begin(self, request_id: str) -> list[Json]:
         """Whose turn it is, in a chunk for each choice."""
@@ -124,11 +126,14 @@ class ChatWriter:
             self._tally.count(event)
             if isinstance(event, PromptLogprobs):
                 chunks.append(await self._prompt_part(event))
-        return chunks + [self._tally.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
+        chunks += [self._tally.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
+        if any(isinstance(event, Finished) for _, event in arrivals):
+            self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
+        return chunks
 
     def end(self) -> list[Json]:
         """The usage."""
-        return self._tally.last_chunk()
+        return self._tally.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """As OpenAI's clients understand it."""
@@ -165,7 +170,7 @@ class ChatWriter:
 def _delta(piece: Piece) -> Json:
     delta: Json = {}
     if piece.reasoning:
-        delta["reasoning_content"] = piece.reasoning
+        delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
     if piece.content:
         delta["content"] = piece.content
     if calls := [_call(call) for call in piece.calls if call.id or call.arguments]:
@@ -212,7 +217,7 @@ class _WholeChoice:
         calls = [self._calls[at] for at in sorted(self._calls)]
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         if reasoning := "".join(self._reasoning):
-            message["reasoning_content"] = reasoning
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if calls:
             message["tool_calls"] = calls
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}

@@ -3,9 +3,11 @@
 Both chat endpoints stand on it. Knows no chunks.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.clients.errors import RequestFailed
 from penstock.clients.events import ChoiceEnd, Delta
 from penstock.clients.gateway.answer import AnswerParser, Piece
 from penstock.clients.gateway.chat_places import ContentTokens, PlacedEntry
@@ -15,7 +17,7 @@ from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
 from penstock.clients.gateway.token_logprobs import TokenNames, chat_entries, named_ids
-from penstock.v1.tokenizer_pb2 import TokenDescription
+from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class _Choice:
         self.has_half_call = False
         self.logprobs: list[Json] = []
         self.token_ids: list[int] = []
+        self.reasoning: list[str] = []
+        """Also where it is not shown."""
 
 
 class ChatReader:
@@ -73,6 +77,19 @@ class ChatReader:
         parts = (self._read(delta, names) for delta in deltas)
         return [part for part in parts if part is not None]
 
+    async def count_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all choices so far. They are those of its text, as the tokenizer has it: the
+        service reports the tokens of an answer as a whole."""
+        texts = filter(None, ("".join(choice.reasoning) for choice in self._choices))
+        return sum(await asyncio.gather(*map(self._count_tokens, texts)))
+
+    async def _count_tokens(self, text: str) -> int:
+        request = TokenizeRequest(text=text, add_special_tokens=False)
+        try:
+            return len((await self._caller.call(self._caller.stubs.tokenizer.Tokenize, request)).token_ids)
+        except RequestFailed:
+            return 0  # the answer stands without this figure
+
     async def _describe(self, deltas: Sequence[Delta]) -> Mapping[int, TokenDescription]:
         ids: set[int] = set()
         for delta in deltas:
@@ -89,9 +106,12 @@ class ChatReader:
             entries = chat_entries(delta.token_ids, delta.logprobs, names)
             choice.logprobs += entries
             choice.content.add(text, delta.token_ids, entries, names)
-        piece = self._shown(choice.parser.feed(text))
+        piece = choice.parser.feed(text)
         if delta.end is not None:
-            piece += self._shown(choice.parser.end())
+            piece += choice.parser.end()
+        if piece.reasoning:
+            choice.reasoning.append(piece.reasoning)
+        piece = self._shown(piece)
         choice.has_calls = choice.has_calls or bool(piece.calls)
         choice.has_half_call = choice.has_half_call or any(call.breaks_off for call in piece.calls)
         if not piece and delta.end is None:

@@ -16,6 +16,7 @@ _ROLES = {"developer": "system"}
 """OpenAI's newer name of a role that templates know by its old one."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """The second and third are what Responses call it."""
+_ASSISTANT, _REFUSAL = "assistant", "refusal"
 
 
 def check_chat(body: ChatRequest, caller: Caller) -> None:
@@ -100,7 +101,7 @@ def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
     if message.function_call is not None:
         problem = "is not supported; send the call in tool_calls, which has taken its place"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
-    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=content_text(message.content, where))
+    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=_content(message, where))
     if message.name is not None:
         added.name = message.name
     if message.tool_call_id is not None:
@@ -113,11 +114,19 @@ def _call(call: MessageToolCall) -> pb.ToolCall:
     return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
-def content_text(content: str | list[TextPart] | None, where: str) -> str:
-    """The text of a message, whose path is ``where``: its parts are lines. Raises GatewayError."""
+def _content(message: Message, where: str) -> str:
+    return content_text(message.content, where, may_refuse=message.role == _ASSISTANT)
+
+
+def content_text(content: str | list[TextPart] | None, where: str, *, may_refuse: bool = True) -> str:
+    """The text of a message, whose path is ``where``: its parts are lines. ``may_refuse``: whether it may have OpenAI's
+    refusal parts, as an assistant's may. Raises GatewayError."""
     if content is None or isinstance(content, str):
         return content or ""
+    texts: list[str] = []
     for at, part in enumerate(content):
-        if part.text is None or part.type not in _TEXT_PARTS:
+        text = part.refusal if may_refuse and part.type == _REFUSAL else part.text
+        if text is None or part.type not in _TEXT_PARTS | {_REFUSAL}:
             raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
-    return "\n".join(part.text for part in content if part.text is not None)
+        texts.append(text)
+    return "\n".join(texts)

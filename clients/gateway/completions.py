@@ -16,7 +16,7 @@ from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.prompts import Prompt, prompt_names, read_prompts
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
-from penstock.clients.gateway.schemas_completions import Completion, CompletionRequest
+from penstock.clients.gateway.schemas_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
 from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
@@ -95,7 +95,8 @@ def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], 
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
     # What is only scored costs a token all the same, which is not shown.
-    fill_sampling(start.sampling, body, 1 if body.max_tokens == 0 else body.max_tokens)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    fill_sampling(start.sampling, body, max_tokens)
     wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     fill_output(start.output, body, body.logprobs, max(wanted, default=None))
     fill_constraint(start, body)
@@ -105,9 +106,9 @@ def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], 
 class _Choice:
     """How far one choice has come."""
 
-    def __init__(self, index: int, *, specials: bool) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.entries = CompletionEntries(specials=specials)
+        self.entries = CompletionEntries()
 
 
 class CompletionWriter:
@@ -121,8 +122,8 @@ class CompletionWriter:
         self._eos = frozenset(caller.model.eos_token_ids)
         self._shows_ids = bool(body.return_token_ids)
         self._scores_alone = body.max_tokens == 0
-        n, specials = body.num_choices, body.skip_special_tokens is False
-        self._choices = [[_Choice(at * n + i, specials=specials) for i in range(n)] for at in range(len(prompts))]
+        n = body.num_choices
+        self._choices = [[_Choice(at * n + i) for i in range(n)] for at in range(len(prompts))]
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
         self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
@@ -185,10 +186,11 @@ class CompletionWriter:
                 shown = self._empty(choice)
                 if self._body.echo:
                     shown["text"] = prompt.text
+                    choice.entries.after(prompt.text or "")
                 if self._shows_ids:
                     shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
                 if self._echoes_logprobs and prompt.token_ids:
-                    shown["logprobs"] = choice.entries.first_of_prompt(prompt.token_ids[0], names)
+                    shown["logprobs"] = choice.entries.add_prompt(prompt, 0, None, names)
                 if self._body.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = [None]
                 chunks.append(self._tally.chunk([shown]))
@@ -203,7 +205,7 @@ class CompletionWriter:
             shown = self._empty(choice)
             if self._echoes_logprobs:
                 logprobs = cut(part.logprobs, self._body.logprobs or 0)
-                shown["logprobs"] = choice.entries.add(ids, logprobs, names)
+                shown["logprobs"] = choice.entries.add_prompt(self._prompts[at], part.start, logprobs, names)
             if self._body.prompt_logprobs is not None:
                 shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
             chunks.append(self._tally.chunk([shown]))
@@ -218,7 +220,10 @@ class CompletionWriter:
             return [self._tally.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
         shown["text"] = with_stop(delta, self._body, names)
         if delta.logprobs is not None:
-            shown["logprobs"] = choice.entries.add(delta.token_ids, delta.logprobs, names)
+            is_last = delta.end is not None
+            shown["logprobs"] = choice.entries.add(
+                delta.token_ids, delta.logprobs, shown["text"], names, is_last=is_last
+            )
         if self._shows_ids:
             shown["token_ids"] = delta.token_ids
         return [self._tally.chunk([shown])]

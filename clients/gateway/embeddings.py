@@ -23,6 +23,7 @@ from penstock.clients.gateway.sampling import client_request_id
 from penstock.clients.gateway.schemas_embeddings import Embeddings, EmbeddingsRequest
 from penstock.clients.gateway.start import check_model, traceparent
 from penstock.clients.gateway.traffic import GONE
+from penstock.clients.gateway.truncation import fill_truncation
 from penstock.v1 import embedding_pb2 as pb
 from penstock.v1.generation_pb2 import TokenIds
 
@@ -64,7 +65,7 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
     inputs += [pb.EmbedInput(token_ids=TokenIds(ids=each)) for each in given if isinstance(each, list)]
     if ids := [each for each in given if isinstance(each, int)]:
         inputs.append(pb.EmbedInput(token_ids=TokenIds(ids=ids)))
-    return pb.EmbedRequest(
+    request = pb.EmbedRequest(
         inputs=inputs,
         dimensions=body.dimensions,
         normalize=body.normalize,
@@ -73,6 +74,8 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
         traceparent=traceparent(headers),
         client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
     )
+    fill_truncation(request, body)
+    return request
 
 
 def caller_field(body: EmbeddingsRequest, field: str) -> str:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -26,7 +26,8 @@ from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas_responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model
-from penstock.v1.tokenizer_pb2 import RenderChatRequest, TokenizeRequest
+from penstock.v1.model_pb2 import GetModelResponse
+from penstock.v1.tokenizer_pb2 import RenderChatRequest
 
 _log = logging.getLogger(__name__)
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -127,14 +128,12 @@ class ResponseWriter:
     """The events of a response."""
 
     def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader, tools: ResponseTools) -> None:
-        self._settled = _settled(body, caller.model.name)
-        self._caller = caller
+        self._settled = _settled(body, caller.model)
         self._reader = reader
         self._tools = tools
         self._events = ResponseEvents(self._settled, tools.named)
         self._usage = Usage()
         self._is_cut = False
-        self._reasoning: list[str] = []
         self._num_reasoning_tokens = 0
 
     def begin(self, request_id: str) -> list[Json]:
@@ -150,10 +149,9 @@ class ResponseWriter:
         events: list[Json] = []
         for part in await self._reader.read(arrivals):
             self._is_cut = part.finish_reason == "length"
-            self._reasoning.append(part.piece.reasoning)
             events += self._events.add(part.piece, part.content_logprobs)
         if any(isinstance(event, Finished) for _, event in arrivals):
-            await self._count_reasoning()
+            self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
         return events
 
     def end(self) -> list[Json]:
@@ -167,18 +165,6 @@ class ResponseWriter:
     def whole(self) -> "WholeResponse":
         """For an answer in one piece."""
         return WholeResponse()
-
-    async def _count_reasoning(self) -> None:
-        """By its text, as the tokenizer has it: the service tells the tokens of an answer in all."""
-        text = "".join(self._reasoning)
-        if not text:
-            return
-        try:
-            request = TokenizeRequest(text=text, add_special_tokens=False)
-            response = await self._caller.call(self._caller.stubs.tokenizer.Tokenize, request)
-        except RequestFailed:
-            return  # the answer stands without this figure
-        self._num_reasoning_tokens = len(response.token_ids)
 
     def _usage_json(self) -> Json:
         usage = self._usage
@@ -206,7 +192,7 @@ class WholeResponse:
         return self._response
 
 
-def _settled(body: ResponsesRequest, model: str) -> Json:
+def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
     """What the request settles of a response. Most of it is the request's own. Raises UnicodeEncodeError for what is no
     text: later the stream would break."""
     given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
@@ -214,7 +200,7 @@ def _settled(body: ResponsesRequest, model: str) -> Json:
     return {
         "object": "response",
         "created_at": int(time.time()),
-        "model": model,
+        "model": model.name,
         "background": False,
         "instructions": None,
         "max_output_tokens": None,
@@ -224,16 +210,22 @@ def _settled(body: ResponsesRequest, model: str) -> Json:
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
         "store": False,
-        "temperature": 1.0,
+        "temperature": _default(model, "temperature"),
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": 1.0,
+        "top_p": _default(model, "top_p"),
         "truncation": "disabled",
         "user": None,
         **given,
         "text": {"format": {"type": "text"}, "verbosity": "medium"} | given.get("text", {}),
     }
+
+
+def _default(model: GetModelResponse, name: Literal["temperature", "top_p"]) -> float:
+    """What a field of sampling is where the request does not set it: the model's, in the digits of its file, else 1."""
+    defaults = model.sampling_defaults
+    return float(f"{getattr(defaults, name):.6g}") if defaults.HasField(name) else 1.0
 
 
 _RETURNED = {

@@ -17,6 +17,8 @@ _SAME_NAME = (
 )
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_ID_BYTES = 128
+_MAX_TOKENS = 2**32 - 1
+"""The contract's. No context has as many."""
 
 
 def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
@@ -35,7 +37,7 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
             raise invalid("n", "must be at least 1")
         sampling.n = body.n
     if max_tokens is not None:
-        sampling.max_tokens = max_tokens
+        sampling.max_tokens = min(max_tokens, _MAX_TOKENS)
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     for key, bias in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and int(key) < 2**32):
@@ -45,8 +47,7 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
 
 def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> None:
     """What is sent back: ids only where something of the answer needs them."""
-    options = body.stream_options
-    needs_ids = logprobs is not None or body.return_token_ids or (options and options.continuous_usage_stats)
+    needs_ids = logprobs is not None or body.return_token_ids or body.includes_usage_so_far
     output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_ids else pb.OUTPUT_FORMAT_TEXT
     if logprobs is not None:
         output.logprobs = logprobs
@@ -57,7 +58,7 @@ def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, p
 
 def check_stream_fields(body: GenerationBody) -> None:
     """Raises GatewayError for fields that don't go together."""
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise invalid("stream_options", "only with stream: true")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "not with stream: true")

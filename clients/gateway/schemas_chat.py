@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.clients.gateway.schemas_common import GenerationBody, Items, PromptLogprobs, UInt32, Usage
+from penstock.clients.gateway.schemas_common import (
+    GenerationBody,
+    Items,
+    PromptLogprobs,
+    TokenLimit,
+    UInt32,
+    Usage,
+)
 
 _LENIENT = ConfigDict(strict=True, extra="ignore")
 
@@ -16,6 +23,7 @@ class TextPart(BaseModel):
 
     type: str
     text: str | None = None
+    refusal: str | None = Field(None, description="Of a part of the type refusal, in a message of the assistant's.")
 
 
 class CalledFunction(BaseModel):
@@ -102,9 +110,9 @@ class ChatRequest(GenerationBody):
     """Answer a conversation."""
 
     messages: Messages = Field(description="In order.")
-    max_tokens: UInt32 | None = Field(None, description="The same as max_completion_tokens, which is newer.")
-    max_completion_tokens: UInt32 | None = Field(
-        None, description="The most tokens of each choice. Default: all that the context leaves."
+    max_tokens: TokenLimit | None = Field(None, description="The same as max_completion_tokens, which is newer.")
+    max_completion_tokens: TokenLimit | None = Field(
+        None, description="The most tokens of each choice; more than the context leaves is cut. Default: all of that."
     )
     logprobs: bool | None = Field(None, description="Whether each token comes with its log-probability.")
     top_logprobs: UInt32 | None = Field(None, description="And with so many alternatives, to 20.")
@@ -151,6 +159,7 @@ class AnswerMessage(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = Field(None, description="What the model wrote before its answer, where it does.")
+    reasoning: str | None = Field(None, description="The same, under vLLM's newer name.")
     tool_calls: list[ToolCallPiece] | None = None
     refusal: str | None = None
 

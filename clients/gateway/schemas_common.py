@@ -1,6 +1,6 @@
 """What requests for completions and for chats share, and the parts of their answers."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -8,6 +8,10 @@ from penstock.clients.gateway.unsupported import without_foreign_fields
 
 T = TypeVar("T")
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+TokenLimit = Annotated[int, Field(ge=0)]
+"""More than the context leaves is cut to that, however much it is."""
+NumKept = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+TRUNCATE = "Keeps this many tokens of a prompt, -1 as many as the context takes. Default: too long a prompt is refused."
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that is another thing says so with its first item: an error for each of millions would fill the memory."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -70,9 +74,11 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    include_usage: bool | None = Field(None, description="Whether a last chunk, without choices, has the usage.")
+    include_usage: bool | None = Field(
+        True, description="Whether a last chunk, without choices, has the usage. Default: true, as in vLLM."
+    )
     continuous_usage_stats: bool | None = Field(
-        None, description="Whether every chunk has the usage so far. An extension of vLLM's."
+        None, description="With include_usage: whether every chunk has the usage so far. An extension of vLLM's."
     )
     include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
 
@@ -105,8 +111,12 @@ class StructuredOutputs(BaseModel):
 class SamplingBody(Body):
     """How an answer is chosen. All bounds are those of the gRPC contract, and the service names the field."""
 
-    temperature: float | None = Field(None, description="0 takes the most likely token. Default: 1.")
-    top_p: float | None = Field(None, description="Only the most likely tokens whose probabilities reach this sum.")
+    temperature: float | None = Field(
+        None, description="0 takes the most likely token. Default: the model's generation_config.json, else 1."
+    )
+    top_p: float | None = Field(
+        None, description="Only the most likely tokens whose probabilities reach this sum; 0: the most likely one."
+    )
     stop: str | Items[str] | None = Field(None, description="Output ends before any of these strings; at most 64.")
     seed: int | None = Field(
         None, ge=-(2**63), le=2**64 - 1, description="Makes sampling repeatable, as far as the backend is."
@@ -118,7 +128,7 @@ class SamplingBody(Body):
     )
     top_k: int | None = Field(None, ge=-1, le=2**32 - 1, description="Only the k most likely tokens; 0 or -1: all.")
     min_p: float | None = Field(None, description="Only tokens at least this likely, as a share of the likeliest.")
-    repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output. Default: 1.")
+    repetition_penalty: float | None = Field(None, description="Of tokens in prompt or output.")
     min_tokens: UInt32 | None = Field(None, description="No end of sequence before so many tokens.")
     stop_token_ids: Items[UInt32] | None = Field(None, description="Output ends at any of these tokens too.")
     ignore_eos: bool | None = Field(None, description="Goes on past the model's own end of sequence.")
@@ -151,8 +161,23 @@ class GenerationBody(SamplingBody):
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="Log-probabilities of the prompt's tokens and of so many alternatives. Not with stream."
     )
+    truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which side truncate_prompt_tokens cuts: left keeps the last tokens. Default: left."
+    )
     return_token_ids: bool | None = Field(None, description="Adds the token ids of prompt and output to the answer.")
     return_tokens_as_token_ids: bool | None = Field(None, description='Names tokens "token_id:N" in logprobs.')
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk of a stream has the usage until then."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:
@@ -166,6 +191,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Those that came from the prefix cache.")
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of the output's tokens."""
+
+    reasoning_tokens: int = Field(description="Those of the reasoning, by its text.")
+
+
 class Usage(BaseModel):
     """Tokens used."""
 
@@ -173,6 +204,7 @@ class Usage(BaseModel):
     completion_tokens: int = Field(description="Of all choices; stopping tokens count.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Of a chat.")
 
 
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]

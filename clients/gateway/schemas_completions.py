@@ -8,11 +8,13 @@ from penstock.clients.gateway.schemas_common import (
     GenerationBody,
     PromptLogprobs,
     Prompts,
+    TokenLimit,
     UInt32,
     Usage,
     few,
 )
 
+DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 """In one HTTP request: each is a request of its own to the service."""
 
@@ -23,8 +25,10 @@ class CompletionRequest(GenerationBody):
     prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")] = Field(
         description="A text, token ids, or a list of either; each prompt has its choices, in order."
     )
-    max_tokens: UInt32 | None = Field(
-        16, description="The most tokens of each choice. 0 only with echo: then nothing is generated. Default: 16."
+    max_tokens: TokenLimit | None = Field(
+        None,
+        description="The most tokens of each choice; more than the context leaves is cut. 0 only with echo: then "
+        f"nothing is generated. Default: {DEFAULT_MAX_TOKENS}.",
     )
     logprobs: UInt32 | None = Field(None, description="Log-probabilities of tokens and of so many alternatives, to 20.")
     echo: bool | None = Field(None, description="Puts the prompt before the output; with logprobs, its own too.")

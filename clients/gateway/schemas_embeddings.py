@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from penstock.clients.gateway.schemas_common import Body, Prompts, UInt32, few
+from penstock.clients.gateway.schemas_common import TRUNCATE, Body, NumKept, Prompts, UInt32, few
 
 _MAX_INPUTS = 2048
 """The contract's."""
@@ -23,6 +23,10 @@ class EmbeddingsRequest(Body):
         None, description="Only so many values of each vector, for models that were trained for it. Default: all."
     )
     normalize: bool | None = Field(None, description="Whether each vector has length 1. Default: the service's: true.")
+    truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which side truncate_prompt_tokens cuts: right keeps the first tokens. Default: right."
+    )
     add_special_tokens: Literal[True] | None = Field(None, description="A text gets the tokenizer's own tokens.")
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Lower runs first, where the service schedules by priority."

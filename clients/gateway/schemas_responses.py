@@ -229,7 +229,7 @@ class ResponsesRequest(SamplingBody):
 
     input: str | InputItems = Field(min_length=1, description="A question, or a conversation in order.")
     instructions: str | None = Field(None, description="The system message before it.")
-    max_output_tokens: Annotated[UInt32, Field(ge=1)] | None = Field(
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="The most tokens. Default: all that the context leaves."
     )
     stream: bool | None = Field(None, description="Whether the answer comes as server-sent events.")

@@ -7,6 +7,7 @@ from penstock.clients.gateway.sampling import client_request_id
 from penstock.clients.gateway.schemas_common import GenerationBody
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.truncation import fill_truncation
 from penstock.clients.gateway.unsupported import model_not_found
 from penstock.clients.requests import timeout_ms
 from penstock.v1 import generation_pb2 as pb
@@ -23,6 +24,7 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
         start.priority = body.priority
     if body.max_draft_tokens is not None:
         start.max_draft_tokens = body.max_draft_tokens
+    fill_truncation(start, body)
     start.traceparent = traceparent(headers)
     start.client_request_id = client_request_id(body.request_id, headers.get("x-request-id"))
     return start

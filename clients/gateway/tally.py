@@ -14,10 +14,9 @@ class Tally:
 
     def __init__(self, body: GenerationBody, caller: Caller, kind: str, id_prefix: str) -> None:
         """``kind``: of the chunks, OpenAI's ``object``."""
-        options = body.stream_options
         self._is_streamed = bool(body.stream)
-        self._in_each_chunk = self._is_streamed and options is not None and bool(options.continuous_usage_stats)
-        self._in_last_chunk = self._is_streamed and options is not None and bool(options.include_usage)
+        self._in_each_chunk = self._is_streamed and body.includes_usage_so_far
+        self._in_last_chunk = self._is_streamed and body.includes_usage
         self._id_prefix = id_prefix
         self._common: Json = {
             "id": "",
@@ -55,13 +54,16 @@ class Tally:
             chunk["usage"] = None
         return chunk
 
-    def last_chunk(self, *, without_output: bool = False) -> list[Json]:
-        """The one that has the usage, where it is wanted; ``without_output``: none was asked for."""
-        if self._is_streamed and not (self._in_last_chunk or self._in_each_chunk):
+    def last_chunk(self, *, without_output: bool = False, reasoning_tokens: int | None = None) -> list[Json]:
+        """The one that has the usage, where it is wanted; ``without_output``: none was asked for. ``reasoning_tokens``:
+        those of the output; None where there is no such thing."""
+        if self._is_streamed and not self._in_last_chunk:
             return []
         of = [finished.usage for finished in self._finished]
         output_tokens = 0 if without_output else sum(usage.output_tokens for usage in of)
         usage = _usage(sum(each.prompt_tokens for each in of), sum(each.cached_tokens for each in of), output_tokens)
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return [{**self._common, "choices": [], "usage": usage}]
 
 

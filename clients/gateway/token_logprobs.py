@@ -1,13 +1,16 @@
-"""Log-probabilities in the shapes of the two endpoints, and of vLLM for prompts. Knows no requests."""
+"""Log-probabilities in the shapes of the two endpoints, and of vLLM for prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from penstock.clients.events import Logprobs
 from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.prompts import Prompt
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON has no number for; so does vLLM."""
+_REPLACEMENT = "\ufffd"
 
 
 class TokenNames:
@@ -22,15 +25,18 @@ class TokenNames:
         """As chats have it: bytes that are no character become U+FFFD."""
         return f"token_id:{token_id}" if self._as_ids else self.bytes(token_id).decode(errors="replace")
 
-    def key(self, token_id: int) -> str:
-        """As completions have it: bytes that are no character are written out, so that they stay apart."""
+    def key(self, token_id: int, shown: str = "") -> str:
+        """As completions have it: bytes that are no character are written out, so that they stay apart. ``shown``: what
+        begins in the token of the text; next to broken bytes a byte that is a character by itself may be U+FFFD."""
         if self._as_ids:
             return f"token_id:{token_id}"
         data = self.bytes(token_id)
         try:
-            return data.decode()
+            name = data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            name = ""
+        is_broken = not name or (shown.strip(_REPLACEMENT) == "" != shown and _REPLACEMENT not in name)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if data and is_broken else name
 
     def bytes(self, token_id: int) -> bytes:
         """What it adds to a text."""
@@ -40,13 +46,6 @@ class TokenNames:
         """What it adds to a text with or without special tokens."""
         hidden = self._known[token_id].is_special and not specials
         return "" if hidden else self.bytes(token_id).decode(errors="replace")
-
-    def num_characters(self, token_id: int, *, specials: bool) -> int:
-        """How many characters of the text begin in it; ``specials``: whether special tokens are in the text."""
-        token = self._known[token_id]
-        if token.is_special and not specials:
-            return 0
-        return sum(byte & 0xC0 != 0x80 for byte in token.text)
 
 
 def named_ids(token_ids: Sequence[int], logprobs: Logprobs) -> set[int]:
@@ -81,38 +80,63 @@ def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames
 class CompletionEntries:
     """The parallel lists of a choice of completions; remembers where in the text the next token begins."""
 
-    def __init__(self, *, specials: bool) -> None:
-        self._specials = specials
+    def __init__(self) -> None:
         self._offset = 0
+        self._text_length = 0
 
-    def add(self, token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> Json:
-        """What more tokens add to the lists."""
-        lists = self._empty()
-        for token_id, chosen, top in _by_token(token_ids, logprobs):
-            # The chosen token is there whether it is among the likeliest or not.
-            alternatives: dict[str, float] = {}
-            for each, logprob in (*top, (token_id, chosen)):
-                alternatives.setdefault(names.key(each), _finite(logprob))
-            self._append(lists, token_id, _finite(chosen), alternatives, names)
-        return lists
+    @staticmethod
+    def add_prompt(prompt: Prompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
+        """The lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities: None."""
+        assert prompt.text is not None
+        assert prompt.token_ids is not None
+        end = start + (1 if logprobs is None else len(logprobs.chosen))
+        token_ids, offsets = prompt.token_ids[start:end], prompt.text_offsets[start:end]
+        ends = [*prompt.text_offsets[start + 1 : end + 1], len(prompt.text)]
+        shown = [prompt.text[begin:end] for begin, end in zip(offsets, ends, strict=False)]
+        if logprobs is not None:
+            return _lists(offsets, shown, token_ids, logprobs, names)
+        tokens = [names.key(token_id, text) for token_id, text in zip(token_ids, shown, strict=True)]
+        return {"text_offset": list(offsets), "token_logprobs": [None], "tokens": tokens, "top_logprobs": [None]}
 
-    def first_of_prompt(self, token_id: int, names: TokenNames) -> Json:
-        """The lists of a prompt's first token, which has no log-probability."""
-        lists = self._empty()
-        self._append(lists, token_id, None, None, names)
-        return lists
+    def after(self, text: str) -> None:
+        """The output comes after this text."""
+        self._offset = self._text_length = len(text)
 
-    def _empty(self) -> Json:
-        return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    def add(self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool) -> Json:
+        """What more tokens, and the text that comes with them, add to the lists. What ended the output may be the last
+        tokens, and not in the text: they stand at its end."""
+        base, self._text_length = self._text_length, self._text_length + len(text)
+        offsets = list(accumulate(logprobs.text_lengths, initial=self._offset))
+        shown = [text[begin - base : end - base] for begin, end in pairwise(offsets)]
+        self._offset = offsets.pop()
+        if is_last:
+            offsets = [min(offset, self._text_length) for offset in offsets]
+        return _lists(offsets, shown, token_ids, logprobs, names)
 
-    def _append(
-        self, lists: Json, token_id: int, logprob: float | None, top: dict[str, float] | None, names: TokenNames
-    ) -> None:
-        lists["text_offset"].append(self._offset)
-        lists["token_logprobs"].append(logprob)
-        lists["tokens"].append(names.key(token_id))
-        lists["top_logprobs"].append(top)
-        self._offset += names.num_characters(token_id, specials=self._specials)
+
+def _lists(
+    text_offsets: Sequence[int],
+    shown: Sequence[str],
+    token_ids: Sequence[int],
+    logprobs: Logprobs,
+    names: TokenNames,
+) -> Json:
+    """``shown``: the part of the text that begins in each token."""
+    tokens, top_logprobs = [], []
+    for text, (token_id, chosen, top) in zip(shown, _by_token(token_ids, logprobs), strict=True):
+        tokens.append(names.key(token_id, text))
+        # The chosen token is there whether it is among the likeliest or not.
+        alternatives: dict[str, float] = {}
+        for each, logprob in (*top, (token_id, chosen)):
+            name = tokens[-1] if each == token_id else names.key(each)
+            alternatives.setdefault(name, _finite(logprob))
+        top_logprobs.append(alternatives)
+    return {
+        "text_offset": list(text_offsets),
+        "token_logprobs": list(map(_finite, logprobs.chosen)),
+        "tokens": tokens,
+        "top_logprobs": top_logprobs,
+    }
 
 
 def prompt_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:

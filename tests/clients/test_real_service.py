@@ -167,7 +167,7 @@ async def test_a_request_that_goes_on_from_another(client):
 async def test_updates(client):
     async with client.generate("on and on") as request:
         await request.take()
-        request.update(max_tokens=9999, priority=1)
+        request.update(max_tokens=0, priority=1)
         refused = None
         while refused is None:
             refused = next((event for event in await request.take() if isinstance(event, UpdateRefused)), None)

@@ -287,7 +287,8 @@ async def start_gateway(byte_tokenizer: Tokenizer) -> AsyncIterator[StartGateway
             **settings: Any,
         ) -> Gateway:
             scheduler = scheduler or SchedulerConfig()
-            executor = FakeExecutor(vocab_size=258, next_token=next_token, seconds_per_step=seconds_per_step)
+            vocab_size = (tokenizer or byte_tokenizer).vocab_size
+            executor = FakeExecutor(vocab_size=vocab_size, next_token=next_token, seconds_per_step=seconds_per_step)
             engine = Engine(executor, scheduler)
             given: dict[str, Any] = {"listen": "127.0.0.1:0", "scheduler": scheduler} | (service or {})
             config = ServerConfig("bytes", **given)

@@ -152,7 +152,7 @@ async def test_a_refusal_of_the_service_is_told(client):
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "dimensions": -1}, "dimensions"),
         ({"input": "a", "add_special_tokens": False}, "add_special_tokens"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
 async def test_what_is_wrong_is_named_and_not_sent(http, service, body, param):

@@ -96,8 +96,6 @@ def expected_choice(
     history = list(request.prompt_token_ids)
     max_tokens = min(max_tokens or request.max_tokens, max_model_len - len(history))
     text = request.make_text()
-    fed: list[int] = []
-    num_released = 0
     for num_before in range(max_tokens):
         token = next_token(history, sampling)
         if num_before < sampling.min_tokens:
@@ -106,18 +104,15 @@ def expected_choice(
         history.append(token)
         if token in sampling.stop_token_ids:
             end = Matched(FinishReason.STOP, stop_token_id=token)
-            num_released += text.finish().num_tokens
             break
-        fed.append(token)
         released = text.feed(token)
-        num_released += released.num_tokens
         if released.stop is not None:
             end = Matched(FinishReason.STOP, stop=released.stop)
             break
     else:
         end = Matched(FinishReason.LENGTH)
-        num_released += text.finish().num_tokens
-    return Expected(fed[:num_released], end, len(history) - len(request.prompt_token_ids))
+    token_ids = history[len(request.prompt_token_ids) :]
+    return Expected(token_ids, end, len(token_ids))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.scheduler.delivery import Delivery
+from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import FinishReason, Matched, Released
 
 EOS = 9
@@ -28,7 +29,8 @@ def test_a_stop_string_that_is_complete_only_at_the_end_is_the_end(last, num_sho
     delta = delivery.take([1, 1, last], None)
     assert delta is not None
     assert delta.end == delivery.end == Matched(FinishReason.STOP, stop="a")
-    assert (delta.token_ids, delta.text) == ([1] * num_shown, "a" * num_shown)
+    assert (delta.token_ids, delta.text) == ([1, 1, last], "a" * num_shown)
+    assert delivery.num_in_text == num_shown
 
 
 def test_a_stop_token_at_max_tokens_is_a_stop():
@@ -39,5 +41,46 @@ def test_a_stop_token_at_max_tokens_is_a_stop():
     delivery = Delivery(0, Plain(), [EOS], min_tokens=0, max_tokens=2, num_top_logprobs=None)
     delta = delivery.take([1, EOS, 1], None)
     assert delta is not None
-    assert (delta.token_ids, delta.end) == ([1], Matched(FinishReason.STOP, stop_token_id=EOS))
-    assert delivery.num_tokens == 2
+    assert (delta.token_ids, delta.end) == ([1, EOS], Matched(FinishReason.STOP, stop_token_id=EOS))
+    assert (delivery.num_tokens, delivery.num_in_text) == (2, 1)
+
+
+class Echo:
+    """Text for each token at once, and a stop string of its own."""
+
+    def __init__(self, stop_at=None):
+        self.stop_at = stop_at
+
+    def feed(self, token_id):
+        if token_id == self.stop_at:
+            return Released(0, "", "stop", (4,))
+        return Released(1, "x" * token_id)
+
+    def finish(self):
+        return Released(0, "")
+
+
+def logprobs(*values):
+    return TokenLogprobs(1, list(values), [7] * len(values), [-1.0] * len(values))
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "end", "length"),
+    [
+        (None, Matched(FinishReason.STOP, stop_token_id=EOS), 0),
+        (EOS, Matched(FinishReason.STOP, stop="stop"), 4),
+    ],
+    ids=["a stop token", "a stop string"],
+)
+def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
+    """As many as its usage counts, with their log-probabilities; what follows them in the same step is nobody's."""
+    eos = [] if stop_at else [EOS]
+    delivery = Delivery(0, Echo(stop_at), eos, min_tokens=0, max_tokens=9, num_top_logprobs=1)
+    first = delivery.take([2], logprobs(-0.5))
+    last = delivery.take([3, EOS, 5], logprobs(-1.5, -2.5, -3.5))
+    assert first is not None
+    assert last is not None
+    assert (first.token_ids, first.text_lengths) == ([2], [2])
+    assert (last.token_ids, last.text, last.end) == ([3, EOS], "xxx", end)
+    assert (last.logprobs, last.text_lengths) == (logprobs(-1.5, -2.5), [3, length])
+    assert (delivery.num_tokens, delivery.num_in_text) == (3, 2)

@@ -32,7 +32,7 @@ EOS = 256
 def make_converter(byte_tokenizer):
     pools = []
 
-    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None):
+    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None, defaults=None):
         tokenizer = tokenizer or byte_tokenizer
         pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
         pools.append(pool)
@@ -44,6 +44,7 @@ def make_converter(byte_tokenizer):
             max_sequence_tokens or max_model_len,
             max_retain_s=600.0,
             grammars=GrammarChecks(tokenizer),
+            defaults=defaults,
         )
 
     yield make
@@ -152,25 +153,25 @@ async def test_without_a_template_chat_is_refused(convert, make_converter, byte_
     assert error.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
-async def test_max_tokens_is_what_the_context_leaves(convert, make_converter):
-    assert (await convert(start("x" * 4000, max_tokens=96))).max_tokens == 96
-    error = await refusal(convert(start("x" * 4000, max_tokens=97)))
-    assert error.field == "sampling.max_tokens"
-    assert "96" in error.message
+@pytest.mark.parametrize(
+    ("asked", "gets"), [(95, 95), (96, 96), (97, 96), (4096, 96), (10**6, 96), (2**32 - 1, 96), (None, 96)]
+)
+async def test_max_tokens_is_cut_to_what_the_context_leaves(convert, asked, gets):
+    assert (await convert(start("x" * 4000, max_tokens=asked))).max_tokens == gets
+    assert (await convert(start("x" * 4000, output=pb.Output(logprobs=20), max_tokens=asked, n=8))).max_tokens == gets
 
 
 async def test_what_is_too_long_for_the_context_says_so(convert):
     ids = pb.TokenIds(ids=[1] * 4096)
-    longs = start("x" * 4096), pb.Start(token_ids=ids), start("x" * 4000, max_tokens=97), start("x", max_tokens=4096)
-    for long in longs:
+    for long in (start("x" * 4096), pb.Start(token_ids=ids)):
         assert (await refusal(convert(long))).reason is Reason.CONTEXT_LENGTH
     assert (await refusal(convert(start("")))).reason is Reason.INVALID_FIELD
 
 
-async def test_a_default_fits_the_cache(convert, make_converter):
+async def test_a_limit_on_the_output_fits_the_cache(convert, make_converter):
     converter = make_converter(max_sequence_tokens=1024)
-    assert (await convert(start("x" * 1000), converter)).max_tokens == 24
-    assert (await convert(start("x" * 1000, max_tokens=500), converter)).max_tokens == 500
+    for asked in (None, 500):
+        assert (await convert(start("x" * 1000, max_tokens=asked), converter)).max_tokens == 24
 
 
 async def test_min_tokens_is_at_most_max_tokens(convert):
@@ -353,10 +354,8 @@ class TestContinueFrom:
         ids = pb.TokenIds(ids=[258])
         error = await refusal(convert(pb.Start(continue_from="R", token_ids=ids), converter, context=kept))
         assert error.field == "token_ids.ids[0]"
-        sampling = pb.Sampling(max_tokens=20)
-        short = pb.Start(continue_from="R", text="y" * 5, sampling=sampling)
-        error = await refusal(convert(short, converter, context=kept))
-        assert "at most 19, which a prompt of 45 tokens leaves" in error.message
+        short = pb.Start(continue_from="R", text="y" * 5, sampling=pb.Sampling(max_tokens=20))
+        assert (await convert(short, converter, context=kept)).max_tokens == 19
 
     async def test_cost_counts_the_context(self, convert, make_converter, kept):
         converter = make_converter(max_model_len=1 << 20)
@@ -384,18 +383,19 @@ class TestContinueFrom:
 async def test_a_new_limit_on_the_output_is_held_against_the_same_bounds(convert, make_converter):
     converter = make_converter(max_model_len=1 << 20)
     request = await convert(start("x" * 100, n=64, max_tokens=10, min_tokens=3), converter)
-    converter.check_max_tokens(request, 3)
-    converter.check_max_tokens(request, MAX_TOKENS_IN_ALL // 64 - 100)
+    for most in (3, MAX_TOKENS_IN_ALL // 64 - 100):
+        assert converter.cut_max_tokens(request, most) == most
     for max_tokens, problem in (
         (2, "must be at least min_tokens, 3"),
         (MAX_TOKENS_IN_ALL // 64 - 99, "n x .prompt tokens . max_tokens. is at most"),
-        ((1 << 20) - 99, "at most 1,048,476, which the prompt leaves"),
     ):
         with pytest.raises(ServiceError, match=problem):
-            converter.check_max_tokens(request, max_tokens)
+            converter.cut_max_tokens(request, max_tokens)
     request = await convert(start(output=pb.Output(logprobs=20), max_tokens=10), converter)
     with pytest.raises(ServiceError, match=r"n x max_tokens x \(logprobs"):
-        converter.check_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
+        converter.cut_max_tokens(request, MAX_LOGPROB_ENTRIES // 21 + 1)
+    request = await convert(start("x" * 100, max_tokens=10), converter)
+    assert converter.cut_max_tokens(request, 2**32 - 1) == (1 << 20) - 100
 
 
 def test_a_text_far_too_long_is_refused_before_it_waits_for_a_thread(make_converter):

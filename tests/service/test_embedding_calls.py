@@ -128,7 +128,7 @@ class TestEnds:
         service = await start_service()
         seen: list[object] = []
 
-        def encode(self, text):
+        def encode(self, text, *arguments):
             time.sleep(0.3)
             return [1]
 

@@ -123,7 +123,7 @@ class TestGenerate:
 
     async def test_a_refusal_is_in_band_and_alone(self, start_service, new_reading, details_of):
         service = await start_service()
-        frames = [begin(1), begin(2, max_tokens=9_999_999), begin(3), begin(4, n=65), begin(5, tenant="other")]
+        frames = [begin(1), begin(2, max_tokens=0), begin(3), begin(4, n=65), begin(5, tenant="other")]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
         codes = {ref: outcome.finished[0].status.code for ref, outcome in reading.outcomes.items()}
         assert codes == {1: 0, 2: 3, 3: 0, 4: 3, 5: 7}
@@ -312,14 +312,14 @@ class TestSingle:
 
     async def test_a_refusal_has_no_message_so_that_it_may_be_retried(self, start_service, details_of):
         service = await start_service()
-        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(max_tokens=9999).start))
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(max_tokens=0).start))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(error.value)
         assert len(details["RequestInfo"].request_id) == 26
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=9999).start))
+            await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=0).start))
         assert details_of(error.value)["BadRequest"].field_violations[0].field == "sampling.max_tokens"
 
     @pytest.mark.parametrize(("retry_after_ms", "expected"), [(20, 3), (None, 1)])
@@ -408,7 +408,7 @@ class TestSingle:
         """Whatever becomes of a request, its stream no longer counts for the pace of others."""
         service = await start_service()
         pacer = service.server._running.generation._pacer
-        for request in (pb.Start(), begin(max_tokens=9999).start, begin().start):
+        for request in (pb.Start(), begin(max_tokens=0).start, begin().start):
             with suppress(grpc.aio.AioRpcError):
                 async for _ in service.generation.GenerateOne(pb.GenerateOneRequest(start=request)):
                     pass

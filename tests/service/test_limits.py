@@ -48,8 +48,6 @@ def test_reliability_figure_11_every_field_of_every_request_has_a_bound():
 def bad_numbers(bound: kinds.Number, field: FieldDescriptor) -> Iterator[float]:
     """Numbers just outside a bound, where the field's type has room for them."""
     low, high = bound.low, LIMITS.resolve(bound.high)
-    if bound.above_low:
-        yield low
     is_float = field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
     if low >= 1 or is_float or field.type == FieldDescriptor.TYPE_SINT32:
         yield low - 1
@@ -81,7 +79,7 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
             yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
         case kinds.Items() if of_what == "EmbedInput":
             yield [embedding_pb2.EmbedInput(text="x")] * (high + 1), ""
-            long = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (LIMITS.max_model_len + 1)))
+            long = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
             yield [embedding_pb2.EmbedInput(text="x"), long], "[1].token_ids.ids"
         case _:
             yield [admin_pb2.TenantSettings(tenant="x")] * (high + 1), ""
@@ -114,7 +112,8 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
             yield [0] * (high + 1), ""
             yield [LIMITS.vocab_size], "[0]"
             yield [0, 2**32 - 1], "[1]"
-            yield [0] * (high - 1) + [LIMITS.vocab_size], f"[{high - 1}]"
+            last = min(high, kinds.MAX_IDS_ON_LOOP) - 1
+            yield [0] * last + [LIMITS.vocab_size], f"[{last}]"
         case kinds.Biases(high=high, most=most):
             yield dict.fromkeys(range(high + 1), 0.0), ""
             yield {LIMITS.vocab_size: 0.0}, f"[{LIMITS.vocab_size}]"
@@ -323,7 +322,7 @@ def test_ids_of_thousands_of_inputs_are_counted_alone():
     """All of them together may be millions; their values are looked at where the inputs are prepared."""
     bound = FIELD_BOUNDS["EmbedInput"]["token_ids"]
     assert bound.problem(SimpleNamespace(ids=Unread([LIMITS.vocab_size] * 4096)), LIMITS) is None
-    assert bound.problem(SimpleNamespace(ids=Unread([0] * 4097)), LIMITS) is not None
+    assert bound.problem(SimpleNamespace(ids=Unread([0] * (kinds.MAX_UNCUT_IDS + 1))), LIMITS) is not None
 
 
 def test_one_length_is_not_told_as_a_range():
@@ -340,7 +339,7 @@ def test_the_bounds_themselves_are_allowed(name):
         good: list[Any] = []
         match bound:
             case kinds.Number(low=low, high=high):
-                good = [LIMITS.resolve(high), 1e-6 if bound.above_low else low]
+                good = [LIMITS.resolve(high), low]
             case kinds.Text(low=low, high=high) if bound.pattern is None:
                 good = ["x" * low, "x" * high]
             case kinds.Known(numbers=numbers):
@@ -365,4 +364,4 @@ def test_the_bounds_themselves_are_allowed(name):
 
 
 def test_limits_of_the_model_are_what_is_checked():
-    assert [LIMITS.resolve(limit) for limit in Limit] == [4095, 4096]
+    assert [LIMITS.resolve(limit) for limit in Limit] == [4095, 4096, 1 << 20]

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.scheduler.request import Released
 from penstock.service.stop_strings import StopStrings
-from penstock.service.text import IdsOnly, IncrementalText, text_states
+from penstock.service.text import IdsOnly, IncrementalText, text_offsets, text_states
 from penstock.service.tokenizer import Tokenizer
 from penstock.service.tokenizer_files import TokenizerError, TokenizerFiles
 
@@ -229,6 +229,11 @@ def spelled(tokenizer, *tokens):
     return [tokenizer._library.token_to_id(token) for token in tokens]
 
 
+def plain(released):
+    """Without the places of its tokens."""
+    return released._replace(lengths=None)
+
+
 def test_a_stop_string_across_tokens_is_held_and_never_shows():
     tokenizer = KINDS["llama"]
     state = IncrementalText(tokenizer, ["<end>"])
@@ -236,7 +241,7 @@ def test_a_stop_string_across_tokens_is_held_and_never_shows():
     assert state.feed(the) == Released(1, "the")
     assert state.feed(lower) == Released(0, "")
     assert state.feed(end) == Released(0, "")
-    assert state.feed(greater) == Released(1, " ", "<end>")
+    assert plain(state.feed(greater)) == Released(1, " ", "<end>")
 
 
 def test_what_was_no_stop_string_after_all_is_released():
@@ -245,24 +250,24 @@ def test_what_was_no_stop_string_after_all_is_released():
     lower, end, cat = spelled(tokenizer, "▁<", "end", "▁cat")
     assert state.feed(lower).num_tokens == 0
     assert state.feed(end).num_tokens == 0
-    assert state.feed(cat) == Released(3, "<end cat")
+    assert plain(state.feed(cat)) == Released(3, "<end cat")
 
 
 def test_a_stop_string_inside_one_token():
     tokenizer = KINDS["llama"]
     state = IncrementalText(tokenizer, ["n"])
     (end,) = spelled(tokenizer, "end")
-    assert state.feed(end) == Released(1, "e", "n")
+    assert plain(state.feed(end)) == Released(1, "e", "n")
 
 
 def test_of_overlapping_stop_strings_the_first_complete_one_wins_then_the_longest():
     tokenizer = KINDS["llama"]
     (the, end) = spelled(tokenizer, "▁the", "end")
-    assert IncrementalText(tokenizer, ["hex", "the", "he", "e"]).feed(the) == Released(0, "", "the")
-    assert IncrementalText(tokenizer, ["h", "the"]).feed(the) == Released(1, "t", "h")
+    assert plain(IncrementalText(tokenizer, ["hex", "the", "he", "e"]).feed(the)) == Released(0, "", "the")
+    assert plain(IncrementalText(tokenizer, ["h", "the"]).feed(the)) == Released(1, "t", "h")
     state = IncrementalText(tokenizer, ["ndt", "nde"])
     assert state.feed(end).num_tokens == 0
-    assert state.feed(end) == Released(1, "e", "nde")
+    assert plain(state.feed(end)) == Released(1, "e", "nde")
 
 
 def test_a_character_split_over_tokens_comes_whole():
@@ -271,7 +276,7 @@ def test_a_character_split_over_tokens_comes_whole():
     assert len(face) > 1
     state = IncrementalText(tokenizer)
     assert [state.feed(token_id) for token_id in face[:-1]] == [Released(0, "")] * (len(face) - 1)
-    assert state.feed(face[-1]) == Released(len(face), "🤔")
+    assert plain(state.feed(face[-1])) == Released(len(face), "🤔")
 
 
 def test_an_unfinished_character_ends_as_a_replacement():
@@ -279,7 +284,7 @@ def test_an_unfinished_character_ends_as_a_replacement():
     *begun, _ = tokenizer.encode("🤔", add_special_tokens=False)
     state = IncrementalText(tokenizer)
     assert {state.feed(token_id).text for token_id in begun} == {""}
-    assert state.finish() == Released(len(begun), "�")
+    assert plain(state.finish()) == Released(len(begun), "�")
 
 
 def test_a_stop_string_of_bytes_that_end_with_the_output_still_cuts():
@@ -288,7 +293,7 @@ def test_a_stop_string_of_bytes_that_end_with_the_output_still_cuts():
     the, *face = spelled(tokenizer, "▁the", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>")
     assert state.feed(the) == Released(1, "the")
     assert {state.feed(token_id).num_tokens for token_id in face} == {0}
-    assert state.finish() == Released(0, "", "🙂")
+    assert plain(state.finish()) == Released(0, "", "🙂")
 
 
 def test_a_long_run_of_broken_beginnings_is_not_held():
@@ -308,6 +313,62 @@ def test_choices_share_their_stop_strings_but_not_their_state():
     assert first.feed(the).num_tokens == 0
     assert second.finish() == Released(0, "")
     assert first.finish() == Released(1, "the")
+
+
+@every_kind
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_places_of_tokens_are_those_of_their_texts(kind, data):
+    """However the tokens come, and whatever of them is broken, their lengths make up the text; and where all of it is
+    text, each token's own text stands at its place."""
+    tokenizer = KINDS[kind]
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    include = data.draw(st.booleans())
+    offsets = text_offsets(tokenizer, token_ids, include)
+    text = tokenizer.decode(token_ids, include)
+    assert len(offsets) == len(token_ids)
+    assert offsets == sorted(offsets)
+    assert not offsets or offsets[0] == 0
+    pieces = tokenizer.pieces.all if include else tokenizer.pieces.ordinary
+    for at, (token_id, offset) in enumerate(zip(token_ids, offsets, strict=True)):
+        end = offsets[at + 1] if at + 1 < len(offsets) else len(text)
+        piece = pieces[token_id]
+        if piece is not None and at:
+            assert text[offset:end] in (piece, piece.lstrip(" "))
+
+
+def test_a_character_of_several_tokens_begins_in_the_first():
+    tokenizer = KINDS["byte-level"]
+    face = tokenizer.encode("🤔", add_special_tokens=False)
+    (after,) = tokenizer.encode(".", add_special_tokens=False)
+    assert text_offsets(tokenizer, [*face, after]) == [0, *[1] * len(face)]
+    assert text_offsets(tokenizer, face[1:]) == list(range(len(face) - 1))  # each is a U+FFFD of its own
+
+
+def test_broken_bytes_of_sentencepiece_are_a_character_each():
+    tokenizer = KINDS["llama"]
+    the, cat = spelled(tokenizer, "▁the", "▁cat")
+    day = spelled(tokenizer, "<0xE6>", "<0x97>", "<0xA5>")
+    assert text_offsets(tokenizer, [the, *day, cat]) == [0, 3, 4, 4, 4]
+    assert text_offsets(tokenizer, [the, *day, day[0], cat]) == [0, 3, 4, 5, 6, 7]
+    assert tokenizer.decode([the, *day, day[0], cat]) == "the���� cat"
+
+
+def test_the_space_that_a_text_loses_is_in_no_token():
+    tokenizer = KINDS["llama"]
+    the, cat = spelled(tokenizer, "▁the", "▁cat")
+    assert text_offsets(tokenizer, [the, cat]) == [0, 3]
+    begin = tokenizer._library.token_to_id("<s>")
+    assert text_offsets(tokenizer, [begin, the, cat]) == [0, 0, 3]
+    assert text_offsets(tokenizer, [begin, the, cat], True) == [0, 3, 7]
+
+
+def test_the_tokens_of_a_stop_string_have_their_places_too():
+    tokenizer = KINDS["llama"]
+    state = IncrementalText(tokenizer, ["<end>"])
+    the, lower, end, greater = spelled(tokenizer, "▁the", "▁<", "end", ">")
+    released = [state.feed(token_id) for token_id in (the, lower, end, greater)]
+    assert [part.text_lengths() for part in released] == [(3,), (), (), (2, 3, 1)]
 
 
 def test_ids_only_holds_nothing():

@@ -32,6 +32,8 @@ class EmbedRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     dimensions: _builtins.int
     """Only the first so many values of each vector, which then has length 1 again where `normalize` is set: 1 to the
     model's `embedding_size`. For models that were trained for it. Default: all.
@@ -46,6 +48,12 @@ class EmbedRequest(_message.Message):
     """W3C trace context of this request; see Start.traceparent."""
     client_request_id: _builtins.str
     """The caller's own id: echoed in logs, never used as a key. At most 128 bytes of printable ASCII."""
+    truncate_prompt_tokens: _builtins.int
+    """Keeps at most this many tokens of each input: 1 to the model's context, or -1 for the context. The special tokens that
+    the tokenizer puts around a text are kept. Default: an input that is too long is refused.
+    """
+    truncation_side: _generation_pb2.TruncationSide.ValueType
+    """Which end of an input `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_RIGHT, which keeps the first tokens."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """1 to 2,048; together at most 1,048,576 tokens and 4 MiB of UTF-8. Inputs x dimensions is at most 900,000, where the
@@ -62,10 +70,12 @@ class EmbedRequest(_message.Message):
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "dimensions", b"dimensions", "normalize", b"normalize", "priority", b"priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "normalize", b"normalize", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "client_request_id", b"client_request_id", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "client_request_id", b"client_request_id", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "priority", b"priority", "tenant", b"tenant", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
@@ -73,12 +83,16 @@ class EmbedRequest(_message.Message):
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
@@ -96,7 +110,9 @@ class EmbedInput(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _generation_pb2.TokenIds:
-        """Token ids; 1 to the model's context, each below the tokenizer's vocabulary size."""
+        """Token ids; 1 to the model's context unless `truncate_prompt_tokens` is set, each below the tokenizer's vocabulary
+        size.
+        """
 
     def __init__(
         self,

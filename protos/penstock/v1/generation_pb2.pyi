@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TruncationSide:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TruncationSide.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
+    """Means the method's default."""
+    TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
+    """Cuts the beginning, and keeps the last tokens."""
+    TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
+    """Cuts the end, and keeps the first tokens."""
+
+class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper):
+    """Which end of a prompt is cut."""
+
+TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
+"""Means the method's default."""
+TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
+"""Cuts the beginning, and keeps the last tokens."""
+TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
+"""Cuts the end, and keeps the first tokens."""
+Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
+
 class _OutputFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -268,8 +292,8 @@ class Choice(_message.Message):
     """The text, whole; empty where `output.format` is OUTPUT_FORMAT_TOKEN_IDS."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens of `text`; empty where `output.format` is OUTPUT_FORMAT_TEXT. A stop string that begins inside a token's
-        text cuts that text: the token is here whole all the same, as the last one.
+        """The tokens that were chosen, as many as `usage` counts; empty where `output.format` is OUTPUT_FORMAT_TEXT. The last
+        are those that ended the output, whose text is not in `text`: the stop token, or the tokens of the stop string.
         """
 
     @_builtins.property
@@ -362,6 +386,8 @@ class Start(_message.Message):
     RETAIN_MS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request: unique among the live ones of its stream; may be used again after `finished`.
     Any uint32, 0 included. A duplicate of a live ref ends the stream with INVALID_ARGUMENT.
@@ -400,9 +426,19 @@ class Start(_message.Message):
     """The most tokens that may be drafted for a choice in one step; 0 is off; at most 32. Drafts change when tokens come,
     never which. Default, and upper bound: what the service drafts.
     """
+    truncate_prompt_tokens: _builtins.int
+    """Keeps at most this many tokens of the prompt: 1 to the model's context, or -1 for as many as the context holds with
+    one token of output. What is left out counts in no usage. The special tokens that the tokenizer puts around a `text`
+    are kept; those of a `chat` or of `token_ids` are cut like others. With `continue_from` it counts the context as
+    well. Default: a prompt that is too long is refused.
+    """
+    truncation_side: Global___TruncationSide.ValueType
+    """Which end of the prompt `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT, which keeps the last tokens."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids; at most the model's context less one, each below the tokenizer's vocabulary size."""
+        """Token ids; at most the model's context less one unless `truncate_prompt_tokens` is set, each below the tokenizer's
+        vocabulary size.
+        """
 
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -438,10 +474,12 @@ class Start(_message.Message):
         retain_ms: _builtins.int | None = ...,
         constraint: _constraint_pb2.Constraint | None = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -451,6 +489,8 @@ class Start(_message.Message):
     _WhichOneofArgType__retain_ms: _TypeAlias = _typing.Literal["_retain_ms", b"_retain_ms"]  # noqa: Y015
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -461,6 +501,8 @@ class Start(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_ms) -> _WhichOneofReturnType__retain_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -475,8 +517,8 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order; 1 to the model's context less one, which a token of output needs; each below the tokenizer's vocabulary
-        size.
+        """In order; 1 to the model's context less one, which a token of output needs, or to 1,048,576 (or the context, if that
+        is more) where the prompt is truncated; each below the tokenizer's vocabulary size.
         """
 
     def __init__(
@@ -617,7 +659,11 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are chosen. Filters apply in this order: penalties, logit_bias and masks, temperature, top_k, top_p, min_p."""
+    """How tokens are chosen. Filters apply in this order: penalties, logit_bias and masks, temperature, top_k, top_p, min_p.
+
+    A field that is set counts, whatever its value. What the model's generation_config.json says is the default of the
+    others; GetModelResponse.sampling_defaults reports it, and the service's --generation-config none turns it off.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -659,24 +705,34 @@ class Sampling(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 takes the most likely token (greedy); 0 to 100, finite. Default: 1.0."""
+    """0 takes the most likely token (greedy); 0 to 100, finite. Default: the model's generation_config.json, else 1.0."""
     top_k: _builtins.int
-    """Only the k most likely tokens; 0 is off; at most 1,000,000. Default: 0."""
+    """Only the k most likely tokens; 0 is off; at most 1,000,000. Default: the model's generation_config.json, else 0."""
     top_p: _builtins.float
-    """Only the most likely tokens whose probabilities reach this sum: above 0, to 1. Default: 1.0 (off)."""
+    """Only the most likely tokens whose probabilities reach this sum: 0 to 1; 0 takes the most likely token. Default: the
+    model's generation_config.json, else 1.0 (off).
+    """
     min_p: _builtins.float
-    """Only tokens at least this likely, as a share of the most likely one: 0 to 1. Default: 0 (off)."""
+    """Only tokens at least this likely, as a share of the most likely one: 0 to 1. Default: the model's
+    generation_config.json, else 0 (off).
+    """
     repetition_penalty: _builtins.float
-    """Divides (above 1) or multiplies the logits of tokens in prompt or output: 0.01 to 100. Default: 1.0 (off)."""
+    """Divides (above 1) or multiplies the logits of tokens in prompt or output: 0.01 to 100. Default: the model's
+    generation_config.json, else 1.0 (off).
+    """
     presence_penalty: _builtins.float
-    """Subtracted from the logit of each token in the output: -2 to 2. Default: 0."""
+    """Subtracted from the logit of each token in the output: -2 to 2. Default: the model's generation_config.json, else 0."""
     frequency_penalty: _builtins.float
-    """Subtracted from a token's logit once for each time it is in the output: -2 to 2. Default: 0."""
+    """Subtracted from a token's logit once for each time it is in the output: -2 to 2. Default: the model's
+    generation_config.json, else 0.
+    """
     seed: _builtins.int
     """Makes sampling repeatable. Any uint64. Default: drawn at admission and reported in `finished.seed`."""
     max_tokens: _builtins.int
-    """The most output tokens of each choice: 1 to the model's context less the prompt. Default: all that the context leaves,
-    or, of Complete, what its answer has room for if that is less.
+    """The most output tokens of each choice: at least 1. More than the context and the KV cache leave after the prompt is
+    cut to that; an output that reaches it ends with FINISH_REASON_LENGTH. Default: max_new_tokens of the model's
+    generation_config.json, else all that the context leaves, or, of Complete, what its answer has room for if that is
+    less. A service's operator may set a limit that cuts it as well.
     """
     min_tokens: _builtins.int
     """No stop token is chosen before this many output tokens: 0 to max_tokens. Default: 0. At a position where this and
@@ -871,8 +927,8 @@ class Update(_message.Message):
     priority: _builtins.int
     """A new priority, -1,000 to 1,000. Default: unchanged."""
     max_tokens: _builtins.int
-    """A new limit on each choice's output: 1, or `min_tokens`, to what the context leaves. A choice that has as many
-    tokens already, or more, ends with FINISH_REASON_LENGTH. Default: unchanged.
+    """A new limit on each choice's output: at least 1 and `min_tokens`; cut as `sampling.max_tokens` is. A choice that has
+    as many tokens already, or more, ends with FINISH_REASON_LENGTH. Default: unchanged.
     """
     def __init__(
         self,
@@ -1027,8 +1083,9 @@ class Delta(_message.Message):
     """Whole characters, never a possible beginning of a stop string, where text was asked for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens of `text`, exactly, where token ids were asked for. A stop string that begins inside a token's text cuts
-        that text: the token is here whole all the same, as the last one.
+        """The tokens of `text`, exactly, where token ids were asked for. On the last delta also those that ended the output,
+        whose text is not in `text`: the stop token, or the tokens of the stop string. So a choice that ended has as many
+        ids as `usage` counts.
         """
 
     @_builtins.property
@@ -1069,6 +1126,7 @@ class Logprobs(_message.Message):
     NUM_TOP_FIELD_NUMBER: _builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
     num_top: _builtins.int
     """k: how many alternatives each token has."""
     @_builtins.property
@@ -1083,6 +1141,12 @@ class Logprobs(_message.Message):
     def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """ln P of the alternatives."""
 
+    @_builtins.property
+    def text_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many characters of the output's text begin in each token, where text was asked for. The tokens of a stop string
+        count in full, although the text ends before it. Empty for prompts.
+        """
+
     def __init__(
         self,
         *,
@@ -1090,10 +1154,11 @@ class Logprobs(_message.Message):
         num_top: _builtins.int = ...,
         top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top: _abc.Iterable[_builtins.float] | None = ...,
+        text_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1145,7 +1210,9 @@ class ChoiceEnd(_message.Message):
     stop: _builtins.str
     """The stop string. It and what follows it are not in the text."""
     stop_token_id: _builtins.int
-    """The stop token or the model's end-of-sequence token. It counts in `usage` and is in neither text nor token ids."""
+    """The stop token or the model's end-of-sequence token. It counts in `usage` and is the last of the token ids; the
+    text does not have it.
+    """
     def __init__(
         self,
         *,

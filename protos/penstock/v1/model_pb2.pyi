@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from penstock.v1 import generation_pb2 as _generation_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -56,6 +57,7 @@ class GetModelResponse(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, as `--served-model-name` gave it; otherwise the directory's or the hub's."""
     architecture: _builtins.str
@@ -92,6 +94,12 @@ class GetModelResponse(_message.Message):
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What this service can do, by name: "prefix_caching", "prompt_logprobs", "priority" and so on."""
 
+    @_builtins.property
+    def sampling_defaults(self) -> _generation_pb2.Sampling:
+        """Defaults that the model's generation_config.json, or the operator, sets for fields of a request's `sampling`. A field
+        that is not set here has the default in its comment.
+        """
+
     def __init__(
         self,
         *,
@@ -110,10 +118,11 @@ class GetModelResponse(_message.Message):
         kv_cache_dtype: _builtins.str = ...,
         embedding_size: _builtins.int = ...,
         speculation: _builtins.str = ...,
+        sampling_defaults: _generation_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

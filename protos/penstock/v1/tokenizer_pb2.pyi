@@ -27,25 +27,42 @@ class TokenizeRequest(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    INCLUDE_TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """At most 4 MiB of UTF-8, and of tokens in the answer. Special tokens written in it are ordinary text."""
     add_special_tokens: _builtins.bool
     """Whether the tokenizer adds its own special tokens, such as a beginning of sequence, as it does for a `text` prompt.
     Default: true.
     """
+    truncate_prompt_tokens: _builtins.int
+    """Keeps at most this many tokens; see Start.truncate_prompt_tokens. Default: all."""
+    truncation_side: _generation_pb2.TruncationSide.ValueType
+    """Which end `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT."""
+    include_text_offsets: _builtins.bool
+    """Adds `text_offsets` to the answer. Default: false."""
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: _generation_pb2.TruncationSide.ValueType = ...,
+        include_text_offsets: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "include_text_offsets", b"include_text_offsets", "text", b"text", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
@@ -56,18 +73,26 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order."""
+
+    @_builtins.property
+    def text_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each token begins in the text, in characters; only where `include_text_offsets` asked for them. A special token
+        that the tokenizer added begins where the next one does.
+        """
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text_offsets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text_offsets", b"text_offsets", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,8 +106,11 @@ class DetokenizeRequest(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
     include_special_tokens: _builtins.bool
     """Keeps special tokens in the text. Default: false."""
+    include_text_offsets: _builtins.bool
+    """Adds `text_offsets` to the answer. Default: false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """0 to 1,048,576 ids, each below the vocabulary size; their text has less than 4 MiB of UTF-8."""
@@ -92,10 +120,11 @@ class DetokenizeRequest(_message.Message):
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         include_special_tokens: _builtins.bool = ...,
+        include_text_offsets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_special_tokens", b"include_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_special_tokens", b"include_special_tokens", "include_text_offsets", b"include_text_offsets", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -108,16 +137,22 @@ class DetokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSETS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text."""
+    @_builtins.property
+    def text_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where each token begins in the text, in characters; only where `include_text_offsets` asked for them."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
+        text_offsets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "text_offsets", b"text_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import math
 
-from .case import NUM_TOKENS, QUESTION, WORD, Answer, Ask, Holds
+from .case import END, NUM_TOKENS, QUESTION, WORD, Answer, Ask, Holds
 
 
 def limits_the_output(answer: Answer, ask: Ask) -> None:
@@ -88,12 +88,12 @@ def has_logprobs(num_top: int) -> Holds:
     return has
 
 
-def has_logprobs_of(said: str) -> Holds:
-    """The tokens that it is made of."""
+def has_logprobs_of(said: str, *, ends: bool = False) -> Holds:
+    """The tokens that it is made of; with ``ends`` also the end token after them."""
 
     def has(answer: Answer, ask: Ask) -> None:
         (choice,) = answer.choices
-        assert "".join(choice.tokens) == said
+        assert "".join(choice.tokens[:-1] if ends else choice.tokens) == said
         assert all(value is not None and value <= 0 for value in choice.logprobs)
 
     return has
@@ -116,6 +116,32 @@ def has_token_ids(answer: Answer, ask: Ask) -> None:
 
 def names_tokens_by_id(answer: Answer, ask: Ask) -> None:
     assert answer.choices[0].tokens == [f"token_id:{WORD}"] * NUM_TOKENS
+
+
+def tells_the_end_token(answer: Answer, ask: Ask) -> None:
+    """As many tokens as the usage counts, the last of which is not in the text."""
+    (choice,) = answer.choices
+    assert choice.token_ids == [END]
+    assert (choice.text, answer.output_tokens) == ("", 1)
+
+
+def keeps_tokens(first: int, last: int) -> Holds:
+    """Of the prompt those from ``first`` to before ``last``; 0 is its end."""
+
+    def keeps(answer: Answer, ask: Ask) -> None:
+        whole = ask(truncate_prompt_tokens=None, truncation_side=None).prompt_token_ids
+        assert answer.prompt_token_ids == whole[first : last or None]
+        assert answer.prompt_tokens == len(answer.prompt_token_ids)
+
+    return keeps
+
+
+def counts_kept_tokens(answer: Answer, ask: Ask) -> None:
+    assert answer.prompt_tokens == 2
+
+
+def is_cut_to_the_context(answer: Answer, ask: Ask) -> None:
+    assert answer.end == ("stop", None)
 
 
 def has_prompt_logprobs(answer: Answer, ask: Ask) -> None:

@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from .case import EMBEDDINGS, Case, Support
-from .claims import has_long_vectors, is_of_length, is_the_same_in_either_form, is_the_vector_of_its_text
+from .claims import (
+    counts_kept_tokens,
+    has_long_vectors,
+    is_of_length,
+    is_the_same_in_either_form,
+    is_the_vector_of_its_text,
+)
 
 IGNORED, REFUSED = Support.IGNORED, Support.REFUSED
 IDS = [531, 924, 296]
@@ -23,7 +29,12 @@ OWN = (
     Case("normalize", "false leaves vectors as long as they are", {"normalize": False}, has_long_vectors),
     Case("add_special_tokens", "true", {"add_special_tokens": True}, is_of_length(256)),
     Case("add_special_tokens", "false", {"add_special_tokens": False}, support=REFUSED),
+    Case("truncate_prompt_tokens", "an input's first tokens; -1 is the context",
+         {"truncate_prompt_tokens": 2}, counts_kept_tokens),
+    Case("truncate_prompt_tokens", "0", {"truncate_prompt_tokens": 0}, support=REFUSED),
+    Case("truncation_side", "left keeps the last tokens",
+         {"truncate_prompt_tokens": 2, "truncation_side": "left"}, counts_kept_tokens),
     Case("user", "", {"user": "me"}, support=IGNORED),
-)
+)  # fmt: skip
 
 CASES = tuple(replace(case, endpoints=EMBEDDINGS, streams=False) for case in OWN)

@@ -1,0 +1,48 @@
+"""Cuts prompts to a number of tokens, where a request asks for it. Knows no tokenizer."""
+
+from dataclasses import dataclass
+
+from penstock.service.errors import invalid
+from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+
+Truncated = pb.Start | embedding_pb2.EmbedRequest | tokenizer_pb2.TokenizeRequest
+"""What may ask for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How many tokens of a prompt are kept, and which."""
+
+    max_tokens: int
+    keeps_first: bool
+
+    @classmethod
+    def of(cls, request: Truncated, most: int, *, keeps_first: bool = False) -> "Truncation | None":
+        """What a request asks for; None is nothing. A prompt has at most ``most`` tokens; ``keeps_first`` is the
+        method's default. Raises ServiceError."""
+        if not request.HasField("truncate_prompt_tokens"):
+            return None
+        wanted = request.truncate_prompt_tokens
+        if not wanted:
+            raise invalid(
+                "truncate_prompt_tokens", "must be at least 1, or -1 for what the model's context takes; it is 0"
+            )
+        if request.truncation_side:
+            keeps_first = request.truncation_side == pb.TRUNCATION_SIDE_RIGHT
+        return cls(most if wanted < 0 else min(wanted, most), keeps_first)
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The tokens that are kept."""
+        return token_ids[: self.max_tokens] if self.keeps_first else token_ids[-self.max_tokens :]
+
+    def cut_inside(self, token_ids: list[int], text_ids: list[int]) -> list[int]:
+        """The same of a text's tokens with the special ones that a tokenizer puts around them, which are kept;
+        ``text_ids``: without those."""
+        num_around = len(token_ids) - len(text_ids)
+        num_kept = self.max_tokens - num_around
+        begins = (at for at in range(num_around + 1) if token_ids[at : at + len(text_ids)] == text_ids)
+        begin = next(begins, None)
+        if begin is None or num_kept < 1:
+            return self.cut(token_ids)
+        inside = text_ids[:num_kept] if self.keeps_first else text_ids[-num_kept:]
+        return [*token_ids[:begin], *inside, *token_ids[begin + len(text_ids) :]]
