@@ -209,7 +209,8 @@ def _add_shape(flags: "argparse._ArgumentGroup") -> None:
         default=[],
         dest="settings",
         metavar="NAME=VALUE",
-        help="an option of every request, such as temperature=0.7, tenant=a, priority=1 (default: temperature=0); "
+        help="an option of every request, such as temperature=0.7, tenant=a, priority=1 (default: temperature=0 and "
+        "repetition_penalty=1); "
         "of --api openai any member of the body, NAME= to leave one out; may be repeated",
     )
 

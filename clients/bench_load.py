@@ -12,8 +12,9 @@ from typing import Protocol
 from penstock.clients.bench_lengths import Lengths, Uniform
 from penstock.clients.errors import PenstockError
 
-DEFAULT_OPTIONS: Mapping[str, object] = {"temperature": 0, "ignore_eos": True}
-"""Greedy, and as long as asked for, so that two runs, or two servers, do the same work."""
+DEFAULT_OPTIONS: Mapping[str, object] = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
+"""Greedy, without a penalty of the model's own, and as long as asked for, so that two runs, or two servers, do the same
+work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,9 @@ class _Events:
 
 def _text(choice: dict[str, Any]) -> str:
     delta = choice.get("delta") or {}
-    return str(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or "")
+    return str(
+        choice.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or ""
+    )
 
 
 def _note_refusal(record: Record, response: aiohttp.ClientResponse, body: str) -> None:

@@ -11,7 +11,7 @@ from waiting import wait_until
 from penstock.clients import bench_grpc, cli
 from penstock.clients.bench_flags import parse_arguments
 from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_load import ClosedLoop, RandomLoad, Request
+from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
 from penstock.clients.bench_run import run
 from penstock.clients.bench_trace import Trace
 from penstock.clients.connection import Connection
@@ -30,7 +30,7 @@ def test_the_table_and_the_files(tool, threaded_service, tmp_path):
     assert re.search(r"time to first token +[\d.]+ m?s", done.stdout)
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["model"] == "fake"
-    assert told["options"] == {"temperature": 0, "ignore_eos": True, "top_k": 5}
+    assert told["options"] == {**DEFAULT_OPTIONS, "top_k": 5}
     assert told["summary"]["requests"]["ok"] == len(told["requests"]) == 12
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     starts = threaded_service.starts

@@ -58,6 +58,7 @@ def put_together(chunks):
             delta = part["delta"]
             choice["content"] += delta.get("content", "")
             choice["reasoning"] += delta.get("reasoning_content", "")
+            assert delta.get("reasoning") == delta.get("reasoning_content")
             for call in delta.get("tool_calls", []):
                 known = choice["calls"].setdefault(call["index"], {"name": "", "arguments": "", "id": call.get("id")})
                 known["name"] += call["function"].get("name", "")
@@ -90,12 +91,15 @@ async def compare(scripted_gateway, fields, said):
     )
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    of_reasoning = [usage["completion_tokens_details"] for usage in (chunks[-1]["usage"], whole["usage"])]
+    has_reasoning = said.startswith("<think>")
+    assert of_reasoning == [{"reasoning_tokens": len("so") * has_reasoning * fields.get("n", 1)}] * 2
     streamed = put_together(chunks)
     assert len(whole["choices"]) == len(streamed) == fields.get("n", 1)
     for choice in whole["choices"]:
         other, message = streamed[choice["index"]], choice["message"]
         assert (message["content"] or "") == other["content"]
-        assert message.get("reasoning_content", "") == other["reasoning"]
+        assert message.get("reasoning_content", "") == message.get("reasoning", "") == other["reasoning"]
         calls = [call["function"] for call in message.get("tool_calls", [])]
         assert calls == [{"name": c["name"], "arguments": c["arguments"]} for c in other["calls"].values()]
         assert (choice["logprobs"] or {}).get("content") == other["logprobs"]
@@ -149,6 +153,32 @@ async def test_calls_and_their_answers_are_shown_to_the_model(scripted_gateway):
     response = await scripted_gateway.post(PATH, messages=history, tools=[TOOL])
     assert response.json()["choices"][0]["message"]["content"] == "done"
     assert response.json()["usage"]["prompt_tokens"] > len("find it")
+
+
+async def test_a_refusal_of_the_assistants_is_read_as_its_text(scripted_gateway):
+    for parts in ([{"type": "refusal", "refusal": "No."}], [{"type": "text", "text": "No."}]):
+        history = [*messages("a"), {"role": "assistant", "content": parts}, *messages("yes")]
+        answer = (await scripted_gateway.post(PATH, messages=history, return_token_ids=True)).json()
+        prompt = bytes(token for token in answer["prompt_token_ids"] if token < TURN_ENDS)
+        assert b"No." in prompt
+    both = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    history = [*messages("a"), {"role": "assistant", "content": both}, *messages("yes")]
+    answer = (await scripted_gateway.post(PATH, messages=history, return_token_ids=True)).json()
+    assert b"Well.\nNo." in bytes(token for token in answer["prompt_token_ids"] if token < TURN_ENDS)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_max_tokens_is_cut_to_what_the_context_leaves(gateway, name):
+    body = {"messages": messages("x"), name: 10**6}
+    answer = (await gateway.post(PATH, **body)).json()
+    assert answer["usage"]["total_tokens"] == 4096
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_tokens_of_reasoning_are_counted_whether_it_is_shown_or_not(scripted_gateway):
+    for shows in (True, False, None):
+        answer = await whole_of(scripted_gateway, "<think>because</think>So.", include_reasoning=shows, n=2)
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * len("because")}
 
 
 async def test_reasoning_is_apart_and_can_be_left_out(scripted_gateway):

@@ -186,6 +186,52 @@ async def test_usage_so_far_in_every_chunk(gateway):
     assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in chunks)
 
 
+@pytest.mark.parametrize(
+    ("options", "last", "each"),
+    [
+        (None, False, False),
+        ({}, True, False),
+        ({"include_usage": True}, True, False),
+        ({"include_usage": False}, False, False),
+        ({"include_usage": None}, False, False),
+        ({"continuous_usage_stats": True}, True, True),
+        ({"continuous_usage_stats": None}, True, False),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+    ],
+)
+async def test_stream_options_are_read_as_vllm_reads_them(gateway, options, last, each):
+    *others, end = await gateway.chunks(PATH, prompt="ab", max_tokens=3, stream_options=options)
+    assert (not end["choices"] and end["usage"] is not None) == last
+    assert all((chunk.get("usage") is not None) == each for chunk in others)
+
+
+async def test_without_stream_an_empty_stream_options_is_none(gateway):
+    for options in (None, {}):
+        assert (await whole_of(gateway, prompt="ab", max_tokens=3, stream_options=options))["usage"]
+
+
+@pytest.mark.parametrize("max_tokens", [96, 97, 4096, 10**6, 2**64])
+async def test_max_tokens_is_cut_to_what_the_context_leaves(gateway, max_tokens):
+    answer = await whole_of(gateway, prompt="a" * 4000, max_tokens=max_tokens)
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (96, "length")
+
+
+async def test_null_is_the_default_of_max_tokens(gateway):
+    for fields in ({}, {"max_tokens": None}):
+        assert (await whole_of(gateway, prompt="ab", **fields))["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("prompt", ["a" * 4080, [97] * 4080, ["a", "a" * 4080]])
+async def test_the_default_of_max_tokens_must_fit(gateway, prompt):
+    assert (await whole_of(gateway, prompt=prompt))["usage"]["completion_tokens"] % 16 == 0
+    longer = [prompt[0], prompt[1] + "a"] if isinstance(prompt[0], str) and len(prompt) == 2 else prompt + prompt[:1]
+    response = await gateway.post(PATH, prompt=longer)
+    assert response.status_code == 400
+    assert "leaves 15 tokens of the model's context, 4,096" in response.json()["error"]["message"]
+    assert (await whole_of(gateway, prompt=longer, max_tokens=16))["usage"]["completion_tokens"] in (15, 31)
+    assert (await whole_of(gateway, prompt=longer, truncate_prompt_tokens=-1))["usage"]["completion_tokens"] in (15, 31)
+
+
 async def test_without_stream_options_no_chunk_has_usage(gateway):
     chunks = await gateway.chunks(PATH, prompt="ab", max_tokens=3)
     assert all("usage" not in chunk for chunk in chunks)
