@@ -23,6 +23,10 @@ class EmbedOptions(TypedDict, total=False):
     tenant: str | None
     traceparent: str | None
     client_request_id: str | None
+    truncate_prompt_tokens: int | None
+    """Tokens of each input that are kept; -1: as many as the context takes."""
+    truncation_side: str | None
+    """Which end is cut: ``left`` keeps the last tokens, ``right`` the first. Default: right."""
 
 
 _OPTIONS = {name: field for name, field in pb.EmbedRequest.DESCRIPTOR.fields_by_name.items() if name != "inputs"}

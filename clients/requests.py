@@ -71,6 +71,10 @@ class Options(ChatOptions, total=False):
     """Tokens that may be drafted in a step; 0 is off. Drafts change when tokens come, never which."""
     traceparent: str | None
     client_request_id: str | None
+    truncate_prompt_tokens: int | None
+    """Tokens of the prompt that are kept; -1: as many as the context takes."""
+    truncation_side: str | None
+    """Which end is cut: ``left`` keeps the last tokens, ``right`` the first. Default: left."""
 
 
 # Dictionaries: protobuf's own mappings do not survive a name with half of a surrogate pair.
@@ -222,12 +226,23 @@ def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
             if isinstance(items, Mapping) or not isinstance(items, Iterable):
                 raise InvalidOption(field.name, f"expected a list, got {shown(value)}")
             getattr(message, field.name).extend([_scalar(field, field.name, item) for item in items])
+        elif field.enum_type is not None:
+            setattr(message, field.name, _enum_number(field, value))
         else:
             setattr(message, field.name, _scalar(field, field.name, value))
     except InvalidOption:
         raise
     except (TypeError, ValueError, OverflowError) as error:  # the last for an integer that no float can hold
         raise InvalidOption(field.name, str(error)) from None
+
+
+def _enum_number(field: FieldDescriptor, value: object) -> int:
+    """A value of an enum by its name, in lower case and without the enum's: ``left`` for TRUNCATION_SIDE_LEFT."""
+    _, *values = field.enum_type.values  # the first one stands for none of them
+    numbers = {each.name.removeprefix(f"{field.name.upper()}_").lower(): each.number for each in values}
+    if not isinstance(value, str) or value not in numbers:
+        raise InvalidOption(field.name, f"expected {' or '.join(numbers)}, got {shown(value)}")
+    return numbers[value]
 
 
 def _set_map(target: dict[int, object], name: str, of_value: FieldDescriptor, value: object) -> None:

@@ -115,7 +115,7 @@ async def test_a_request_from_its_start_to_its_end(client):
 async def test_stop_strings_choices_and_ids(client):
     answer = await client.complete([104, 105], stop="h", max_tokens=30, n=2)
     assert [choice.text for choice in answer.choices] == [letters(2, 5)] * 2
-    assert answer.choices[1].token_ids == [ord(c) for c in letters(2, 5)]
+    assert answer.choices[1].token_ids == [ord(c) for c in letters(2, 6)]
     assert answer.choices[0].end.stop == "h"
 
 
@@ -132,7 +132,7 @@ async def test_the_tokenizer_and_the_model(client):
     ("options", "field"),
     [
         (Options(temperature=-1), "temperature"),
-        (Options(top_p=0), "top_p"),
+        (Options(top_p=-1), "top_p"),
         (Options(max_tokens=0), "max_tokens"),
         (Options(stop_token_ids=[258]), "stop_token_ids"),
         (Options(tenant="other"), "tenant"),

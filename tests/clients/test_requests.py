@@ -35,6 +35,8 @@ def test_every_option_reaches_its_field():
             "tenant": "t",
             "client_request_id": "mine",
             "max_draft_tokens": 0,
+            "truncate_prompt_tokens": -1,
+            "truncation_side": "right",
         },
         timeout=1.5,
     )
@@ -49,7 +51,14 @@ def test_every_option_reaches_its_field():
     assert start.output.format == pb.OUTPUT_FORMAT_TOKEN_IDS
     assert start.output.HasField("logprobs")
     assert start.HasField("max_draft_tokens")
+    assert (start.truncate_prompt_tokens, start.truncation_side) == (-1, pb.TRUNCATION_SIDE_RIGHT)
     assert (start.priority, start.tenant, start.client_request_id, start.timeout_ms) == (-3, "t", "mine", 1500)
+
+
+@pytest.mark.parametrize("value", ["middle", "unspecified", "LEFT", 1, True, ["left"]])
+def test_a_value_of_an_enum_is_named_as_the_contract_names_it(value):
+    with pytest.raises(InvalidOption, match="truncation_side: expected left or right, got"):
+        build_start("hi", {"truncation_side": value})
 
 
 def test_text_and_token_ids_come_back_unless_told_otherwise():

@@ -206,7 +206,8 @@ async def test_stream_options_are_read_as_vllm_reads_them(gateway, options, last
 
 
 async def test_without_stream_an_empty_stream_options_is_none(gateway):
-    for options in (None, {}):
+    forms: list[dict[str, Any] | None] = [None, {}]
+    for options in forms:
         assert (await whole_of(gateway, prompt="ab", max_tokens=3, stream_options=options))["usage"]
 
 
@@ -217,7 +218,8 @@ async def test_max_tokens_is_cut_to_what_the_context_leaves(gateway, max_tokens)
 
 
 async def test_null_is_the_default_of_max_tokens(gateway):
-    for fields in ({}, {"max_tokens": None}):
+    forms: list[dict[str, Any]] = [{}, {"max_tokens": None}]
+    for fields in forms:
         assert (await whole_of(gateway, prompt="ab", **fields))["usage"]["completion_tokens"] == 16
 
 
