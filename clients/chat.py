@@ -93,6 +93,7 @@ class Chat:
     def __init__(self, client: Client, model: GetModelResponse, screen: Screen) -> None:
         self._client = client
         self._context = model.max_model_len
+        self._defaults = model.sampling_defaults
         self._screen = screen
         self._answers: list[Answer] = []
         self._timeout: float | None = None
@@ -138,11 +139,17 @@ class Chat:
             self.options[name] = value
 
     def settings(self) -> str:
-        """The options that are not at their default."""
+        """The options that are set, and the defaults that the model has for others."""
         options = dict(self.options)
         if self._timeout is not None:
             options["timeout_ms"] = round(self._timeout * 1000)
-        return "\n".join(f"{name} = {value}" for name, value in options.items()) or "all are at their defaults"
+        lines = [f"{name} = {value}" for name, value in options.items()]
+        lines += [
+            f"{field.name} = {value:.6g} (the model's default)"
+            for field, value in self._defaults.ListFields()
+            if field.name not in options
+        ]
+        return "\n".join(lines) or "all are at their defaults"
 
     def stats(self) -> str:
         """Speed and tokens."""

@@ -324,7 +324,7 @@ class _Running:
         self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = Conversations(config.conversation_ttl_s, config.conversation_tokens)
-        speculation = config.speculation
+        speculation, defaults = config.speculation, config.sampling_defaults
         converter = Converter(
             validator,
             self.pool,
@@ -333,7 +333,7 @@ class _Running:
             max_retain_s=conversations.ttl_s,
             max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
             grammars=self.grammars,
-            defaults=config.sampling_defaults,
+            defaults=defaults,
         )
         surroundings = Surroundings(engine, converter, telemetry, conversations)
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
@@ -347,15 +347,7 @@ class _Running:
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(
-                config.model_name,
-                version,
-                facts,
-                tokenizer,
-                lambda: engine.config,
-                speculation,
-                config.sampling_defaults,
-            ),
+            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation, defaults),
             self._server,
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)

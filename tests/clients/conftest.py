@@ -68,6 +68,7 @@ class FakeService(
         self.key = ""
         self.delay = 0.0
         self.context_length = 2000
+        self.sampling_defaults = pb.Sampling()
         self.break_next = 0
         self.refusals: Counter[str] = Counter()
         self.keeps = False
@@ -203,7 +204,12 @@ class FakeService(
     async def GetModel(self, request, context):
         if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
-        return model_pb2.GetModelResponse(name="fake", max_model_len=self.context_length, has_chat_template=True)
+        return model_pb2.GetModelResponse(
+            name="fake",
+            max_model_len=self.context_length,
+            has_chat_template=True,
+            sampling_defaults=self.sampling_defaults,
+        )
 
     async def Tokenize(self, request, context):
         return tokenizer_pb2.TokenizeResponse(token_ids=[ord(c) for c in request.text])

@@ -7,6 +7,8 @@ import grpc
 import pytest
 from waiting import wait_until
 
+from penstock.v1 import generation_pb2 as pb
+
 TEMPLATE_TOKENS = len("<user>")
 
 
@@ -97,6 +99,13 @@ def test_once(chat, threaded_service):
 def test_lines_can_be_joined(chat):
     done = chat('one \\\ntwo\n"""\nthree\n  four\n"""\n')
     assert done.stdout == "one \ntwo\nthree\n  four\n"
+
+
+def test_the_models_own_defaults_are_shown_unless_something_else_is_set(chat, threaded_service):
+    threaded_service.sampling_defaults = pb.Sampling(temperature=0.6, top_k=20)
+    done = chat("/set temperature=0.5\n/set\n")
+    shown = "max_tokens = 1000\ntemperature = 0.5\ntop_k = 20 (the model's default)\n"
+    assert done.stderr.endswith(shown)
 
 
 def test_commands(chat, threaded_service):
