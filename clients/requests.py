@@ -238,6 +238,7 @@ def set_field(message: Message, field: FieldDescriptor, value: object) -> None:
 
 def _enum_number(field: FieldDescriptor, value: object) -> int:
     """A value of an enum by its name, in lower case and without the enum's: ``left`` for TRUNCATION_SIDE_LEFT."""
+    assert field.enum_type is not None
     _, *values = field.enum_type.values  # the first one stands for none of them
     numbers = {each.name.removeprefix(f"{field.name.upper()}_").lower(): each.number for each in values}
     if not isinstance(value, str) or value not in numbers:
