@@ -67,7 +67,9 @@ class Nested:
 def chat_bytes(messages: Iterable[Any]) -> int:
     """What the long texts of chat messages have in all."""
     return sum(
-        utf8_bytes(message.content) + sum(utf8_bytes(call.arguments) for call in message.tool_calls)
+        utf8_bytes(message.content)
+        + utf8_bytes(message.reasoning_content)
+        + sum(utf8_bytes(call.arguments) for call in message.tool_calls)
         for message in messages
     )
 
@@ -151,6 +153,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "ChatMessage": {
         "role": Text(1, 64, required=True),
         "content": Text(0, MAX_TEXT_BYTES),
+        "reasoning_content": Text(0, MAX_TEXT_BYTES),
         "tool_calls": Items(128, Nested()),
         "tool_call_id": Text(1, 256),
         "name": Text(1, 256),

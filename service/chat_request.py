@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from penstock.service.bounds import chat_bytes
-from penstock.service.chat_template import Chat, Message, ToolCall
+from penstock.service.chat_template import Chat, ChatTemplate, Message, ToolCall
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.v1 import generation_pb2 as pb
@@ -19,13 +19,14 @@ done, 0.1 s for 4 MiB of short lists."""
 _SET_BY_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
-def check_chat(chat: pb.Chat, shows_tools: bool | None) -> None:
-    """What can be said before anything is parsed. ``shows_tools``: whether the model's template does; None without a
-    template. Raises ServiceError."""
-    if shows_tools is None:
-        raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
-    if chat.tools and not shows_tools:
+def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
+    """What can be said before anything is parsed. ``template`` is the one that will render the chat. Raises
+    ServiceError."""
+    if chat.tools and not template.shows_tools:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
+    for index, message in enumerate(chat.messages):
+        if message.role not in template.roles:
+            raise invalid(f"{_at(index)}.role", f"must be one of {', '.join(sorted(template.roles))}")
     if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
         raise invalid("chat.tools", f"together with the messages at most {MAX_TEXT_BYTES:,} bytes; they have {total:,}")
     if not chat.continue_final_message:
@@ -43,15 +44,13 @@ def parse_chat(chat: pb.Chat) -> Chat:
     messages = [
         Message(
             message.role,
-            message.content,
-            [
-                ToolCall(call.id, call.name, _object(call.arguments or "{}", f"{_at(index)}.tool_calls[{i}].arguments"))
-                for i, call in enumerate(message.tool_calls)
-            ],
+            message.content if message.HasField("content") or not message.tool_calls else None,
+            [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls],
             message.tool_call_id,
             message.name,
+            message.reasoning_content if message.HasField("reasoning_content") else None,
         )
-        for index, message in enumerate(chat.messages)
+        for message in chat.messages
     ]
     opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return Chat(
@@ -73,6 +72,14 @@ def _variables(text: str) -> Mapping[str, Any]:
     for name in sorted(_SET_BY_FIELDS & variables.keys()):
         raise invalid(field, f"{name} has a field of its own; set that")
     return variables
+
+
+def _arguments(text: str) -> Mapping[str, Any] | str:
+    """A call's arguments; the text itself where a model wrote something else, as it may."""
+    try:
+        return _object(text or "{}", "arguments")
+    except ServiceError:
+        return text
 
 
 def _object(text: str, field: str) -> Mapping[str, Any]:

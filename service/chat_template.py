@@ -3,25 +3,21 @@
 The template is the operator's file, the messages are a caller's: it runs in Jinja's immutable sandbox. Knows no tokens.
 """
 
-import json
-import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any, NamedTuple
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.specials import CALLERS
+from penstock.service.template_environment import TemplateEnvironment, TemplateRefusal
+from penstock.service.template_facts import TemplateFacts
+from penstock.service.template_text import own_text
 
 _MAX_REASON = 200
-_NOT_ASCII = re.compile(f"[^\\x00-\\x7f{CALLERS}]")
+_ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
+"""OpenAI's."""
 
 
 class ToolCall(NamedTuple):
@@ -29,17 +25,19 @@ class ToolCall(NamedTuple):
 
     id: str
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] | str
+    """As the model wrote them, where that is not the JSON text of an object."""
 
 
 class Message(NamedTuple):
     """One message of a conversation."""
 
     role: str
-    content: str
+    content: str | None
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +56,29 @@ class TemplateSyntaxError(Exception):
     """A template that is no valid Jinja; the text says where and why."""
 
 
-class _Refusal(Exception):
-    """What a template says by ``raise_exception``."""
-
-
 class ChatTemplate:
-    """A compiled template. Rendering changes nothing, so threads may share one."""
+    """A compiled template. Rendering changes nothing, so threads may share one.
+
+    What it renders is ``TemplateText``, which tells the template's own text from the caller's.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens`` are the template's variables ``bos_token``, ``eos_token`` and so on.
 
         Raises TemplateSyntaxError.
         """
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment = TemplateEnvironment()
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateSyntaxError(f"line {error.lineno}: {error.message}") from None
-        self._variables: dict[str, Any] = {**special_tokens, "tools": None, "documents": None}
-        tree = environment.parse(source)
-        constants = (constant.value for constant in tree.find_all(jinja2.nodes.Const))
-        self.words = frozenset(constant for constant in constants if isinstance(constant, str))
-        """Its texts: what it may compare a role with, or refuse with."""
-        self.names = self.words | {attribute.attr for attribute in tree.find_all(jinja2.nodes.Getattr)}
-        """What it may compare any other value with, or look up in one."""
-        names = tree.find_all(jinja2.nodes.Name)
-        self.shows_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        named = {name: own_text(token) for name, token in special_tokens.items()}
+        self._variables: dict[str, Any] = {**named, "tools": None, "documents": None}
+        self._facts = facts = TemplateFacts(environment.parse(source))
+        self.shows_tools = facts.shows_tools
         """Whether it looks at ``tools`` at all."""
+        self.roles = _ROLES | facts.roles
+        """The roles that messages may have."""
 
     def render(self, chat: Chat) -> str:
         """The prompt. Raises ServiceError where the template refuses the messages, or cannot cope with them."""
@@ -120,63 +109,75 @@ class ChatTemplate:
         return after
 
     def _render(self, chat: Chat) -> str:
+        try:
+            return self._render_messages(chat, chat.messages)
+        except ServiceError as error:
+            simplified = [_simplified(message) for message in chat.messages]
+            if simplified == list(chat.messages):
+                raise
+            first = error
+        try:
+            return self._render_messages(chat, simplified)
+        except ServiceError:
+            raise first from first.__cause__
+
+    def _render_messages(self, chat: Chat, messages: Iterable[Message]) -> str:
         variables = {**self._variables, **(chat.variables or {})}
         if chat.tools:
             variables["tools"] = list(chat.tools)
-        variables["messages"] = [_as_turn(message) for message in chat.messages]
+        variables["messages"] = [self._turn(message) for message in messages]
         variables["add_generation_prompt"] = chat.add_generation_prompt
         try:
             return self._template.render(variables)
-        except _Refusal as refusal:
+        except TemplateRefusal as refusal:
             raise invalid("chat", f"the model's chat template refuses it{self._reason(refusal)}") from None
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
             raise invalid("chat", f"the model's chat template fails on it ({type(error).__name__})") from error
 
-    def _reason(self, refusal: _Refusal) -> str:
+    def _reason(self, refusal: TemplateRefusal) -> str:
         """What it says where that is a constant of the template: else it may hold what the caller wrote, which no
         status repeats."""
         said = str(refusal)
-        return f": {said[:_MAX_REASON]}" if said in self.words else ""
+        return f": {said[:_MAX_REASON]}" if said in self._facts.words else ""
 
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A message as templates are written for it: what it lacks is not there at all."""
+        turn: dict[str, Any] = {"role": self._role(message.role)}
+        if message.content is not None or self._facts.tests_content_for_none:
+            turn["content"] = message.content
+        if message.reasoning is not None:
+            # As transformers has it; the last name is vLLM's.
+            turn["reasoning_content"] = turn["thinking"] = message.reasoning
+            if "reasoning" in self._facts.names:
+                turn["reasoning"] = message.reasoning
+        if message.tool_calls:
+            turn["tool_calls"] = [_as_call(call) for call in message.tool_calls]
+        if message.tool_call_id:
+            turn["tool_call_id"] = message.tool_call_id
+        if message.name:
+            turn["name"] = message.name
+        return turn
 
-def _as_turn(message: Message) -> dict[str, Any]:
-    """A message as templates are written for it: what it lacks is not there at all."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        turn["tool_calls"] = [_as_call(call) for call in message.tool_calls]
-    if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
-    if message.name:
-        turn["name"] = message.name
-    return turn
+    def _role(self, role: str) -> str:
+        """A role that may be part of a special token, such as <|user|>, is one that the template knows."""
+        if role == "developer" and role not in self._facts.roles:
+            role = "system"
+        return own_text(role) if role in self.roles else role
 
 
 def _as_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": dict(call.arguments)}
+    arguments = call.arguments if isinstance(call.arguments, str) else dict(call.arguments)
+    function = {"name": call.name, "arguments": arguments}
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a model was trained on; in a prompt it means nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body alone."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as it is: the filter of Jinja escapes it for HTML. What marks callers' text stays, whatever is escaped."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, **options)
-    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
-
-
-def _raise_exception(message: object) -> None:
-    raise _Refusal(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _simplified(message: Message) -> Message:
+    """A message for a template that fails on what few templates know."""
+    calls = [
+        call._replace(arguments={"arguments": call.arguments}) if isinstance(call.arguments, str) else call
+        for call in message.tool_calls
+    ]
+    # gpt-oss's template takes either content or reasoning beside a call.
+    reasoning = None if message.content and message.tool_calls else message.reasoning
+    return message._replace(content=message.content or "", tool_calls=calls or message.tool_calls, reasoning=reasoning)

@@ -85,7 +85,12 @@ class ServeConfig:
         None, 'sampling defaults that go before those, such as {"temperature": 0.6}; its max_new_tokens is a limit for '
         'every request', metavar="JSON", shown="none", is_json=True,
     )  # fmt: skip
-    chat_template: Path | None = flag(None, "a Jinja chat template", metavar="FILE", shown="the model's own")
+    chat_template: Path | None = flag(
+        None,
+        "a Jinja chat template, or the name of one of the model's own",
+        metavar="FILE|NAME",
+        shown="the model's own",
+    )
     max_model_len: int | None = flag(
         None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
     )

@@ -107,7 +107,7 @@ class Converter:
         if prompt == "token_ids" and self._truncation(start) is None:
             self._validator.check_num_ids(start.token_ids.ids, "token_ids.ids", Limit.PROMPT)
         if prompt == "chat":
-            check_chat(start.chat, self._tokenizer.shows_tools)
+            check_chat(start.chat, self._tokenizer.chat_template(bool(start.chat.tools)))
         if start.HasField("constraint"):
             _check_constraint(start)
         sampling = start.sampling

@@ -5,17 +5,12 @@ Knows one library and its habits; nothing of templates.
 
 import re
 import secrets
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import tokenizers
 
-CALLERS = "\udfff"
-"""Stands after a character of a caller's that no special token may include. No text from a wire can hold it: it is half
-of a surrogate pair, which UTF-8 cannot express."""
-
-
-_GRAM_SIZES = range(1, 7)
+from penstock.service.template_text import runs
 
 
 class Specials:
@@ -31,17 +26,9 @@ class Specials:
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._id_of = {token.content: token_id for token_id, token in specials.items()}
-        longest_first = sorted(self._id_of, key=len, reverse=True)
         any_of_them = _any_of(sorted(self._id_of)) if self._id_of else "(?!)"
-        self._templates = re.compile(f"(?:{any_of_them})(?!{CALLERS})")
+        self._templates = re.compile(any_of_them)
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
-        self._prefixes = frozenset(text[:end] for text in longest_first for end in range(1, len(text)))
-        self._suffixes = frozenset(text[start:] for text in longest_first for start in range(1, len(text)))
-        self._longest = max(map(len, longest_first), default=0)
-        self._all = "\0".join(longest_first)
-        self._grams = frozenset(
-            text[start : start + size] for text in longest_first for start in range(len(text)) for size in _GRAM_SIZES
-        )
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
         for token in specials.values():
@@ -63,67 +50,27 @@ class Specials:
         ``follows``: it is no beginning, where some tokenizers add a space."""
         if not self._splits and not follows:
             return self._ids(text, add_special_tokens)
-        split = self._marked(text).replace(CALLERS, self._splitter) if self._splits else text
+        # A function, since a template of text would have the library hash the whole pattern each time.
+        split = self._beginnings.sub(lambda beginning: beginning[1] + self._splitter, text) if self._splits else text
         if follows:
             split = self._splitter + split
         return [token_id for token_id in self._ids(split, add_special_tokens) if token_id != self._splitter_id]
 
-    def guarded(self, text: str) -> str:
-        """A caller's text for a template: marked where it holds a special token, and where one could come about at its
-        ends, together with what the template puts there."""
-        marked = self._marked(text)
-        words = marked.strip()
-        begins = any(words[-length:] in self._prefixes for length in range(1, self._longest))
-        ends = any(words[:length] in self._suffixes for length in range(1, self._longest))
-        if not begins and not ends:
-            return marked
-        start = marked.index(words)
-        end = start + len(words)
-        if begins:
-            marked = f"{marked[:end]}{CALLERS}{marked[end:]}"
-        if ends:
-            marked = f"{marked[: start + 1]}{CALLERS}{marked[start + 1 :]}"
-        return marked
-
-    def guarded_name(self, name: str) -> str:
-        """As ``guarded``, for text that a template may put in the middle of a special token: a role."""
-        return f"{self.guarded(name)}{CALLERS}"
-
-    def guarded_value(self, text: str, names: Container[str]) -> str:
-        """As ``guarded``, for text that a template may put anywhere, be it inside a special token, but may also compare
-        with one of ``names``, or look up by one: such a text stays as it is, unless it holds a special token or an end
-        of one."""
-        marked = self.guarded(text)
-        if marked != text or text in names:
-            return marked
-        return f"{text}{CALLERS}" if self._is_inside(text.strip()) else text
-
-    def _is_inside(self, words: str) -> bool:
-        """Whether a special token may have ``words`` inside. A search through thousands of them is the last resort."""
-        if not 0 < len(words) < self._longest:
-            return False
-        size = _GRAM_SIZES[-1]
-        last = max(0, len(words) - size)
-        return all(words[at : at + size] in self._grams for at in range(last + 1)) and words in self._all
-
     def encode_template(self, rendered: str, *, follows: bool = False) -> list[int]:
-        """Ids of what a template made of guarded texts; ``follows``: something comes before it."""
+        """Ids of what a template rendered, with special tokens in text of its own alone; ``follows``: something comes
+        before it."""
         special_ids: list[int] = []
 
         def alias(match: re.Match[str]) -> str:
             special_ids.append(self._id_of[match[0]])
             return self._alias_of[match[0]]
 
-        aliased = without_marks(self._templates.sub(alias, rendered))
+        parts = (self._templates.sub(alias, text) if is_own else text for text, is_own in runs(rendered))
         in_order = iter(special_ids)
-        encoded = self.encode(aliased, False, follows=follows)
+        encoded = self.encode("".join(parts), False, follows=follows)
         ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
-
-    def _marked(self, text: str) -> str:
-        # A function, since a template of text would have the library hash the whole pattern each time.
-        return self._beginnings.sub(lambda beginning: f"{beginning[1]}{CALLERS}", text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
@@ -141,11 +88,6 @@ def _any_of(texts: Sequence[str]) -> str:
     branches = [_any_of(list(alike)) for _, alike in groupby(filter(None, rest), key=lambda text: text[0])]
     may_end = "?" if "" in rest and branches else ""
     return re.escape(first[:num_common]) + (f"(?:{'|'.join(branches)}){may_end}" if branches else "")
-
-
-def without_marks(rendered: str) -> str:
-    """What a template made of guarded texts, as the text that it is."""
-    return rendered.replace(CALLERS, "")
 
 
 def named_tokens(config: Mapping[str, object]) -> dict[str, str]:

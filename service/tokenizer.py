@@ -12,14 +12,20 @@ from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.request import Context, Prompt
 from penstock.service.chat_template import Chat, ChatTemplate, Message
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.guarded_chat import ChatGuard
 from penstock.service.identity import DEFAULT_TENANT, Caller, current_caller
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
-from penstock.service.specials import Specials, without_marks
+from penstock.service.specials import Specials
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
-from penstock.service.tokenizer_files import TokenizerError, TokenizerFacts, TokenizerFiles, read_tokenizer
+from penstock.service.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    TOOL_TEMPLATE,
+    TokenizerError,
+    TokenizerFacts,
+    TokenizerFiles,
+    read_tokenizer,
+)
 from penstock.service.truncation import Truncation
 
 __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
@@ -63,11 +69,12 @@ class Tokenizer:
         """The most bytes of a caller's text that one token stands for, where that is known."""
         self._specials = Specials(library, specials)
         self._library = library
-        self._template = files.template
+        self._templates = files.templates
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> "Tokenizer":
-        """Of a directory in Hugging Face's layout. ``chat_template`` takes the place of the model's own template.
+        """Of a directory in Hugging Face's layout. ``chat_template`` is a file that takes the place of the model's own
+        template, or the name of one of those.
 
         Raises TokenizerError.
         """
@@ -76,12 +83,14 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be prompts."""
-        return self._template is not None
+        return DEFAULT_TEMPLATE in self._templates
 
-    @property
-    def shows_tools(self) -> bool | None:
-        """Whether the chat template does; None without one."""
-        return None if self._template is None else self._template.shows_tools
+    def chat_template(self, with_tools: bool) -> ChatTemplate:
+        """The template of conversations with tools, or of those without. Raises ServiceError."""
+        name = TOOL_TEMPLATE if with_tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        if name not in self._templates:
+            raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
+        return self._templates[name]
 
     def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
@@ -99,7 +108,7 @@ class Tokenizer:
 
         Raises ServiceError.
         """
-        return self._specials.encode_template(self._render(chat))
+        return self._specials.encode_template(self._template_of(chat).render(chat))
 
     def encode_after(self, text: str) -> list[int]:
         """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
@@ -110,12 +119,12 @@ class Tokenizer:
     def encode_chat_after(self, chat: Chat) -> list[int]:
         """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
         the messages. Raises ServiceError."""
-        template, guarded = self._guarded(chat)
-        return self._specials.encode_template(template.render_after_answer(guarded), follows=True)
+        template = self._template_of(chat)
+        return self._specials.encode_template(template.render_after_answer(chat), follows=True)
 
     def render_chat(self, chat: Chat) -> str:
         """A conversation as the text that the template makes of it. Raises ServiceError."""
-        return without_marks(self._render(chat))
+        return str.__str__(self._template_of(chat).render(chat))
 
     def decode(self, token_ids: Sequence[int], include_special_tokens: bool = False) -> str:
         """The text of ids below ``vocab_size``; what is no character becomes U+FFFD."""
@@ -130,15 +139,11 @@ class Tokenizer:
         sequences = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spelled)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
 
-    def _render(self, chat: Chat) -> str:
-        template, guarded = self._guarded(chat)
-        return template.render(guarded)
-
-    def _guarded(self, chat: Chat) -> tuple[ChatTemplate, Chat]:
-        if self._template is None:
-            raise ServiceError(Reason.NO_CHAT_TEMPLATE)
-        _check_size([text for message in chat.messages for text in (message.role, message.content)], "chat")
-        return self._template, ChatGuard(self._specials, self._template).guard(chat)
+    def _template_of(self, chat: Chat) -> ChatTemplate:
+        """The template of a conversation whose texts are not too long. Raises ServiceError."""
+        texts = (text for message in chat.messages for text in (message.role, message.content, message.reasoning))
+        _check_size([text for text in texts if text is not None], "chat")
+        return self.chat_template(bool(chat.tools))
 
 
 def _check_size(texts: Iterable[str], field: str) -> None:

@@ -13,6 +13,11 @@ from penstock.models.tokenizer_json import Vocabulary
 from penstock.service.chat_template import ChatTemplate, TemplateSyntaxError
 from penstock.service.specials import named_tokens, unnamed_tokens
 
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+"""The template of conversations with tools, as transformers has it."""
+_GIVE_TEMPLATE = "give the path of a Jinja template"
+
 
 class TokenizerError(Exception):
     """A model's tokenizer cannot be used. The text is one line that names the file and the remedy."""
@@ -31,7 +36,8 @@ class TokenizerFiles:
     """Those that the configuration names, whether or not tokenizer.json marks them as special."""
     eos_token_ids: frozenset[int]
     """As the files have them: they may lie outside the vocabulary."""
-    template: ChatTemplate | None
+    templates: Mapping[str, ChatTemplate]
+    """By name: ``DEFAULT_TEMPLATE``, ``TOOL_TEMPLATE``, and others that only ``--chat-template`` names."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ def foresee_facts(directory: Path) -> TokenizerFacts | None:
 
 
 def read_tokenizer(directory: Path, chat_template: Path | None = None) -> TokenizerFiles:
-    """Reads tokenizer.json and what stands beside it; ``chat_template`` takes the place of the model's own template.
+    """Reads tokenizer.json and what stands beside it; ``chat_template`` is a file that takes the place of the model's
+    own template, or the name of one of those.
 
     Raises TokenizerError.
     """
@@ -87,7 +94,7 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
         decoder=decoder,
         special_tokens=frozenset(named.values()) | frozenset(unnamed_tokens(config)),
         eos_token_ids=frozenset(_eos_token_ids(directory, library.token_to_id(named.get("eos_token", "")))),
-        template=_read_template(directory, chat_template, config, named),
+        templates=_read_templates(directory, chat_template, config, named),
     )
 
 
@@ -148,26 +155,58 @@ def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
         raise TokenizerError(f"{path}: is no valid tokenizer ({reason}): fetch it again") from error
 
 
-def _read_template(
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The text of a chat template, or what stands in its place."""
+
+    where: Path
+    text: object
+
+
+def _read_templates(
     directory: Path, chosen: Path | None, config: dict[str, Any], named: dict[str, str]
-) -> ChatTemplate | None:
-    beside = directory / "chat_template.jinja"
-    if chosen is not None or beside.is_file():
-        where = chosen or beside
-        source: object = _read(where, "give the path of a Jinja template").decode(errors="replace")
+) -> dict[str, ChatTemplate]:
+    if chosen is None:
+        sources = _template_sources(directory, config)
+    elif chosen.exists():
+        sources = {DEFAULT_TEMPLATE: _Source(chosen, _read_text(chosen))}
     else:
-        where = directory / "tokenizer_config.json"
-        source = config.get("chat_template")
-    if isinstance(source, list):
-        # Several templates for several purposes; the one for a conversation is called so.
-        named_ones = (entry for entry in source if isinstance(entry, dict))
-        source = next((entry.get("template") for entry in named_ones if entry.get("name") == "default"), None)
-    if source is None:
-        return None
-    if not isinstance(source, str):
+        own = _template_sources(directory, config)
+        if str(chosen) not in own:
+            names = f", or one of the model's own by its name: {', '.join(sorted(own))}" if len(own) > 1 else ""
+            raise TokenizerError(f"{chosen}: is missing: {_GIVE_TEMPLATE}{names}")
+        sources = {DEFAULT_TEMPLATE: own[str(chosen)]}
+    return {name: _compile(source, named) for name, source in sources.items()}
+
+
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
+    """The model's own templates by name. Files take the place of what tokenizer_config.json has, as in transformers."""
+    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    if (beside := directory / "chat_template.jinja").is_file():
+        files[DEFAULT_TEMPLATE] = beside
+    if files:
+        return {name: _Source(path, _read_text(path)) for name, path in files.items()}
+    where = directory / "tokenizer_config.json"
+    source = config.get("chat_template")
+    if not isinstance(source, list):
+        return {} if source is None else {DEFAULT_TEMPLATE: _Source(where, source)}
+    return {
+        entry["name"]: _Source(where, entry["template"])
+        for entry in source
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and entry.get("template") is not None
+    }
+
+
+def _read_text(path: Path) -> str:
+    return _read(path, _GIVE_TEMPLATE).decode(errors="replace")
+
+
+def _compile(source: _Source, named: dict[str, str]) -> ChatTemplate:
+    where = source.where
+    if not isinstance(source.text, str):
         raise TokenizerError(f"{where}: chat_template is no text: correct it, or give another with --chat-template")
     try:
-        return ChatTemplate(source, named)
+        return ChatTemplate(source.text, named)
     except TemplateSyntaxError as error:
         raise TokenizerError(
             f"{where}: the chat template is no valid Jinja, {error}: correct it, or give another with --chat-template"

@@ -100,7 +100,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         """Messages to the prompt."""
         self._validator.check(request)
-        check_chat(request.chat, self._tokenizer.shows_tools)
+        check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))
 
         def work() -> pb.RenderChatResponse:
             chat = parse_chat(request.chat)

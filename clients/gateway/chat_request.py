@@ -12,8 +12,6 @@ from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
 from penstock.v1 import generation_pb2 as pb
 
-_ROLES = {"developer": "system"}
-"""OpenAI's newer name of a role that templates know by its old one."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """The second and third are what Responses call it."""
 _ASSISTANT, _REFUSAL = "assistant", "refusal"
@@ -101,7 +99,12 @@ def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
     if message.function_call is not None:
         problem = "is not supported; send the call in tool_calls, which has taken its place"
         raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
-    added = chat.messages.add(role=_ROLES.get(message.role, message.role), content=_content(message, where))
+    added = chat.messages.add(role=message.role)
+    if message.content is not None:
+        added.content = _content(message, where)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        added.reasoning_content = reasoning
     if message.name is not None:
         added.name = message.name
     if message.tool_call_id is not None:

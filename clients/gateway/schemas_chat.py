@@ -50,15 +50,18 @@ class Message(BaseModel):
 
     model_config = _LENIENT
 
-    role: str = Field(description="system, developer, user, assistant or tool.")
+    role: str = Field(
+        description="system, developer, user, assistant or tool, or another role that the chat template names."
+    )
     content: str | Items[TextPart] | None = None
     name: str | None = None
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = Field(default=None, description="Refused: tool_calls has taken its place.")
     reasoning_content: str | None = Field(
-        default=None, description="Passed over: templates drop what was reasoned before."
+        default=None, description="What the model reasoned before this answer. The template decides what it shows."
     )
+    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
 
 
 class FunctionTool(BaseModel):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.service.chat_request import MAX_JSON_DEPTH, check_chat, parse_chat
+from penstock.service.chat_template import ChatTemplate
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text_size import MAX_TEXT_BYTES
 from penstock.v1 import generation_pb2 as pb
@@ -16,8 +17,11 @@ ANSWER = pb.ChatMessage(role="assistant", content="Yes")
 CALL = pb.ChatMessage(role="assistant", content="x", tool_calls=[pb.ToolCall(name="get_weather")])
 
 
+TEMPLATE = ChatTemplate("{{ tools }}{{ messages }}", {})
+
+
 def checked(chat):
-    check_chat(chat, shows_tools=True)
+    check_chat(chat, TEMPLATE)
     return parse_chat(chat)
 
 
@@ -31,25 +35,29 @@ def nested(depth):
     return '{"a": ' * depth + "1" + "}" * depth
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[1]", '"text"', "null", "{'a': 1}", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}']
-    + ['{"a": ' + inner + "}" for inner in ("9" * 5000, nested(MAX_JSON_DEPTH), nested(100_000), "[" * 100_000)],
-    ids=range(12),
-)
+NO_OBJECTS = ["{", "[1]", '"text"', "null", "{'a': 1}", '{"a": NaN}', '{"a": Infinity}', '{"a": "\\ud800"}'] + [
+    '{"a": ' + inner + "}" for inner in ("9" * 5000, nested(MAX_JSON_DEPTH), nested(100_000), "[" * 100_000)
+]
+no_object = pytest.mark.parametrize("text", NO_OBJECTS, ids=range(12))
+
+
+@no_object
 def test_what_is_no_object_of_json_is_refused_by_name(text):
-    message = pb.ChatMessage(
-        role="assistant", tool_calls=[pb.ToolCall(name="x"), pb.ToolCall(name="x", arguments=text)]
-    )
     user = pb.ChatMessage(role="user")
     for chat, field in (
         (pb.Chat(messages=[user], tools=["{}", text]), "chat.tools[1]"),
         (pb.Chat(messages=[user], template_variables=text), "chat.template_variables"),
-        (pb.Chat(messages=[user, message]), "chat.messages[1].tool_calls[1].arguments"),
     ):
         error = refusal(chat)
         assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
         assert len(error.message) < 120
+
+
+@no_object
+def test_arguments_that_are_no_object_are_the_text_that_they_are(text):
+    calls = [pb.ToolCall(name="x", arguments='{"a": 1}'), pb.ToolCall(name="x", arguments=text)]
+    chat = pb.Chat(messages=[QUESTION, pb.ChatMessage(role="assistant", tool_calls=calls)])
+    assert checked(chat).messages[1].tool_calls == [("", "x", {"a": 1}), ("", "x", text)]
 
 
 def test_what_is_nested_as_deep_as_may_be_is_taken():

@@ -309,6 +309,10 @@ def test_special_tokens_cannot_come_about_by_a_role(loaded):
     assert tokenizer.decode(hostile, include_special_tokens=True).startswith("<|endoftext|>")
 
 
+WORDS = {"qwen": {"<|im_start|>", "<|im_start|>assistant\n"}, "phi": {"<|", "|>", "|>\n", "<|assistant|>\n"}}
+"""Constants of the two templates."""
+
+
 @pytest.mark.parametrize("kind", ["qwen", "phi"])
 def test_a_role_that_is_a_constant_of_the_template_cannot_be_a_special_token(kind, loaded):
     tokenizer = loaded[kind]
@@ -318,11 +322,11 @@ def test_a_role_that_is_a_constant_of_the_template_cannot_be_a_special_token(kin
         return [token_id for token_id in token_ids if token_id in tokenizer.special_ids]
 
     names = sorted(tokenizer._specials._id_of)
-    roles = {role for name in names for role in (name, f"{name}\n", f"{name}assistant\n")} | tokenizer._template.words
+    roles = {role for name in names for role in (name, f"{name}\n", f"{name}assistant\n")}
+    roles |= WORDS[kind]
     for role in roles:
         assert specials(role) == specials("nobody"), role
         assert role in tokenizer.render_chat(Chat([Message(role, "hi")]))
-    assert roles & tokenizer._template.words & {"<|im_end|>\n", "<|end|>\n"}, "the template compares, or it writes"
 
 
 def test_a_role_that_the_template_knows_reaches_it_as_it_is(tmp_path):

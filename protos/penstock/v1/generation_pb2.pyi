@@ -559,7 +559,7 @@ class Chat(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order; 1 to 4,096, contents and arguments together at most 4 MiB of UTF-8."""
+        """In order; 1 to 4,096. Contents, reasoning and arguments together at most 4 MiB of UTF-8."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -598,14 +598,23 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: as the template knows them, usually "system", "user", "assistant" or "tool". 1 to 64 bytes."""
+    """Who speaks: "developer", "system", "user", "assistant", "tool", or another role that the chat template names; any
+    other is INVALID_ARGUMENT. A template that does not name "developer" gets "system" instead. 1 to 64 bytes.
+    """
     content: _builtins.str
-    """What is said. At most 4 MiB of UTF-8."""
+    """What is said. At most 4 MiB of UTF-8. Unset beside `tool_calls`: the template sees no content, which some templates
+    tell from an empty one. Default: empty.
+    """
     tool_call_id: _builtins.str
     """Of a tool's message: the id of the call that it answers. At most 256 bytes."""
     name: _builtins.str
     """Who speaks, where several share a role, or the tool's name. At most 256 bytes."""
+    reasoning_content: _builtins.str
+    """What the assistant reasoned before this answer. Templates get it as `reasoning_content`, `thinking` and `reasoning`,
+    and decide which turns show it. At most 4 MiB of UTF-8. Default: none.
+    """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """The calls that an answer of the assistant's made. At most 128, and 4,096 in all messages of a chat."""
@@ -614,16 +623,24 @@ class ChatMessage(_message.Message):
         self,
         *,
         role: _builtins.str = ...,
-        content: _builtins.str = ...,
+        content: _builtins.str | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        reasoning_content: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "reasoning_content", b"reasoning_content"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_reasoning_content", b"_reasoning_content", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
@@ -641,7 +658,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Of the function. 1 to 256 bytes."""
     arguments: _builtins.str
-    """The JSON text of an object, nested at most 64 deep. Templates get it as the object. Default: {}."""
+    """The JSON text of an object, nested at most 64 deep. Templates get it as the object. Any other text, such as arguments
+    that `max_tokens` cut off, reaches them as it is. Default: {}.
+    """
     def __init__(
         self,
         *,
