@@ -11,7 +11,7 @@ from penstock.v1 import generation_pb2 as pb
 
 
 class CalledFunction(TypedDict):
-    """A function, and what it was called with: the JSON text of an object, or the object."""
+    """A function, and what it was called with: an object, or the text that the model wrote."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -30,7 +30,7 @@ class ChatMessage(TypedDict):
     """One message of a conversation."""
 
     role: str
-    """Who speaks: "system", "user", "assistant", "tool", or whatever else the model's template knows."""
+    """Who speaks: "developer", "system", "user", "assistant", "tool", or another role that the chat template names."""
     content: NotRequired[str | None]
     """May be left out, or None, of a message with ``tool_calls`` alone."""
     tool_calls: NotRequired[Sequence[ToolCall]]
@@ -38,6 +38,8 @@ class ChatMessage(TypedDict):
     tool_call_id: NotRequired[str]
     """The call that a tool's message answers."""
     name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    """What the assistant reasoned before this answer."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -91,7 +93,7 @@ def _add_message(chat: pb.Chat, message: ChatMessage, where: str) -> None:
     _set_text(added, "role", message["role"], where)
     if message.get("content") is not None or not message.get("tool_calls"):
         _set_text(added, "content", message.get("content"), where)
-    for name in ("tool_call_id", "name"):
+    for name in ("tool_call_id", "name", "reasoning_content"):
         if message.get(name) is not None:
             _set_text(added, name, message[name], where)
     for index, call in enumerate(_list(message.get("tool_calls"), f"{where}.tool_calls")):

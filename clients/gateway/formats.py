@@ -84,19 +84,19 @@ async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
     if tool == AUTO:
         tool = await _tool_format(caller) if uses_tools(body) else NONE
     if reasoning == AUTO:
-        reasoning = await _reasoning_format(caller)
+        reasoning = await _reasoning_format(caller, uses_tools(body))
     if reasoning != NONE and body.continue_final_message:
         last = content_text(body.messages[-1].content, f"messages[{len(body.messages) - 1}]")
         opened = REASONING_FORMATS[reasoning].is_open_in(last)
     elif reasoning != NONE and body.add_generation_prompt is not False:
-        prompt = await _prompt(caller, template_variables(body))
+        prompt = await _prompt(caller, template_variables(body), uses_tools(body))
         opened = prompt.text.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
     return Formats(_or_none(tool), _or_none(reasoning), opened)
 
 
 async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
     """What a grammar needs to know of a model's answers. Raises RequestFailed."""
-    call, prompt = await _shown_call(caller), await _prompt(caller, "")
+    call, prompt = await _shown_call(caller), await _prompt(caller, "", True)
     specials: dict[str, int] = {}
     if shows_special_tokens(formats.tool, formats.reasoning):
         ids = {*call.token_ids, *prompt.token_ids}
@@ -120,16 +120,18 @@ async def _shown_call(caller: Caller) -> RenderChatResponse:
     return await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
 
 
-async def _reasoning_format(caller: Caller) -> str:
+async def _reasoning_format(caller: Caller, with_tools: bool) -> str:
     # Templates that open no reasoning by themselves show an empty one where it is switched off.
-    text = (await _prompt(caller, "")).text + (await _prompt(caller, '{"enable_thinking": false}')).text
+    variables = ("", '{"enable_thinking": false}')
+    text = "".join([(await _prompt(caller, each, with_tools)).text for each in variables])
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
 
 
-async def _prompt(caller: Caller, variables: str) -> RenderChatResponse:
-    """What a short conversation becomes."""
+async def _prompt(caller: Caller, variables: str, with_tools: bool) -> RenderChatResponse:
+    """What a short conversation becomes: a model may have a template of its own for tools."""
     message = pb.ChatMessage(role="user", content="question")
-    return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables))
+    tools = [_TOOL] if with_tools else []
+    return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables, tools=tools))
 
 
 async def _rendered(caller: Caller, chat: pb.Chat) -> RenderChatResponse:

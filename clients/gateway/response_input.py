@@ -1,7 +1,7 @@
 """A Responses request as the chat that it is: items become messages, and options have chat's names."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.clients.gateway.constraints import constraint_names
@@ -26,6 +26,7 @@ from penstock.clients.gateway.schemas_responses import (
     CallOutputItem,
     CustomCallItem,
     MessageItem,
+    ReasoningItem,
     RefusalPart,
     ResponsesRequest,
     TextPart,
@@ -57,6 +58,8 @@ class _Conversation:
     """Those among the items, with their places."""
     _instructions: list[str] = field(default_factory=list)
     """The texts of the first message, where that instructs the model."""
+    _reasoning: list[str] = field(default_factory=list)
+    """What the assistant reasoned before its next message or call."""
 
     def end(self) -> None:
         """There are no more items."""
@@ -70,12 +73,21 @@ class _Conversation:
             self._instructions.append(content)
             if len(self._instructions) > 1:
                 return
-        self.messages.append(Message(role=role, content=content, tool_call_id=call_id))
+        reasoning = "\n".join(self._reasoning) if role == "assistant" else ""
+        self._reasoning.clear()
+        self.messages.append(
+            Message(role=role, content=content, tool_call_id=call_id, reasoning_content=reasoning or None)
+        )
         self.places.append(_Place(item, text))
 
+    def add_reasoning(self, texts: Iterable[str]) -> None:
+        """Adds what the assistant reasoned; it belongs to what follows, and is dropped where another speaks."""
+        self._reasoning += filter(None, texts)
+
     def add_call(self, call: MessageToolCall, item: str, arguments: str) -> None:
-        """Text and calls of one answer are one message of a chat. ``arguments``: the field with them."""
-        if not self.messages or self.messages[-1].role != "assistant":
+        """Text and calls of one answer are one message of a chat; reasoning between them begins another.
+        ``arguments``: the field with them."""
+        if not self.messages or self.messages[-1].role != "assistant" or self._reasoning:
             self.add("assistant", None, item, item)
         last = self.messages[-1]
         if last.tool_calls is None:
@@ -176,6 +188,8 @@ def _conversation(body: ResponsesRequest) -> _Conversation:
                 found.add_call(_call(item, custom_arguments(item.input)), where, f"{where}.input")
             case CallOutputItem():
                 found.add("tool", _text(item.output), where, f"{where}.output", item.call_id)
+            case ReasoningItem():
+                found.add_reasoning(part.text for part in item.content or item.summary or ())
             case AdditionalToolsItem():
                 found.tools += [(f"{where}.tools[{i}]", tool) for i, tool in enumerate(item.tools)]
     found.end()

@@ -104,12 +104,22 @@ class AdditionalToolsItem(BaseModel):
     tools: AnyTools
 
 
+class ReasoningText(BaseModel):
+    """A part of reasoning, or of its summary."""
+
+    model_config = _LENIENT
+
+    text: str
+
+
 class ReasoningItem(BaseModel):
-    """Reasoning of an earlier answer: passed over, as chat templates drop it."""
+    """Reasoning that precedes a message or a call of an earlier answer. The chat template decides what it shows."""
 
     model_config = _LENIENT
 
     type: Literal["reasoning"]
+    content: Items[ReasoningText] | None = None
+    summary: Items[ReasoningText] | None = Field(None, description="Shown where there is no content.")
 
 
 class ItemReference(BaseModel):

@@ -37,9 +37,36 @@ PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    # Tools stand in the system's turn, calls and their results in the form of Hermes. Without them it is plain ChatML.
+    "{%- set turns = messages %}"
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\\n' }}"
+    "{%- if messages[0]['role'] == 'system' %}"
+    "{%- set turns = messages[1:] %}{{- messages[0]['content'] + '\\n\\n' }}"
+    "{%- endif %}"
+    "{{- 'You can call these functions:\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}"
+    "{{- '\\n</tools>\\nA call is a JSON object:\\n<tool_call>\\n{\"name\": <name>, \"arguments\": <object>}\\n</tool_call>' }}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in turns %}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] %}"
+    "{%- set content = message['content'] or '' %}"
+    "{%- if message['role'] == 'tool' %}"
+    "{%- set content = '<tool_response>\\n' + content + '\\n</tool_response>' %}"
+    "{%- endif %}"
+    "{{- '<|im_start|>' + role + '\\n' + content }}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{%- set function = call['function'] %}"
+    "{%- set arguments = function['arguments'] %}"
+    "{{- '\\n' if content or not loop.first else '' }}"
+    "{{- '<tool_call>\\n{\"name\": ' + function['name'] | tojson + ', \"arguments\": ' }}"
+    "{{- arguments if arguments is string else arguments | tojson }}"
+    "{{- '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
@@ -84,7 +111,7 @@ def train_tokenizer(corpus: Path) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Writes tokenizer.json and tokenizer_config.json, with the chat template."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
