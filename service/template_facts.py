@@ -1,4 +1,4 @@
-"""What the source of a chat template says about it: which roles it names, whether it looks at tools. Renders nothing."""
+"""What the source of a chat template says: which roles it names, whether it looks at tools. Renders nothing."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

@@ -177,7 +177,7 @@ def runs(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _marks_of(text: str) -> str:
-    return text._marks if isinstance(text, TemplateText) else _OTHER * len(text)
+    return text._marks if isinstance(text, TemplateText) else _OTHER * len(text)  # noqa: SLF001 - hidden from templates
 
 
 _Text = TypeVar("_Text", bound=TemplateText)
@@ -185,5 +185,5 @@ _Text = TypeVar("_Text", bound=TemplateText)
 
 def _made(cls: type[_Text], text: str, marks: str) -> _Text:
     made = str.__new__(cls, text)
-    made._marks = marks
+    made._marks = marks  # noqa: SLF001 - as above
     return made

@@ -46,7 +46,8 @@ CHAT_TEMPLATE = (
     "{%- endif %}"
     "{{- 'You can call these functions:\\n<tools>' }}"
     "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}"
-    "{{- '\\n</tools>\\nA call is a JSON object:\\n<tool_call>\\n{\"name\": <name>, \"arguments\": <object>}\\n</tool_call>' }}"
+    "{{- '\\n</tools>\\nA call is a JSON object:\\n<tool_call>\\n' }}"
+    '{{- \'{"name": <name>, "arguments": <object>}\\n</tool_call>\' }}'
     "{{- '<|im_end|>\\n' }}"
     "{%- endif %}"
     "{%- for message in turns %}"

@@ -62,6 +62,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [*HELLO, {"role": "User", "content": "a"}]}, "messages[1].role"),
+    (CHAT, {"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),

@@ -1,7 +1,9 @@
 """LangChain's and LlamaIndex's clients of OpenAI, as they come, complete streamed chats."""
 
+from typing import Literal
+
 import pytest
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai import OpenAI
@@ -43,6 +45,24 @@ def test_langchain_calls_tools(langchain):
     (call,) = whole.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"city": "Köln"})
     assert whole.response_metadata["finish_reason"] == "tool_calls"
+
+
+def test_langchain_calls_tools_of_the_demo_model(demo):
+    """Served without any flag: a call that must come, and a conversation with its result."""
+    model = ChatOpenAI(base_url=f"{demo.http}/v1", api_key=SecretStr("none"), model="demo", max_retries=0, timeout=60)
+
+    def weather(city: Literal["Köln", "Bonn"]) -> str:
+        """Tells a city's weather."""
+        return city
+
+    history = [HumanMessage("Is it raining?")]
+    answer = model.bind_tools([weather], tool_choice="required", parallel_tool_calls=False).invoke(history)
+    [call] = answer.tool_calls
+    assert call["name"] == "weather"
+    assert call["args"]["city"] in ("Köln", "Bonn")
+    result = ToolMessage("It is.", tool_call_id=call["id"])
+    last = model.bind_tools([weather], tool_choice="none").invoke([*history, answer, result])
+    assert not last.tool_calls
 
 
 @pytest.fixture

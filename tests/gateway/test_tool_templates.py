@@ -22,6 +22,11 @@ PYTHONIC = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}="
     "{{ v | tojson }}{% endfor %})]{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content is string %}<think>\n{{ m.reasoning_content }}\n"
+    "</think>{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+)
+OWN = {"pythonic": PYTHONIC, "thinks": THINKS}
 END, TOOL_CALLS = 256, 257
 
 
@@ -38,7 +43,7 @@ def load(tmp_path):
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens(["<END>", "[TOOL_CALLS]"])
         library.save(str(tmp_path / "tokenizer.json"))
-        template = PYTHONIC if kind == "pythonic" else (TEMPLATES / f"{kind}.jinja").read_text()
+        template = OWN.get(kind) or (TEMPLATES / f"{kind}.jinja").read_text()
         config = {"eos_token": "<END>", "bos_token": "<END>", "chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return Tokenizer.load(tmp_path)
@@ -116,6 +121,59 @@ async def test_what_is_wrong_with_tools_is_told(start_gateway, load):
     assert answer.json()["error"]["param"] == "messages[1].tool_calls[0].function.name"
     answer = await gateway.post(PATH, **body(chat_template_kwargs={"tools": []}))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+async def prompt_of(gateway, history):
+    """A conversation as the template shows it."""
+    answer = await gateway.post(PATH, messages=history, return_token_ids=True)
+    assert answer.status_code == 200, answer.text
+    return bytes(token for token in answer.json()["prompt_token_ids"] if token < END).decode()
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "', "not json", "[]", "null", '"text"', '{"a": NaN}'])
+@pytest.mark.parametrize("kind", [*FORMATS])
+async def test_a_broken_call_does_not_end_the_conversation(kind, arguments, start_gateway, load):
+    """Neither in a chat nor in Responses, with whatever template."""
+    gateway = await start_gateway(says("x"), tokenizer=load(kind))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    user = body()["messages"][0]
+    history = [user, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "abcdefghi", "content": "it was cut off"})
+    shown = await prompt_of(gateway, history)
+    assert arguments in shown or json.dumps(arguments) in shown
+    items = [user, {"type": "function_call", "call_id": "abcdefghi", "name": "weather", "arguments": arguments}]
+    items.append({"type": "function_call_output", "call_id": "abcdefghi", "output": "it was cut off"})
+    response = await gateway.post("/v1/responses", input=items)
+    assert response.status_code == 200, response.text
+    chat = await gateway.post(PATH, messages=history)
+    assert response.json()["usage"]["input_tokens"] == chat.json()["usage"]["prompt_tokens"]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_the_template_shows_reasoning_of_the_history(name, start_gateway, load):
+    gateway = await start_gateway(says("x"), tokenizer=load("thinks"))
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL], name: "I must look."}
+    result = {"role": "tool", "tool_call_id": "c", "content": "rain"}
+    assert "<think>\nI must look.\n</think>" in await prompt_of(gateway, [*body()["messages"], turn, result])
+
+
+@pytest.mark.parametrize("parts", [{"content": ["I must", "look."]}, {"summary": ["I must", "look."], "content": None}])
+async def test_the_template_shows_reasoning_items(parts, start_gateway, load):
+    """As it shows a chat's."""
+    gateway = await start_gateway(says("x"), tokenizer=load("thinks"))
+    item = {name: texts and [{"type": "text", "text": text} for text in texts] for name, texts in parts.items()}
+    items = [*body()["messages"], {"type": "reasoning", "id": "rs_1", "summary": [], **item}]
+    items += [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}]
+    items += [{"type": "function_call_output", "call_id": "c", "output": "rain"}]
+    response = await gateway.post("/v1/responses", input=items)
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I must\nlook."}
+    history = [*body()["messages"], turn, {"role": "tool", "tool_call_id": "c", "content": "rain"}]
+    assert "<think>\nI must\nlook.\n</think>" in await prompt_of(gateway, history)
+    chat = await gateway.post(PATH, messages=history)
+    assert response.json()["usage"]["input_tokens"] == chat.json()["usage"]["prompt_tokens"]
 
 
 @pytest.fixture

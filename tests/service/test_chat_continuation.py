@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.service.chat_template import ToolCall
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.tokenizer import Chat, Message, Tokenizer
 
@@ -165,3 +166,36 @@ def test_a_text_that_follows_has_neither_a_beginning_nor_special_tokens(load):
     for text in ("<|im_start|>", "</s> pipe"):
         assert tokenizer.special_ids.isdisjoint(tokenizer.encode_after(text))
         assert tokenizer.decode(tokenizer.encode_after(text)) == text
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_the_demo_models_template_is_chatml_with_tools_in_the_form_of_hermes(with_tools):
+    directory = resolve_model(DEMO)
+    tokenizer = Tokenizer.load(directory)
+    reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
+    tool = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
+    function = {"name": "w", "arguments": {"city": "Köln"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?\n"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}] * 2},
+        {"role": "tool", "tool_call_id": "c", "content": "yes"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": " When?"},
+    ]
+    calls = [ToolCall("c", "w", function["arguments"])] * 2
+    turns = [
+        Message(each["role"], each.get("content"), calls if "tool_calls" in each else (), each.get("tool_call_id", ""))
+        for each in messages
+    ]
+    tools = [tool] if with_tools else []
+    expected = reference.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.encode_chat(Chat(turns, tools=tools)) == expected
+    text = tokenizer.decode(expected, include_special_tokens=True)
+    assert text.count('<tool_call>\n{"name": "w", "arguments": {"city": "Köln"}}\n</tool_call>') == 2
+    assert ("<tools>" in text) is with_tools
+    plain = [turns[0], turns[1], turns[4], turns[5]]
+    chatml = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in plain)
+    assert tokenizer.render_chat(Chat(plain)) == f"{chatml}<|im_start|>assistant\n"

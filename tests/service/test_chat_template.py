@@ -2,10 +2,15 @@
 
 import json
 
+import jinja2.sandbox
 import pytest
+import tokenizers
 
+from penstock.service.chat_request import check_chat
+from penstock.service.chat_template import ToolCall
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.v1 import generation_pb2 as pb
 
 
 @pytest.fixture
@@ -97,3 +102,110 @@ def test_without_a_template_there_are_no_chats(load):
     with pytest.raises(ServiceError) as caught:
         tokenizer.encode_chat(Chat([Message("user", "x")]))
     assert caught.value.reason is Reason.NO_CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{{ messages[0].role }}", set()),
+        ("{% for m in messages %}{% if m['role'] == 'critic' %}{% endif %}{% endfor %}", {"critic"}),
+        ("{% for m in messages %}{% if m.role not in ['critic', 'user'] %}{% endif %}{% endfor %}", {"critic"}),
+        ("{% set role = messages[0].role | lower %}{% if role != 'critic' %}{% endif %}", {"critic"}),
+        ("{% set names = {'critic': 'x'} %}{{ names[messages[0]['role']] }}", {"critic"}),
+        ("{% if messages[0].get('role') is eq 'critic' %}{% endif %}", {"critic"}),
+        ("{{ messages | selectattr('role', 'equalto', 'critic') | list | length }}", {"critic"}),
+        ("{% if tools[0].type == 'function' or 'name' in messages[0] %}critic{% endif %}", set()),
+    ],
+)
+def test_a_template_names_roles_by_comparing_with_them(template, named, load):
+    roles = load(template).chat_template(with_tools=False).roles
+    assert roles == {"assistant", "developer", "system", "tool", "user"} | named
+
+
+@pytest.mark.parametrize("role", ["User", "assistent", "function", "ipython ", "\n"])
+def test_any_other_role_is_refused_with_those_that_there_are(role, load):
+    tokenizer = load("{% for m in messages %}{{ m.role == 'ipython' }}{{ m.function == 'function' }}{% endfor %}")
+    template = tokenizer.chat_template(with_tools=False)
+    messages = [pb.ChatMessage(role="ipython", content="a"), pb.ChatMessage(role=role, content="secret")]
+    with pytest.raises(ServiceError) as caught:
+        check_chat(pb.Chat(messages=messages), template)
+    assert caught.value.field == "chat.messages[1].role"
+    assert caught.value.message.endswith("must be one of assistant, developer, ipython, system, tool, user")
+    check_chat(pb.Chat(messages=messages[:1]), template)
+
+
+def test_the_developer_is_the_system_where_the_template_knows_none(load):
+    chat = Chat([Message("developer", "x")])
+    assert load("{{ messages[0].role }}").render_chat(chat) == "system"
+    assert load("{{ messages[0].role }}{{ messages[0].role == 'developer' }}").render_chat(chat) == "developerTrue"
+
+
+CALL = Message("assistant", None, [ToolCall("c", "w", {})])
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        ("{% if messages[0].content is none %}none{% else %}some{% endif %}", "none"),
+        ("{% set c = messages[0]['content'] %}{% if c == none %}none{% else %}some{% endif %}", "none"),
+        ("{{ messages[0].content }}|{{ messages[0].content or '' }}|{{ 'content' in messages[0] }}", "||False"),
+        ("{{ 'a' + messages[0].content + 'b' }}", "ab"),  # which fails without a text
+        ("{% if messages[0].content is none %}{{ raise_exception('none') }}{% endif %}taken", "taken"),
+    ],
+)
+def test_a_call_without_content(template, rendered, load):
+    assert load(template).render_chat(Chat([CALL])) == rendered
+
+
+def test_an_empty_content_is_no_missing_one(load):
+    tokenizer = load("{{ messages[0].content is none }}{{ messages[0].content is string }}")
+    assert tokenizer.render_chat(Chat([CALL._replace(content="")])) == "FalseTrue"
+
+
+def test_reasoning_has_the_names_that_templates_read(load):
+    template = "{% for n in ['reasoning_content', 'reasoning', 'thinking'] %}{{ messages[0][n] }},{% endfor %}"
+    message = Message("assistant", "x", reasoning="hm")
+    assert load(template).render_chat(Chat([message])) == "hm,hm,hm,"
+    assert load("{{ messages[0].thinking is defined }}").render_chat(Chat([Message("assistant", "x")])) == "False"
+
+
+@pytest.mark.parametrize(
+    ("shows", "rendered"),
+    [
+        ("{{ c.arguments }}", '{"a": '),
+        ("{{ c.arguments | tojson }}", '"{\\"a\\": "'),
+        ("{% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %}", 'arguments={"a": '),
+        ("{% for k in c.arguments.keys() %}{{ k }}={{ c.arguments[k] }}{% endfor %}", 'arguments={"a": '),
+    ],
+)
+def test_arguments_that_are_no_object_are_shown_as_text(shows, rendered, load):
+    message = Message("assistant", "x", [ToolCall("c", "w", '{"a": ')])
+    tokenizer = load("{% set c = messages[0].tool_calls[0].function %}" + shows)
+    assert tokenizer.render_chat(Chat([message])) == rendered
+
+
+THINKS = (
+    "{% for m in messages %}<|turn|>{% set content = m.content %}{% if '</think>' in content %}"
+    "<think>{{ content.split('</think>')[0].split('<think>')[-1] }}</think>{{ content.split('</think>')[-1] }}"
+    "{% else %}{{ content }}{% endif %}{{ content | length }}{{ content[:3] }}{{ content.endswith('<|end|>') }}"
+    "{{ content == '<|end|>' }}<|end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content", ["<think>hm</think>yes", "a</think>b</think>c", "<|end|>", "x<|end|>", "<|en", "|>", "</thi", "ok"]
+)
+def test_a_template_that_tests_for_special_tokens_sees_the_content_as_it_is(content, byte_tokenizer_path, tmp_path):
+    """And what the template does not write itself is no special token."""
+    library = tokenizers.Tokenizer.from_file(str(byte_tokenizer_path / "tokenizer.json"))
+    library.add_special_tokens(["<think>", "</think>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": THINKS}))
+    tokenizer = Tokenizer.load(tmp_path)
+    chat = Chat([Message("assistant", content)])
+    expected = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(THINKS)
+    assert tokenizer.render_chat(chat) == expected.render(messages=[{"role": "assistant", "content": content}])
+    splits = "</think>" in content
+    turn, end, opens, closes = map(library.token_to_id, ("<|turn|>", "<|end|>", "<think>", "</think>"))
+    specials = [token_id for token_id in tokenizer.encode_chat(chat) if token_id in tokenizer.special_ids]
+    assert specials == [turn, *([opens, closes] if splits else []), end]

@@ -1,10 +1,12 @@
 """What a tokenizer is read from: where its template and its end tokens stand, and how broken files are named."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
 
+from penstock.service.errors import Reason, ServiceError
 from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
 from penstock.service.tokenizer_files import foresee_facts
 
@@ -133,3 +135,45 @@ def test_of_what_is_no_tokenizer_nothing_is_foreseen(tmp_path, content):
     assert foresee_facts(tmp_path) is None
     with pytest.raises(TokenizerError, match="is no valid tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+NAMED = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
+TOOL = Chat([Message("user", "x")], tools=[{"type": "function"}])
+QUESTION = Chat([Message("user", "x")])
+
+
+def write_named(directory, library, in_files):
+    if not in_files:
+        return write(directory, library, [{"name": name, "template": text} for name, text in NAMED.items()])
+    write(directory, library, "of the configuration")
+    (directory / "chat_template.jinja").write_text(NAMED["default"])
+    (directory / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        (directory / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+    return directory
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_tools_have_the_template_that_is_called_so(in_files, tmp_path, library):
+    tokenizer = Tokenizer.load(write_named(tmp_path, library, in_files))
+    assert tokenizer.render_chat(QUESTION) == "plain"
+    assert tokenizer.render_chat(TOOL) == "1 tools"
+    assert [tokenizer.chat_template(with_tools=each).shows_tools for each in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_of_the_models_own_is_chosen_by_its_name(in_files, tmp_path, library):
+    directory = write_named(tmp_path, library, in_files)
+    tokenizer = Tokenizer.load(directory, Path("rag"))
+    assert tokenizer.render_chat(QUESTION) == tokenizer.render_chat(TOOL) == "None"
+    with pytest.raises(TokenizerError, match="own by its name: default, rag, tool_use"):
+        Tokenizer.load(directory, Path("other"))
+
+
+def test_a_template_for_tools_alone(tmp_path, library):
+    tokenizer = Tokenizer.load(write(tmp_path, library, [{"name": "tool_use", "template": "tools"}]))
+    assert not tokenizer.has_chat_template
+    assert tokenizer.render_chat(TOOL) == "tools"
+    with pytest.raises(ServiceError) as caught:
+        tokenizer.render_chat(QUESTION)
+    assert caught.value.reason is Reason.NO_CHAT_TEMPLATE

@@ -204,7 +204,6 @@ OF_CHAT = (
     Case("tools", "a call, where the chat template shows tools", says(CALL), has_a_call, service="scripted"),
     Case("tools", "several calls", says(CALL + OTHER_CALL), has_two_calls, service="scripted"),
     Case("tools", "other kinds", {"tools": [{"type": "custom", "custom": {"name": "a"}}]}, support=REFUSED),
-    Case("tools", "where the template shows none", {"tools": TOOLS}, support=REFUSED),
     Case("tool_choice", "auto", {**says(CALL), "tool_choice": "auto"}, has_a_call, service="scripted"),
     Case("tool_choice", "none: text stays text", {**says(CALL), "tool_choice": "none"}, leaves_it_in_the_text,
          service="scripted"),

@@ -84,7 +84,6 @@ OWN = (
     Case("tools", "of a namespace", {**says(SPACED_CALL), "tools": [NAMESPACE]}, has_a_call, service="scripted"),
     Case("tools", "hosted ones are not offered", {"tools": [{"type": "web_search"}]}),
     Case("tools", "other kinds", {"tools": [{"type": "hammer"}]}, support=REFUSED),
-    Case("tools", "where the template shows none", {"tools": FUNCTIONS}, support=REFUSED),
     Case("tool_choice", "auto", {**says(CALL), "tool_choice": "auto"}, has_a_call, service="scripted"),
     Case("tool_choice", "none: text stays text", {**says(CALL), "tool_choice": "none"}, leaves_it_in_the_text,
          service="scripted"),
