@@ -34,7 +34,7 @@ class _Field:
     def __init__(self, tree: nodes.Template, name: str) -> None:
         self._tree = tree
         self._name = name
-        self._assigned: dict[str, list[nodes.Expr]] = defaultdict(list)
+        self._assigned: dict[str, list[nodes.Node]] = defaultdict(list)
         for assignment in tree.find_all(nodes.Assign):
             if isinstance(assignment.target, nodes.Name):
                 self._assigned[assignment.target.name].append(assignment.node)
@@ -91,8 +91,8 @@ class _Field:
                 return self._is_value(node.node)
             case nodes.Call(node=nodes.Getattr(attr="get")):
                 return any(map(self._is_name, node.args[:1]))
-            case nodes.Call(node=nodes.Getattr()):
-                return self._is_value(node.node.node)
+            case nodes.Call(node=nodes.Getattr(node=changed)):
+                return self._is_value(changed)
             case nodes.CondExpr():
                 return self._is_value(node.expr1) or self._is_value(node.expr2)
             case nodes.BinExpr():

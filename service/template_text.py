@@ -80,15 +80,15 @@ class TemplateText(str):
         """As ``str``'s."""
         return self[: len(super().removesuffix(suffix))]
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As ``str``'s."""
         return self._located(super().split(sep, maxsplit), len(sep or ""))
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As ``str``'s."""
         return self._located(super().rsplit(sep, maxsplit), len(sep or ""))
 
-    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
+    def splitlines(self, keepends: bool = False) -> list[str]:
         """As ``str``'s."""
         whole = super().splitlines(keepends=True)
         lines, at = [], 0
@@ -109,7 +109,7 @@ class TemplateText(str):
         end = len(before) + len(found)
         return self[: len(before)], self[len(before) : end], self[end:]
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override]
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         """As ``str``'s."""
         if not old:
             return super().replace(old, new, count)

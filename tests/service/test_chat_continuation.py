@@ -1,6 +1,7 @@
 """New messages after an answer have the tokens that they have in the whole conversation."""
 
 import json
+from typing import Any
 
 import grpc
 import pytest
@@ -174,16 +175,19 @@ def test_the_demo_models_template_is_chatml_with_tools_in_the_form_of_hermes(wit
     tokenizer = Tokenizer.load(directory)
     reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
     tool = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
-    function = {"name": "w", "arguments": {"city": "Köln"}}
-    messages = [
+    arguments = {"city": "Köln"}
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Rain?\n"},
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}] * 2},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "w", "arguments": arguments}}] * 2,
+        },
         {"role": "tool", "tool_call_id": "c", "content": "yes"},
         {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": " When?"},
     ]
-    calls = [ToolCall("c", "w", function["arguments"])] * 2
+    calls = [ToolCall("c", "w", arguments)] * 2
     turns = [
         Message(each["role"], each.get("content"), calls if "tool_calls" in each else (), each.get("tool_call_id", ""))
         for each in messages

@@ -23,7 +23,7 @@ def finished(library):
     library.add_special_tokens(SPECIALS)
     library.add_tokens([AddedToken("<think>", special=False), AddedToken("a b", special=False), "é"])
     decoder = json.loads(library.to_str())["decoder"]
-    return Tokenizer(TokenizerFiles(Path("tokenizer.json"), library, decoder, frozenset(), frozenset(), None))
+    return Tokenizer(TokenizerFiles(Path("tokenizer.json"), library, decoder, frozenset(), frozenset(), {}))
 
 
 def byte_level():
