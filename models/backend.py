@@ -111,6 +111,8 @@ def load_backend(config: WorkerConfig) -> Backend:
             f"--backend {names[0]}: there is none of that name: choose auto or one of {', '.join(BACKENDS)}"
         )
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
+    for warning in info.warnings if config.tensor_parallel_rank == 0 else ():
+        logger.warning("%s", warning)
     for name in names:
         entry = BACKENDS[name]
         why_not = _why_not(entry, config, info)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.errors import ModelError
-from penstock.models.families import spec_from_config
+from penstock.models.families import ignored_layer_types, spec_from_config
 from penstock.models.quantization import (
     AT_LOAD,
     METHODS,
@@ -39,6 +39,9 @@ FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "
 
 _BASE, _TABLE = "model.", "embed_tokens.weight"
 """What names begin with, except in checkpoints of the base model alone; and a tensor that both have."""
+_EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
+_COMPARED_BYTES = 1 << 24
+"""How much of two tensors is compared at a time."""
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -62,11 +65,13 @@ class CheckpointInfo:
     """What config.json says; None: all weights are floats, or were not asked for."""
     quantized: Mapping[str, QuantizedLinear]
     """The linears that are stored quantised, by their names; empty if weights were not asked for."""
+    warnings: tuple[str, ...] = ()
+    """What the files say that is ignored, or that contradicts itself: for the log."""
 
     @property
     def dtype(self) -> str:
         """The dtype of the weights, in torch's name; from the config where there are no weights."""
-        entry = self.tensors.get("model.embed_tokens.weight")
+        entry = self.tensors.get(_EMBEDDING)
         if entry is not None:
             return FLOAT_DTYPES[entry.dtype]
         named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
@@ -127,7 +132,8 @@ def _from_hub(name: str) -> Path:
 
 def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     """Checks config.json and, if ``weights``, every header of the safetensors files against the file's length and the
-    model that the config describes. Reads no tensor. Raises ModelError."""
+    model that the config describes. Reads no tensor, except an output head that should equal the embedding. Raises
+    ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
     config = read_json(path / CONFIG)
@@ -136,16 +142,53 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         quantization = quantization_from_config(config)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
+    ignored = ignored_layer_types(config, spec)
+    warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if not weights:
-        return CheckpointInfo(path, config, spec, {}, None, {})
+        return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
     entries = read_entries(path)
-    if f"{_BASE}{_TABLE}" not in entries and _TABLE in entries:
+    if _EMBEDDING not in entries and _TABLE in entries:
         # Models for embeddings are saved so, without a head. What takes its place here is never asked for a vector.
         spec = replace(spec, tied_embeddings=True)
         entries = {f"{_BASE}{name}": entry for name, entry in entries.items()}
+    elif spec.tied_embeddings and _EMBEDDING not in entries and _HEAD in entries:
+        entries[_EMBEDDING] = entries[_HEAD]
+    if spec.tied_embeddings and _has_own_head(entries):
+        spec = replace(spec, tied_embeddings=False)
+        warnings.append(
+            f"{path / CONFIG}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: the model gets both, "
+            "as in transformers; set tie_word_embeddings to false"
+        )
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
-    return CheckpointInfo(path, config, spec, _match(spec, entries, quantized, path), quantization, quantized)
+    tensors = _match(spec, entries, quantized, path)
+    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings))
+
+
+def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether a checkpoint has an output head that is not the embedding, be it stored quantised."""
+    parts = {name for name in entries if name.startswith(_HEAD.removesuffix("weight"))}
+    if parts != {_HEAD} or _EMBEDDING not in entries:
+        return bool(parts)
+    head, embedding = entries[_HEAD], entries[_EMBEDDING]
+    if (head.file, head.offset) == (embedding.file, embedding.offset):
+        return False
+    return (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or _differ(head, embedding)
+
+
+def _differ(one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors of the same size hold different bytes. Raises ModelError."""
+    try:
+        with one.file.open("rb") as first, other.file.open("rb") as second:
+            for begin in range(0, one.num_bytes, _COMPARED_BYTES):
+                first.seek(one.offset + begin)
+                second.seek(other.offset + begin)
+                size = min(one.num_bytes - begin, _COMPARED_BYTES)
+                if first.read(size) != second.read(size):
+                    return True
+    except OSError as error:
+        raise ModelError(f"{one.file}: cannot be read ({error.strerror}): check the path and its rights") from error
+    return False
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -226,7 +269,7 @@ def _match(
     parts = {f"{linear.name}.{part}" for linear in quantized.values() for part in linear.parts}
     for name in entries.keys() - matched.keys() - parts:
         # A tensor that nobody reads means that the model would compute something else than was trained.
-        if not name.endswith(DERIVED_TENSORS) and not (name == "lm_head.weight" and spec.tied_embeddings):
+        if not name.endswith(DERIVED_TENSORS) and not (name == _HEAD and spec.tied_embeddings):
             raise ModelError(
                 f"{entries[name].file}: tensor {name} has no place in {spec.architecture} as {CONFIG} describes it: "
                 "config and weights are of different models"

@@ -120,7 +120,9 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
     for name in UNSUPPORTED:
         if described.flag(name, False):
             raise described.wrong(name, "must be false: heads of this kind are not supported; give another one")
-    spec = spec_from_config({**config, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False})
+    # A head has an output matrix of its own; layer_types may be a copy of its model's, which has more layers.
+    changes = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "layer_types": None}
+    spec = spec_from_config({**config, **changes})
     if spec.num_layers != 1:
         raise described.wrong("num_hidden_layers", "must be 1: give an EAGLE-3 head")
     for name in ("hidden_size", "vocab_size"):

@@ -36,6 +36,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
+_OLD_FULL = "attention"
+"""What older configs call a layer of full attention."""
+
 Windows = tuple[int | None, ...]
 
 
@@ -55,19 +58,21 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 
 def _llama(fields: Fields, architecture: str) -> ModelSpec:
     """Llama 1 to 3, and what calls itself Llama."""
-    spec = _decoder(fields, architecture, _no_windows(fields), Defaults(max_positions=2048))
+    spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048))
     return replace(_with_biases(spec, fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def _mistral(fields: Fields, architecture: str) -> ModelSpec:
-    """Mistral: one window for all layers, unless ``sliding_window`` is null. An absent one is transformers' default."""
-    windows = (_window(fields, 4096),) * _num_layers(fields)
+    """Mistral and Ministral: the layers that ``layer_types`` names have the window; without that field all of them
+    have it, unless ``sliding_window`` is null."""
+    window = _window(fields, 4096)
+    windows = _windows_by_type(fields, window, lambda layer: window is not None)
     return _decoder(fields, architecture, windows, Defaults(max_positions=4096 * 32, kv_heads=8))
 
 
 def _mixtral(fields: Fields, architecture: str) -> ModelSpec:
     """Mixtral: experts in every layer."""
-    windows = (_window(fields, None),) * _num_layers(fields)
+    windows = _same_windows(fields, _window(fields, None))
     defaults = Defaults(
         max_positions=4096 * 32, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_theta=1e6)
     )
@@ -91,7 +96,7 @@ def _qwen3(fields: Fields, architecture: str) -> ModelSpec:
 def _qwen3_moe(fields: Fields, architecture: str) -> ModelSpec:
     """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
     window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
-    windows = (window,) * _num_layers(fields)
+    windows = _same_windows(fields, window)
     spec = _decoder(fields, architecture, windows, Defaults(max_positions=32768, kv_heads=4))
     step, dense = (
         fields.integer("decoder_sparse_step", 1, MAX_LAYERS, 1),
@@ -133,13 +138,13 @@ def _gemma3(fields: Fields, architecture: str) -> ModelSpec:
 
 def _olmo2(fields: Fields, architecture: str) -> ModelSpec:
     """OLMo-2: norms after attention and MLP alone, and over all queries and all keys."""
-    spec = _decoder(fields, architecture, _no_windows(fields), Defaults(max_positions=2048, norm_eps=1e-5))
+    spec = _decoder(fields, architecture, _same_windows(fields, None), Defaults(max_positions=2048, norm_eps=1e-5))
     return replace(_with_biases(spec, fields), norm_placement=NormPlacement.POST, qk_norm=QkNorm.ALL)
 
 
 def _phi3(fields: Fields, architecture: str) -> ModelSpec:
     """Phi-3 to Phi-4: a part of each head is rotated."""
-    windows = (_window(fields, None),) * _num_layers(fields)
+    windows = _same_windows(fields, _window(fields, None))
     return _decoder(
         fields, architecture, windows, Defaults(max_positions=4096, norm_eps=1e-5, read_rope=read_partial_rope)
     )
@@ -162,6 +167,7 @@ FAMILIES: dict[str, Callable[[Fields, str], ModelSpec]] = {
     "Gemma3ForCausalLM": _gemma3,
     "GptOssForCausalLM": _gpt_oss,
     "LlamaForCausalLM": _llama,
+    "MinistralForCausalLM": _mistral,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
@@ -295,8 +301,11 @@ def _num_layers(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
-def _no_windows(fields: Fields) -> Windows:
-    return (None,) * _num_layers(fields)
+def _same_windows(fields: Fields, window: int | None) -> Windows:
+    """The same for all layers. ``layer_types`` must be valid, but has no effect, as in transformers' classes of these
+    families (see ``ignored_layer_types``)."""
+    _layer_types(fields)
+    return (window,) * _num_layers(fields)
 
 
 def _window(fields: Fields, default: int | None) -> int | None:
@@ -315,12 +324,33 @@ def _qwen_windows(fields: Fields) -> Windows:
 
 def _windows_by_type(fields: Fields, window: int | None, default: Callable[[int], bool]) -> Windows:
     """``layer_types`` decides where it is given; else ``default`` does, which says whether a layer has the window."""
-    num_layers = _num_layers(fields)
-    kinds = [SLIDING if default(layer) else FULL for layer in range(num_layers)]
-    if "layer_types" in fields:
-        kinds = fields.texts("layer_types")
-    if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
-        raise fields.wrong("layer_types", f"must name {FULL} or {SLIDING} once for each layer")
+    kinds = _layer_types(fields) or [SLIDING if default(layer) else FULL for layer in range(_num_layers(fields))]
     if window is None and SLIDING in kinds:
         raise fields.wrong("layer_types", f"needs sliding_window (and use_sliding_window) for its {SLIDING} layers")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _layer_types(fields: Fields) -> list[str] | None:
+    """The kinds of attention that ``layer_types`` names, one for each layer; None where it is absent."""
+    if "layer_types" not in fields:
+        return None
+    num_layers = _num_layers(fields)
+    kinds = [FULL if kind == _OLD_FULL else kind for kind in fields.texts("layer_types")]
+    if len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"must have num_hidden_layers entries, {num_layers}; it has {len(kinds)}")
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise fields.wrong("layer_types", f"must name only {FULL} and {SLIDING}; {min(unknown)} is not supported")
+    return kinds
+
+
+def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    """A warning where ``layer_types`` contradicts what the family computes, which then ignores it; None where it does
+    not."""
+    kinds = _layer_types(Fields(config))
+    if kinds is None or kinds == [FULL if window is None else SLIDING for window in spec.windows]:
+        return None
+    computed = "full attention" if spec.windows[0] is None else f"a window of {spec.windows[0]}"
+    return (
+        f"layer_types is ignored: every layer of a {spec.architecture} has {computed} here and in transformers; "
+        "remove the field, or correct architectures"
+    )
