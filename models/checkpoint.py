@@ -156,8 +156,8 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     if spec.tied_embeddings and _has_own_head(entries):
         spec = replace(spec, tied_embeddings=False)
         warnings.append(
-            f"{path / CONFIG}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: the model gets both, "
-            "as in transformers; set tie_word_embeddings to false"
+            f"{path / CONFIG}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: both are used, as "
+            "in transformers; set tie_word_embeddings to false"
         )
     entries = find_views(spec, entries)
     quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)

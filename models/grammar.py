@@ -27,36 +27,42 @@ class GrammarError(Exception):
 
 
 def read_tokenizer(
-    directory: str, special_tokens: Sequence[str], vocab_size: int, eos_token_ids: Sequence[int]
+    directory: str,
+    special_tokens: Sequence[str],
+    num_ids: int,
+    eos_token_ids: Sequence[int],
+    added_tokens: Sequence[tuple[int, str]] = (),
 ) -> LLTokenizer:
-    """What matchers know of a vocabulary, from a model's directory. Masks have ``vocab_size`` bits; ``special_tokens``
-    are special even where tokenizer.json only has them in its vocabulary. Raises ValueError for a tokenizer whose
-    tokens the library cannot tell the bytes of."""
-    described = _with_specials((Path(directory) / "tokenizer.json").read_bytes(), special_tokens)
-    return LLTokenizer(described, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    """What matchers know of a vocabulary, from a model's directory. Masks have ``num_ids`` bits; ``special_tokens``
+    are special even where tokenizer.json only has them in its vocabulary; ``added_tokens`` are ids and contents of
+    those that it lacks. Raises ValueError for a tokenizer whose tokens the library cannot tell the bytes of."""
+    described = _with_tokens((Path(directory) / "tokenizer.json").read_bytes(), special_tokens, added_tokens)
+    return LLTokenizer(described, n_vocab=num_ids, eos_token=list(eos_token_ids))
 
 
-def _with_specials(described: bytes, special_tokens: Sequence[str]) -> str:
-    """A tokenizer.json in which these of its tokens are special, and nothing is cut off or filled up. The vocabulary
-    is passed on as it stands, unread if that can be: reading it would take the time of all the rest."""
+def _with_tokens(described: bytes, special_tokens: Sequence[str], added_tokens: Sequence[tuple[int, str]]) -> str:
+    """A tokenizer.json with more tokens, in which some are special, and nothing is cut off or filled up. The
+    vocabulary is passed on as it stands, unread if that can be: reading it would take the time of all the rest."""
     parts = msgspec.json.decode(described, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(parts.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
     by_content = {token["content"]: token for token in added}
+    for token_id, content in added_tokens:
+        by_content[content] = {"id": token_id, "content": content, **_FLAGS, "special": False}
     vocabulary: Mapping[str, int] = {}
     if not by_content.keys() >= set(special_tokens):
         vocabulary = msgspec.json.decode(parts["model"], type=Vocabulary).ids()
     for content in special_tokens:
         token_id = by_content[content]["id"] if content in by_content else vocabulary.get(content)
         if token_id is not None:
-            by_content[content] = {"id": token_id, "content": content, **_SPECIAL}
+            by_content[content] = {"id": token_id, "content": content, **_FLAGS, "special": True}
     tokens = sorted(by_content.values(), key=lambda token: token["id"])
     nothing = msgspec.Raw(b"null")
     changed = {"added_tokens": msgspec.Raw(msgspec.json.encode(tokens)), "truncation": nothing, "padding": nothing}
     return msgspec.json.encode({**parts, **changed}).decode()
 
 
-_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-"""What a token is that a configuration names, as Hugging Face's library makes it."""
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""Of a token that a configuration names. Of another's flags nothing depends here on these."""
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -118,16 +124,17 @@ def discreet(message: str, text: str) -> str:
 # What callers write ---------------------------------------------------------------------------------------------------
 
 
-def to_grammar(kind: str, text: str, special_tokens: Sequence[str] = ()) -> str:
+def to_grammar(kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True) -> str:
     """A grammar in the library's form. ``kind`` is a field of the contract's ``Constraint``; ``choices`` are given as
-    the JSON text of a list. Raises GrammarError; what is left to find out the compiler says."""
+    the JSON text of a list. Without ``forces`` text that must come may have any tokens, not only those that the
+    tokenizer makes of it. Raises GrammarError; what is left to find out the compiler says."""
     try:
         grammar = _CONVERTERS[kind](text)
     except RecursionError:
         raise GrammarError("it is nested too deep") from None
     # Where the library knows what text must come it tokenizes it, and takes what spells a special token for that token.
     plain = grammar.replace("\\", "")
-    is_safe = not any(token in plain for token in special_tokens)
+    is_safe = forces and not any(token in plain for token in special_tokens)
     return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 

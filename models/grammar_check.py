@@ -1,8 +1,9 @@
 """The process that checks grammars before their requests are taken, started by the service. Each is compiled in a child
 that has little time and memory, since some would take a compiler minutes, or the process with it.
 
-Frames are lines of JSON: first what ``read_tokenizer`` takes, then grammars, one after another; each is answered. Ends
-with the service, which closes its end. Nothing here starts a thread, so that a child is whole.
+Frames are lines of JSON: first what ``read_tokenizer`` takes and the options of ``to_grammar``, then grammars, one
+after another; each is answered. Ends with the service, which closes its end. Nothing here starts a thread, so that a
+child is whole.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,15 +44,15 @@ def main() -> None:
         return
     tokenizer: LLTokenizer | None = None
     try:
-        tokenizer = read_tokenizer(**told)
+        tokenizer = read_tokenizer(**told["tokenizer"])
         _answer(answers, {})
     except Exception as error:
         _answer(answers, {"error": one_line(str(error))})
-    special_tokens = told["special_tokens"]
+    convert = partial(to_grammar, **told["options"])
     del told
     for line in lines if tokenizer is not None else ():
         wanted = json.loads(line)
-        _answer(answers, _checked(tokenizer, wanted["kind"], wanted["text"], special_tokens))
+        _answer(answers, _checked(tokenizer, wanted["kind"], wanted["text"], convert))
 
 
 def _answer(answers: IO[bytes], answer: dict[str, str]) -> None:
@@ -58,7 +60,7 @@ def _answer(answers: IO[bytes], answer: dict[str, str]) -> None:
     answers.flush()
 
 
-def _checked(tokenizer: Any, kind: str, text: str, special_tokens: Sequence[str]) -> dict[str, str]:
+def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str], str]) -> dict[str, str]:
     """What a child says, or what its end says."""
     deadline = time.monotonic() + WALL_S
     reading, writing = os.pipe()
@@ -66,7 +68,7 @@ def _checked(tokenizer: Any, kind: str, text: str, special_tokens: Sequence[str]
     if not child:
         os.close(reading)
         try:
-            _in_child(tokenizer, kind, text, special_tokens, writing)
+            _in_child(tokenizer, kind, text, convert, writing)
         finally:
             os._exit(1)  # whatever happens, nothing of the parent's runs here
     os.close(writing)
@@ -87,7 +89,7 @@ def _checked(tokenizer: Any, kind: str, text: str, special_tokens: Sequence[str]
     return {"error": TOO_COSTLY}
 
 
-def _in_child(tokenizer: LLTokenizer, kind: str, text: str, special_tokens: Sequence[str], writing: int) -> None:
+def _in_child(tokenizer: LLTokenizer, kind: str, text: str, convert: Callable[[str, str], str], writing: int) -> None:
     """Says on ``writing`` what comes of a grammar, unless it takes too much."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
@@ -96,7 +98,7 @@ def _in_child(tokenizer: LLTokenizer, kind: str, text: str, special_tokens: Sequ
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says as it dies is no news
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
-        grammar = to_grammar(kind, text, special_tokens)
+        grammar = convert(kind, text)
         compile_grammar(tokenizer, grammar)
         answer = {"grammar": grammar}
     except GrammarError as error:

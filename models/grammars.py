@@ -61,11 +61,12 @@ class _Part(NamedTuple):
 class Grammars:
     """Makes the matchers of rows, and the masks of batches."""
 
-    def __init__(self, read: Callable[[], LLTokenizer], puts_off: bool = True) -> None:
+    def __init__(self, read: Callable[[], LLTokenizer], vocab_size: int, puts_off: bool = True) -> None:
         """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
-        the vocabulary is large."""
+        the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them."""
         self.puts_off = puts_off
         """Whether a row whose grammar is not compiled yet has its first token in a later step; else its step waits."""
+        self._vocab_size = vocab_size
         self._compiling = _Thread("grammars")
         self._masking = _Thread("masks")
         self._tokenizer: Future[LLTokenizer] = self._compiling.submit(read)
@@ -81,7 +82,7 @@ class Grammars:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return RowMatcher(compiled, num_prompt_tokens)
+        return RowMatcher(compiled, num_prompt_tokens, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
         return compile_grammar(self._tokenizer.result(), grammar)
@@ -126,6 +127,7 @@ class Grammars:
             self._filling.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._filling.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        _clear_from(words, self._vocab_size)
         for part, matcher in followed:
             if matcher.is_error() or not words[part.first].any():
                 assert part.base.row.matcher is not None
@@ -142,9 +144,18 @@ def grammars_of(config: WorkerConfig) -> Grammars | None:
     if config.tokenizer is None:
         return None
     assert config.tokenizer_vocab_size is not None, "the two come from the same file"
-    arguments = (config.tokenizer, config.special_tokens, config.tokenizer_vocab_size, config.eos_token_ids)
+    vocab_size = config.tokenizer_vocab_size
+    num_ids = config.tokenizer_num_ids or vocab_size
+    arguments = (config.tokenizer, config.special_tokens, num_ids, config.eos_token_ids, config.added_tokens)
     # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
-    return Grammars(partial(read_tokenizer, *arguments), puts_off=config.tensor_parallel_size == 1)
+    return Grammars(partial(read_tokenizer, *arguments), vocab_size, puts_off=config.tensor_parallel_size == 1)
+
+
+def _clear_from(words: Words, token_id: int) -> None:
+    """Forbids this token and all of larger ids."""
+    first, bit = divmod(token_id, 32)
+    words[:, first : first + 1] &= np.uint32((1 << bit) - 1)
+    words[:, first + 1 :] = 0
 
 
 def _only(token_ids: list[int], num_words: int) -> Words:

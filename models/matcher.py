@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the library is there where a row has a grammar
@@ -14,7 +15,9 @@ class RowMatcher:
     """Of one row. It looks at the row's history whenever it is asked, and so needs to be told of nothing: neither of
     tokens, nor of drafts that were not chosen, nor of a worker that begins anew."""
 
-    def __init__(self, compiled: "Future[LLMatcher]", num_prompt_tokens: int) -> None:
+    def __init__(self, compiled: "Future[LLMatcher]", num_prompt_tokens: int, vocab_size: int) -> None:
+        """``vocab_size``: of the model."""
+        self._vocab_size = vocab_size
         self.compiled = compiled
         """Brings a matcher that nobody changes, or GrammarError."""
         self._num_consumed = num_prompt_tokens
@@ -61,7 +64,9 @@ class RowMatcher:
         if self._matcher is None:  # nothing was sampled yet
             return ()
         matcher = self.at(history, len(history))
-        return () if matcher is None else matcher.compute_ff_tokens()[:at_most]
+        token_ids = [] if matcher is None else matcher.compute_ff_tokens()[:at_most]
+        # The tokenizer may spell the text with tokens that the model lacks.
+        return list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
 
     def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts may follow the history, one after the other."""

@@ -261,6 +261,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Of the host: what the worker may take, all together, whatever else seems free; None: all that is free."""
     tokenizer_vocab_size: int | None = None
     """Rows of the vocabulary from here on are masked; None: the model's."""
+    tokenizer_num_ids: int | None = None
+    """All ids of the tokenizer lie below it, which may have more than the model has rows; None:
+    ``tokenizer_vocab_size``."""
     load_format: str = "auto"
     """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
     quantization: str = "none"
@@ -281,6 +284,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The directory of the model's tokenizer, which grammars are matched by; None: there are none."""
     special_tokens: tuple[str, ...] = ()
     """Of the tokenizer, as the service knows them: no text, and so nothing that a grammar's text can match."""
+    added_tokens: tuple[tuple[int, str], ...] = ()
+    """Ids and contents of the tokenizer's tokens that tokenizer.json lacks."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens: what may come when a grammar's text is whole."""
     tensor_parallel_size: int = 1

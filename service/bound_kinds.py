@@ -32,7 +32,7 @@ class ModelLimits:
     """What the served model can take."""
 
     vocab_size: int
-    """The tokenizer's, not the rows of the logits."""
+    """The smaller of the tokenizer's and the model's."""
     max_model_len: int
 
     def resolve(self, bound: float | Limit) -> float:

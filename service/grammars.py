@@ -35,11 +35,17 @@ class GrammarChecks:
     """Has grammars checked, one at a time; tenants take turns."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        facts = tokenizer.facts
+        special_tokens = list(facts.special_tokens)
         self._told = {
-            "directory": str(tokenizer.directory),
-            "special_tokens": list(tokenizer.special_tokens),
-            "vocab_size": tokenizer.vocab_size,
-            "eos_token_ids": list(tokenizer.eos_token_ids),
+            "tokenizer": {
+                "directory": str(tokenizer.directory),
+                "special_tokens": special_tokens,
+                "num_ids": facts.num_ids,
+                "eos_token_ids": list(facts.eos_token_ids),
+                "added_tokens": list(facts.added_tokens),
+            },
+            "options": {"special_tokens": special_tokens, "forces": not tokenizer.spells_with_foreign},
         }
         self._lane = Lane("grammars", 1, MAX_WAITING_BYTES)
         self._process: subprocess.Popen[bytes] | None = None

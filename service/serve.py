@@ -145,13 +145,9 @@ def prepare(config: ServeConfig) -> Prepared:
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
-    load_tokenizer, facts = _find_tokenizer(path, config.chat_template)
-    num_rows = checkpoint.spec.vocab_size
-    if facts.vocab_size > num_rows:
-        raise ModelError(
-            f"{path / 'tokenizer.json'}: has {facts.vocab_size:,} tokens, and vocab_size in config.json is "
-            f"{num_rows:,}: the two are of different models"
-        )
+    load_tokenizer, facts = _find_tokenizer(path, config.chat_template, checkpoint.spec.vocab_size)
+    for warning in facts.warnings:
+        _log.warning("%s", warning)
     scheduler = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
@@ -187,15 +183,18 @@ def prepare(config: ServeConfig) -> Prepared:
     return Prepared(server, worker, load_tokenizer, http, http_options(config))
 
 
-def _find_tokenizer(path: Path, chat_template: Path | None) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
-    """What reads the tokenizer, and what the worker is told of it, which mostly can be known before."""
-    facts = foresee_facts(path)
+def _find_tokenizer(
+    path: Path, chat_template: Path | None, num_rows: int
+) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
+    """What reads the tokenizer, and what the worker is told of it, which mostly can be known before. ``num_rows``: of
+    the model."""
+    facts = foresee_facts(path, num_rows)
     if facts is None:
-        tokenizer = Tokenizer.load(path, chat_template)
+        tokenizer = Tokenizer.load(path, chat_template, num_rows)
         return lambda: tokenizer, tokenizer.facts
 
     def load() -> Tokenizer:
-        tokenizer = Tokenizer.load(path, chat_template)
+        tokenizer = Tokenizer.load(path, chat_template, num_rows)
         if tokenizer.facts != facts:  # the worker was told something else
             raise TokenizerError(
                 f"{path / 'tokenizer.json'}: its tokens have other ids than it says: "
@@ -254,8 +253,10 @@ def _worker_config(config: ServeConfig, path: Path, tokenizer: TokenizerFacts, m
         cpu_pinning=config.cpu_pinning,
         max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=tokenizer.vocab_size,
+        tokenizer_num_ids=tokenizer.num_ids,
         tokenizer=str(path.resolve()),
         special_tokens=tokenizer.special_tokens,
+        added_tokens=tokenizer.added_tokens,
         eos_token_ids=tokenizer.eos_token_ids,
         load_format=config.load_format,
         quantization=config.quantization,

@@ -5,7 +5,8 @@ Knows one library and its habits; nothing of templates.
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import tokenizers
@@ -31,12 +32,11 @@ class Specials:
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
+        self._single_words = frozenset(token.content for token in specials.values() if token.single_word)
         for token in specials.values():
-            alias = f"{secret}.{token.lstrip:d}{token.rstrip:d}{token.normalized:d}"
-            self._alias_of[token.content] = alias
-            tokenizer.add_tokens(
-                [tokenizers.AddedToken(alias, lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)]
-            )
+            alias = self._alias_of[token.content] = _alias(token, secret)
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_tokens([tokenizers.AddedToken(alias, **flags)])
         self._splitter = f"{secret}.split"
         tokenizer.add_tokens([tokenizers.AddedToken(self._splitter, normalized=False)])
         self._alias_ids = frozenset(tokenizer.token_to_id(alias) for alias in self._alias_of.values())
@@ -59,15 +59,25 @@ class Specials:
     def encode_template(self, rendered: str, *, follows: bool = False) -> list[int]:
         """Ids of what a template rendered, with special tokens in text of its own alone; ``follows``: something comes
         before it."""
+        parts = list(runs(rendered))
+        whole = "".join(text for text, _ in parts)
         special_ids: list[int] = []
+        aliased: list[str] = []
+        num_chars = 0
 
         def alias(match: re.Match[str]) -> str:
+            if match[0] in self._single_words and _touches_word(
+                whole, num_chars + match.start(), num_chars + match.end()
+            ):
+                return match[0]
             special_ids.append(self._id_of[match[0]])
             return self._alias_of[match[0]]
 
-        parts = (self._templates.sub(alias, text) if is_own else text for text, is_own in runs(rendered))
+        for text, is_own in parts:
+            aliased.append(self._templates.sub(alias, text) if is_own else text)
+            num_chars += len(text)
         in_order = iter(special_ids)
-        encoded = self.encode("".join(parts), False, follows=follows)
+        encoded = self.encode("".join(aliased), False, follows=follows)
         ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
@@ -90,33 +100,28 @@ def _any_of(texts: Sequence[str]) -> str:
     return re.escape(first[:num_common]) + (f"(?:{'|'.join(branches)}){may_end}" if branches else "")
 
 
-def named_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json has a name for: bos_token, eos_token and so on."""
-    named = {}
-    for name in _NAMES:
-        content = _content(config.get(name))
-        if content:
-            named[name] = content
-    return named
+def _alias(token: tokenizers.AddedToken, secret: str) -> str:
+    """The same for all tokens that a tokenizer handles alike. It begins and ends with a letter where the token does:
+    that counts for a single word beside it."""
+    flags = f"{token.single_word:d}{token.lstrip:d}{token.rstrip:d}{token.normalized:d}"
+    first, last = ("a" if _is_word(token.content[at]) else "\U0010fffd" for at in (0, -1))
+    return f"{first}{secret}.{flags}{last}"
 
 
-def unnamed_tokens(config: Mapping[str, object]) -> Iterable[str]:
-    """The special tokens that tokenizer_config.json merely lists."""
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        listed = config.get(key)
-        values: Sequence[object] = ()
-        if isinstance(listed, dict):
-            values = list(listed.values())
-        elif isinstance(listed, list):
-            values = listed
-        yield from filter(None, map(_content, values))
+def _touches_word(text: str, start: int, end: int) -> bool:
+    """Whether a letter stands right before or after ``text[start:end]``, so that it is no single word."""
+    return any(map(_is_word, text[max(0, start - 1) : start] + text[end : end + 1]))
 
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+def _is_word(character: str) -> bool:
+    r"""Whether the library's regular expressions have the character as ``\w``."""
+    category = unicodedata.category(character)
+    return category[0] in "LM" or category in ("Nd", "Nl", "Pc") or character in _OTHER_WORDS
 
 
-def _content(value: object) -> str:
-    """A token as a configuration has it: its text, or an object that holds it."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
+_OTHER_WORDS = frozenset("\u200c\u200d") | frozenset(
+    chr(code)
+    for first, last in ((0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189))
+    for code in range(first, last + 1)
+)
+"""Joiners, and symbols that count as letters."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import tokenizers
+
 from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.request import Context, Prompt
 from penstock.service.chat_template import Chat, ChatTemplate, Message
@@ -18,14 +20,8 @@ from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.specials import Specials
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
-from penstock.service.tokenizer_files import (
-    DEFAULT_TEMPLATE,
-    TOOL_TEMPLATE,
-    TokenizerError,
-    TokenizerFacts,
-    TokenizerFiles,
-    read_tokenizer,
-)
+from penstock.service.tokenizer_config import TokenizerError
+from penstock.service.tokenizer_files import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerFiles, read_tokenizer
 from penstock.service.truncation import Truncation
 
 __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "TokenizerPool"]
@@ -47,38 +43,36 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self.directory = files.path.parent
-        vocabulary = library.get_vocab()
-        self.facts = facts = TokenizerFacts.of(vocabulary, files.special_tokens, files.eos_token_ids)
+        self.facts = facts = files.facts
         self.vocab_size, self.special_tokens, self.eos_token_ids = (
             facts.vocab_size, facts.special_tokens, facts.eos_token_ids
         )  # fmt: skip
-        library.add_special_tokens(list(self.special_tokens))
-        specials = {
-            token_id: token
-            for token_id, token in library.get_added_tokens_decoder().items()
-            if token.special or token.content in files.special_tokens
-        }
-        self.special_ids = frozenset(specials)
+        _mark_special(library, self.special_tokens)
+        specials = {token_id: token for token_id, token in library.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(token_id for token_id in specials if token_id < self.vocab_size)
         """Ids that leave no trace in a text, unless special tokens are asked for."""
+        self.spells_with_foreign = any(token_id not in specials for token_id in range(facts.vocab_size, facts.num_ids))
+        """Whether it may make tokens of a text that the model does not have."""
         try:
             self.pieces = Pieces(library, self.vocab_size, self.special_ids, files.decoder)
             """What each token adds to a text."""
         except UnsupportedDecoder as error:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
-        self.longest_token_bytes = longest_token_bytes(library, vocabulary.keys(), specials)
+        self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), specials)
         """The most bytes of a caller's text that one token stands for, where that is known."""
         self._specials = Specials(library, specials)
         self._library = library
         self._templates = files.templates
 
     @classmethod
-    def load(cls, directory: Path, chat_template: Path | None = None) -> "Tokenizer":
+    def load(cls, directory: Path, chat_template: Path | None = None, num_rows: int | None = None) -> "Tokenizer":
         """Of a directory in Hugging Face's layout. ``chat_template`` is a file that takes the place of the model's own
-        template, or the name of one of those.
+        template, or the name of one of those. ``num_rows``: of the model, where it may have fewer than the tokenizer
+        has tokens.
 
         Raises TokenizerError.
         """
-        return cls(read_tokenizer(directory, chat_template))
+        return cls(read_tokenizer(directory, chat_template, num_rows))
 
     @property
     def has_chat_template(self) -> bool:
@@ -137,13 +131,41 @@ class Tokenizer:
         """The token sequences of words: as they stand, and after a space, where a tokenizer tells the two apart."""
         spelled = (spelling for word in words for spelling in (word, f" {word}"))
         sequences = (tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spelled)
-        return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+        # The model has no row for a token of larger id, so that it never writes such a sequence.
+        possible = (ids for ids in sequences if ids and max(ids) < self.vocab_size)
+        return tuple(dict.fromkeys(possible))
+
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Refuses tokens of a prompt that the model does not have. Raises ServiceError."""
+        if not token_ids or max(token_ids) < self.vocab_size:
+            return
+        index = next(index for index, token_id in enumerate(token_ids) if token_id >= self.vocab_size)
+        token_id = token_ids[index]
+        token = self._library.id_to_token(token_id) if token_id < self.facts.num_ids else None
+        named = "" if token is None else f" ({token!r})"
+        raise invalid(
+            field,
+            f"ids must be below the model's vocabulary size, {self.vocab_size:,}; token {index} of the prompt is "
+            f"{token_id:,}{named}: leave it out",
+        )
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
         """The template of a conversation whose texts are not too long. Raises ServiceError."""
         texts = (text for message in chat.messages for text in (message.role, message.content, message.reasoning))
         _check_size([text for text in texts if text is not None], "chat")
         return self.chat_template(bool(chat.tools))
+
+
+def _mark_special(library: tokenizers.Tokenizer, contents: Iterable[str]) -> None:
+    """Has the library treat these tokens as special; their other flags stay."""
+    added = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    marked = []
+    for content in contents:
+        token = added.get(content) or tokenizers.AddedToken(content, special=True)
+        if not token.special or content not in added:
+            token.special = True
+            marked.append(token)
+    library.add_special_tokens(marked)
 
 
 def _check_size(texts: Iterable[str], field: str) -> None:
@@ -209,7 +231,7 @@ class TokenizerPool:
     def prompt(self, token_ids: list[int], salt: bytes, field: str, room_for_output: int = 1) -> Prompt:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
         self.check_length(len(token_ids), field, room_for_output)
-        self._check_ids(token_ids, field)
+        self.tokenizer.check_ids(token_ids, field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
 
     def continued(self, context: Context, token_ids: list[int], salt: bytes, field: str) -> Prompt:
@@ -222,15 +244,11 @@ class TokenizerPool:
                 f"{len(context.token_ids):,} of them the context's",
                 Reason.CONTEXT_LENGTH,
             )
-        self._check_ids(token_ids, field)
+        self.tokenizer.check_ids(token_ids, field)
         known = context.block_hashes
         parent = known[-1] if known else b""
         rest = whole[len(known) * self._block_size :]
         return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, parent))
-
-    def _check_ids(self, token_ids: list[int], field: str) -> None:
-        if token_ids and max(token_ids) >= self.tokenizer.vocab_size:
-            raise invalid(field, f"ids must be below the vocabulary size, {self.tokenizer.vocab_size:,}")
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled."""

@@ -1,26 +1,29 @@
 """Reads a model's tokenizer from its directory. Knows nothing of what is done with it."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set as AbstractSet, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import tokenizers
 
 from penstock.models.tokenizer_json import Vocabulary
 from penstock.service.chat_template import ChatTemplate, TemplateSyntaxError
-from penstock.service.specials import named_tokens, unnamed_tokens
+from penstock.service.tokenizer_config import (
+    ADDED_TOKENS,
+    CONFIG,
+    TokenizerConfig,
+    TokenizerError,
+    read_bytes,
+    read_json,
+    read_tokenizer_config,
+)
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template of conversations with tools, as transformers has it."""
 _GIVE_TEMPLATE = "give the path of a Jinja template"
-
-
-class TokenizerError(Exception):
-    """A model's tokenizer cannot be used. The text is one line that names the file and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class TokenizerFiles:
     path: Path
     """Of tokenizer.json."""
     library: tokenizers.Tokenizer
+    """With all tokens that the other files add."""
     decoder: Any
     """Its description in tokenizer.json, parsed; None if there is none."""
-    special_tokens: frozenset[str]
-    """Those that the configuration names, whether or not tokenizer.json marks them as special."""
-    eos_token_ids: frozenset[int]
-    """As the files have them: they may lie outside the vocabulary."""
+    vocabulary: Mapping[str, int]
+    """The ids of all tokens."""
+    facts: "TokenizerFacts"
     templates: Mapping[str, ChatTemplate]
     """By name: ``DEFAULT_TEMPLATE``, ``TOOL_TEMPLATE``, and others that only ``--chat-template`` names."""
 
@@ -44,27 +47,23 @@ class TokenizerFiles:
 class TokenizerFacts:
     """What a worker is told of the tokenizer."""
 
+    num_ids: int
+    """All ids of the tokenizer lie below it; aliases of our own do not count."""
     vocab_size: int
-    """Token ids lie below it; added tokens count, aliases of our own do not."""
+    """Ids in prompts and outputs lie below it: the smaller of ``num_ids`` and the model's rows."""
     special_tokens: tuple[str, ...]
-    """Those that the configuration names, and tokenizer.json has, in order."""
+    """Those that the configuration calls special, in order, whether or not tokenizer.json does."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an output. A configuration may name ids that the tokenizer lacks: they are never chosen."""
-
-    @classmethod
-    def of(cls, ids: Mapping[str, int], special_tokens: Iterable[str], eos_token_ids: Iterable[int]) -> Self:
-        """From the ids of all tokens, and what the files say."""
-        vocab_size = max(ids.values(), default=-1) + 1
-        return cls(
-            vocab_size,
-            tuple(sorted({token for token in special_tokens if token in ids})),
-            tuple(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size})),
-        )
+    """Tokens that end an output."""
+    added_tokens: tuple[tuple[int, str], ...]
+    """Tokens that tokenizer.json lacks and other files have."""
+    warnings: tuple[str, ...]
+    """What the files say that has no effect, for the log."""
 
 
-def foresee_facts(directory: Path) -> TokenizerFacts | None:
+def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
     """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
-    tell, which gives some tokens other ids than the file does. Raises TokenizerError."""
+    tell, which gives some tokens other ids than the file does. ``num_rows``: of the model. Raises TokenizerError."""
     try:
         described = msgspec.json.decode(_read_tokenizer_json(directory), type=_Numbered)
     except (ValueError, RecursionError):  # the library says what is wrong
@@ -72,44 +71,114 @@ def foresee_facts(directory: Path) -> TokenizerFacts | None:
     ids = described.ids()
     if ids is None:
         return None
-    config = _read_config(directory)
-    named = named_tokens(config)
-    special_tokens = frozenset(named.values()) | frozenset(unnamed_tokens(config))
-    return TokenizerFacts.of(ids, special_tokens, _eos_token_ids(directory, ids.get(named.get("eos_token", ""))))
+    config = read_tokenizer_config(directory)
+    own = _OwnTokens({token.id: token.content for token in described.added_tokens}, described.special_tokens(), {*ids})
+    for token in config.additions(own.added):
+        ids.setdefault(token.content, len(ids))
+    return _facts(directory, config, own, ids, num_rows)
 
 
-def read_tokenizer(directory: Path, chat_template: Path | None = None) -> TokenizerFiles:
+def read_tokenizer(directory: Path, chat_template: Path | None = None, num_rows: int | None = None) -> TokenizerFiles:
     """Reads tokenizer.json and what stands beside it; ``chat_template`` is a file that takes the place of the model's
-    own template, or the name of one of those.
+    own template, or the name of one of those. ``num_rows``: of the model.
 
     Raises TokenizerError.
     """
     path = directory / "tokenizer.json"
     library, decoder = _load(path, _read_tokenizer_json(directory))
-    config = _read_config(directory)
-    named = named_tokens(config)
+    config = read_tokenizer_config(directory)
+    added = library.get_added_tokens_decoder()
+    special = frozenset(token.content for token in added.values() if token.special)
+    before = library.get_vocab()
+    own = _OwnTokens({token_id: token.content for token_id, token in added.items()}, special, before.keys())
+    additions = config.additions(own.added)
+    library.add_tokens(additions)
+    vocabulary = {**before, **{token.content: library.token_to_id(token.content) for token in additions}}
     return TokenizerFiles(
         path=path,
         library=library,
         decoder=decoder,
-        special_tokens=frozenset(named.values()) | frozenset(unnamed_tokens(config)),
-        eos_token_ids=frozenset(_eos_token_ids(directory, library.token_to_id(named.get("eos_token", "")))),
-        templates=_read_templates(directory, chat_template, config, named),
+        vocabulary=vocabulary,
+        facts=_facts(directory, config, own, vocabulary, num_rows),
+        templates=_read_templates(directory, chat_template, dict(config.fields), dict(config.named)),
     )
+
+
+@dataclass(frozen=True)
+class _OwnTokens:
+    """What tokenizer.json says."""
+
+    added: Mapping[int, str]
+    """Its ``added_tokens``."""
+    special: AbstractSet[str]
+    """Those of them that it calls special."""
+    all: AbstractSet[str]
+    """Its whole vocabulary."""
+
+
+def _facts(
+    directory: Path, config: TokenizerConfig, own: _OwnTokens, ids: Mapping[str, int], num_rows: int | None
+) -> TokenizerFacts:
+    """``ids``: of all tokens."""
+    num_ids = max(ids.values(), default=-1) + 1
+    vocab_size = num_ids if num_rows is None else min(num_ids, num_rows)
+    added = {token.content: token.special for token in config.additions(own.added) if token.content in ids}
+    special = {content for content, is_special in added.items() if is_special}
+    # The library still takes those for special that tokenizer.json calls so, whatever the other files say.
+    special |= {*config.named.values(), *config.listed, *(own.special & added.keys())}
+    warnings = list(_warnings(directory, config, ids, own.special | special))
+    eos_token_ids = set()
+    for file, token_id in _eos_token_ids(directory, config, ids):
+        if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
+            eos_token_ids.add(token_id)
+        else:
+            warnings.append(f"{file}: eos token {str(token_id)[:60]} is ignored: the model has {vocab_size:,} tokens")
+    if not eos_token_ids:
+        warnings.append(
+            f"{directory}: no token ends an output, which goes on to a stop string or max_tokens: name eos_token in "
+            f"{CONFIG}, or eos_token_id in generation_config.json"
+        )
+    return TokenizerFacts(
+        num_ids=num_ids,
+        vocab_size=vocab_size,
+        special_tokens=tuple(sorted(special & ids.keys())),
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        added_tokens=tuple(sorted((ids[content], content) for content in added.keys() - own.all)),
+        warnings=tuple(warnings),
+    )
+
+
+def _warnings(
+    directory: Path, config: TokenizerConfig, ids: Mapping[str, int], special: AbstractSet[str]
+) -> Iterator[str]:
+    """What has no effect, as in transformers."""
+    file = directory / (ADDED_TOKENS if config.is_legacy else CONFIG)
+    claimed = {token.content: token_id for token_id, token in config.decoder.items()}
+    if moved := [content for content, token_id in claimed.items() if ids.get(content) != token_id]:
+        yield (
+            f"{file}: token {moved[0]!r} does not get the id {claimed[moved[0]]}, as in transformers, where "
+            f"tokenizer.json and the order decide{_others(moved)}"
+        )
+    if plain := sorted(config.ignored - special):
+        yield (
+            f"{directory / CONFIG}: additional_special_tokens is ignored beside extra_special_tokens, as in "
+            f"transformers: {plain[0]!r} is not special{_others(plain)}"
+        )
+
+
+def _others(found: Sized) -> str:
+    return f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
 
 
 def _read_tokenizer_json(directory: Path) -> bytes:
     remedy = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it"
-    return _read(directory / "tokenizer.json", remedy)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    return _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    return read_bytes(directory / "tokenizer.json", remedy)
 
 
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
+    special: bool = False
 
 
 class _Numbered(msgspec.Struct):
@@ -128,6 +197,10 @@ class _Numbered(msgspec.Struct):
             if ids.setdefault(token.content, len(ids)) != token.id:
                 return None
         return ids
+
+    def special_tokens(self) -> frozenset[str]:
+        """Among the added ones."""
+        return frozenset(token.content for token in self.added_tokens if token.special)
 
 
 class _Model(msgspec.Struct):
@@ -198,7 +271,7 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Sou
 
 
 def _read_text(path: Path) -> str:
-    return _read(path, _GIVE_TEMPLATE).decode(errors="replace")
+    return read_bytes(path, _GIVE_TEMPLATE).decode(errors="replace")
 
 
 def _compile(source: _Source, named: dict[str, str]) -> ChatTemplate:
@@ -213,33 +286,14 @@ def _compile(source: _Source, named: dict[str, str]) -> ChatTemplate:
         ) from error
 
 
-def _eos_token_ids(directory: Path, named: int | None) -> Iterator[int]:
-    if named is not None:
-        yield named
-    for name in ("config.json", "generation_config.json"):
-        found = _read_json(directory / name).get("eos_token_id")
-        for token_id in found if isinstance(found, list) else [found]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool):
-                yield token_id
-
-
-def _read(path: Path, remedy: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise TokenizerError(f"{path}: is missing: {remedy}") from error
-    except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read ({error.strerror}): check the path and its rights") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(_read(path, "fetch it again"))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: is no valid JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: is no JSON object: fetch it again")
-    return value
+def _eos_token_ids(directory: Path, config: TokenizerConfig, ids: Mapping[str, int]) -> Iterator[tuple[Path, object]]:
+    """The tokens that end an output, each with the file that says so. As in transformers config.json does not count
+    where generation_config.json names any."""
+    if "eos_token" in config.named:
+        yield directory / CONFIG, ids.get(config.named["eos_token"])
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(directory / name).get("eos_token_id")
+        if found is not None and found != []:
+            for token_id in found if isinstance(found, list) else [found]:
+                yield directory / name, token_id
+            return

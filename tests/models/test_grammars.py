@@ -202,7 +202,7 @@ def test_a_grammar_that_does_not_compile_ends_its_row(make_runner, tokenizer):
 
 
 def test_a_grammar_is_compiled_once(config, tokenizer):
-    grammars = Grammars(lambda: tokenizer)
+    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
     first, second = grammars.matcher(JSON, 1), grammars.matcher(JSON, 2)
     assert first.compiled is second.compiled
     assert first.at([5], 1) is not second.at([5, 5], 2)
@@ -212,7 +212,7 @@ class Slow(Grammars):
     """Compiles nothing until it is told to."""
 
     def __init__(self, read):
-        super().__init__(read)
+        super().__init__(read, VOCAB_SIZE)
         self.go_on = threading.Event()
 
     def _compile(self, grammar):
@@ -254,7 +254,7 @@ def test_masks_allow_what_may_come_at_each_line(config, tokenizer, make_runner):
             return masks
 
     drafts = tokenizer.tokenize_str('{"name"')
-    runner = make_runner(Repeats(*drafts), Watched(lambda: tokenizer))
+    runner = make_runner(Repeats(*drafts), Watched(lambda: tokenizer, VOCAB_SIZE))
     grammar = to_grammar("regex", '.*"name".*')
     row = Row(runner, prompt_of(tokenizer), SEEDED, grammar, max_drafts=6)
     row.step()
@@ -337,3 +337,25 @@ def test_tokens_that_a_configuration_names_are_special(kind, configured, tmp_pat
         assert found.decode_bytes([token_id]) == expected.decode_bytes([token_id])
     text = "ab <a><b> <new> abab"
     assert found.tokenize_str(text) == expected.tokenize_str(text)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 8])
+@pytest.mark.parametrize("pattern", ["hello( world)?", "(hello){3}", "<hi>|hello"])
+def test_tokens_that_the_model_lacks_are_never_chosen_or_drafted(backend, tmp_path, pattern, max_drafts):
+    """They have larger ids than the model has rows; other tokens spell the same text."""
+    alphabet = {name: i for i, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    library = tokenizers.Tokenizer(models.BPE(vocab={**alphabet, "<eos>": 256}, merges=[]))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.add_tokens(["hello", " world"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    known = read_tokenizer(str(tmp_path), ["<eos>"], 260, [256], [(259, "<hi>")])
+    assert max(compile_grammar(known, to_grammar("regex", pattern)).compute_ff_tokens(), default=257) >= 257
+    grammar = to_grammar("regex", pattern, forces=False)
+    runner = Runner(backend, None, Grammars(lambda: known, 257))
+    row = Row(runner, [65, 66], SEEDED, grammar, max_drafts=max_drafts)
+    while 256 not in row.output:
+        row.step()
+        assert not row.failure
+    text = row.output[: row.output.index(256)]
+    assert max(text) < 256
+    assert re.fullmatch(pattern, known.decode_str(text))

@@ -84,7 +84,7 @@ def test_a_list_that_does_not_fit_is_refused(edited, variant, kinds, says):
 
 @pytest.mark.parametrize("variant", ["mistral-window9", "qwen2-tied"])
 def test_windows_without_their_size_are_refused(edited, variant):
-    with pytest.raises(ModelError, match="layer_types is .*needs sliding_window"):
+    with pytest.raises(ModelError, match=r"layer_types is .*needs sliding_window"):
         check_checkpoint(edited(variant, layer_types=[FULL, WINDOW, FULL], sliding_window=None))
 
 

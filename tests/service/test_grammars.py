@@ -49,7 +49,7 @@ async def test_what_takes_too_long_is_refused_and_the_process_goes_on(checks):
 
 
 async def test_a_tokenizer_that_is_none_for_grammars_is_said_so(checks, tmp_path):
-    checks._told["directory"] = str(tmp_path)
+    checks._told["tokenizer"]["directory"] = str(tmp_path)
     for _ in range(2):
         with pytest.raises(ServiceError) as refused:
             await checks.grammar(constraint_pb2.Constraint(regex="a"), "one")

@@ -50,7 +50,11 @@ def test_vocabulary_and_end_tokens(tmp_path, library):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": start}))
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.vocab_size == library.get_vocab_size()
-    assert tokenizer.eos_token_ids == tuple(sorted((end, start, library.token_to_id("<|stop|>"))))
+    # config.json's counts only where generation_config.json has none, as in transformers.
+    assert tokenizer.eos_token_ids == tuple(sorted((end, library.token_to_id("<|stop|>"))))
+    for without in ({}, {"eos_token_id": None}, {"eos_token_id": []}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(without))
+        assert Tokenizer.load(tmp_path).eos_token_ids == tuple(sorted((start, library.token_to_id("<|stop|>"))))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,8 @@ def test_facts_are_foreseen_where_the_file_has_the_ids(tmp_path, library, added,
     described["added_tokens"][-2] |= added
     file.write_text(json.dumps(described))
     facts = Tokenizer.load(tmp_path).facts
-    assert facts.special_tokens == ("<|stop|>", "<|turn|>")
+    assert facts.special_tokens == ("<|none|>", "<|stop|>", "<|turn|>")
+    assert [content for _, content in facts.added_tokens] == ["<|none|>"]
     assert foresee_facts(tmp_path) == (facts if is_foreseen else None)
 
 

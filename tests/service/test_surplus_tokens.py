@@ -1,0 +1,155 @@
+"""A tokenizer may have more tokens than the model has rows: these are refused in prompts, and never chosen."""
+
+import asyncio
+import json
+
+import grpc
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken
+
+from penstock.clients import AsyncClient
+from penstock.models.families import spec_from_config
+from penstock.service.grammars import GrammarChecks
+from penstock.service.local import local_service
+from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.service.tokenizer_files import foresee_facts
+from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
+
+NUM_ROWS = 258
+IMAGE, WORD = 258, 259
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": NUM_ROWS, "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% if m.content == 'show' %}<|image|>{% endif %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, byte_tokenizer_path):
+    """A model of 258 rows whose tokenizer has two more tokens, one of them for text."""
+    path = tmp_path_factory.mktemp("surplus")
+    library = tokenizers.Tokenizer.from_file(str(byte_tokenizer_path / "tokenizer.json"))
+    library.add_tokens([AddedToken("<|image|>", special=True), AddedToken("penstock", special=False)])
+    library.save(str(path / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "image_token": "<|image|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.normal(float(name.endswith("norm.weight")), 0.3, size, generator=generator)
+        for name, size in spec_from_config(CONFIG).tensors()
+    }
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return Tokenizer.load(directory, num_rows=NUM_ROWS)
+
+
+def test_what_the_worker_is_told(directory, tokenizer):
+    facts = foresee_facts(directory, NUM_ROWS)
+    assert facts == tokenizer.facts
+    assert (facts.vocab_size, facts.num_ids, facts.eos_token_ids, facts.warnings) == (258, 260, (256,), ())
+    assert (foresee_facts(directory, 10_000).vocab_size, foresee_facts(directory).vocab_size) == (260, 260)
+
+
+def test_an_end_token_without_a_row_is_reported(directory):
+    facts = foresee_facts(directory, 256)
+    assert facts.eos_token_ids == ()
+    ignored, none = facts.warnings
+    assert "eos token 256 is ignored: the model has 256 tokens" in ignored
+    assert "no token ends an output" in none
+
+
+def test_its_own_tokens_are_still_the_tokenizers(tokenizer):
+    assert tokenizer.encode("a penstock") == [97, 32, WORD]
+    assert tokenizer.encode_chat(Chat([Message("user", "show")]))[-1] == IMAGE
+    assert IMAGE not in tokenizer.encode("<|image|>")
+    assert tokenizer.bad_word_ids(["penstock", "a"]) == ((97,), (32, 97))
+
+
+STARTS = {
+    "token_ids.ids[1]": pb.Start(token_ids=pb.TokenIds(ids=[97, IMAGE])),
+    "text": pb.Start(text="a penstock"),
+    "chat": pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="show")])),
+    "sampling.stop_token_ids[0]": pb.Start(text="a", sampling=pb.Sampling(stop_token_ids=[IMAGE])),
+    "sampling.logit_bias[259]": pb.Start(text="a", sampling=pb.Sampling(logit_bias={WORD: 5.0})),
+    "sampling.allowed_token_ids[1]": pb.Start(text="a", sampling=pb.Sampling(allowed_token_ids=[97, WORD])),
+}
+
+
+@pytest.mark.parametrize("field", STARTS)
+async def test_they_are_refused_in_a_request(start_service, tokenizer, field):
+    service = await start_service(tokenizer=tokenizer)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await service.generation.Complete(pb.CompleteRequest(start=STARTS[field]))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(f"{field}")
+    assert "vocabulary size, 258" in refused.value.details()
+
+
+async def test_a_text_names_the_token_that_is_refused(start_service, tokenizer):
+    service = await start_service(tokenizer=tokenizer)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"text: .*token 2 of the prompt is 259 \('penstock'\)"):
+        await service.generation.Complete(pb.CompleteRequest(start=pb.Start(text="a penstock")))
+
+
+async def test_they_are_refused_after_a_context(start_service, tokenizer):
+    service = await start_service(tokenizer=tokenizer)
+    first = pb.Start(text="a", sampling=pb.Sampling(max_tokens=2), retain_ms=60_000)
+    context = (await service.generation.Complete(pb.CompleteRequest(start=first))).request_id
+    for more in ({"text": " penstock"}, {"token_ids": pb.TokenIds(ids=[IMAGE])}, {"chat": STARTS["chat"].chat}):
+        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size, 258"):
+            await service.generation.Complete(pb.CompleteRequest(start=pb.Start(continue_from=context, **more)))
+
+
+async def test_they_are_refused_in_what_is_embedded(start_service, tokenizer):
+    service = await start_service(tokenizer=tokenizer)
+    for given in ({"text": "penstock"}, {"token_ids": pb.TokenIds(ids=[IMAGE])}):
+        request = embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(**given)])
+        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size, 258"):
+            await service.embedding.Embed(request)
+
+
+async def test_the_service_tells_the_smaller_number(start_service, tokenizer):
+    service = await start_service(tokenizer=tokenizer)
+    assert (await service.model.GetModel(model_pb2.GetModelRequest())).vocab_size == NUM_ROWS
+    tokens = await service.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="penstock"))
+    assert tokens.token_ids == [WORD]
+    with pytest.raises(grpc.aio.AioRpcError, match="must be below the vocabulary size, 258; it is 259"):
+        await service.tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=tokens.token_ids))
+
+
+async def test_a_grammar_leaves_the_spelling_to_the_model(tokenizer, byte_tokenizer):
+    for one, forces in ((tokenizer, False), (byte_tokenizer, True)):
+        checks = GrammarChecks(one)
+        grammar = await checks.grammar(constraint_pb2.Constraint(regex="penstock"), "me")
+        checks.close()
+        assert ("no_forcing" not in grammar) == forces
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_they_are_never_chosen(directory, request, backend):
+    if backend == "cpu":
+        request.getfixturevalue("cpu_library")
+
+    async def ask(target):
+        async with AsyncClient(target) as client:
+            return [
+                await client.complete("a", max_tokens=60, temperature=5.0, ignore_eos=True, seed=1, logprobs=3),
+                await client.complete("a", max_tokens=30, constraint={"regex": "(penstock,){2}"}, temperature=0.0),
+                await client.complete("a", max_tokens=9, bad_words=["penstock", "b"]),
+            ]
+
+    flags = {"backend": backend, "kv_cache_memory_bytes": "8M", "threads": 1}
+    with local_service(str(directory), **flags) as target:
+        free, held, _ = asyncio.run(ask(target))
+    assert max(free.token_ids) < NUM_ROWS
+    assert held.text == "penstock,penstock,"
+    assert max(held.token_ids) < NUM_ROWS
