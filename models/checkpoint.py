@@ -3,9 +3,11 @@
 Needs no torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
 """
 
+import fnmatch
+import glob
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,17 @@ DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+OTHER_WEIGHTS = {
+    "*.gguf": "GGUF files are not supported: give the model's safetensors version, with --quantization int4 or int8 if "
+    "it is to be small",
+    "pytorch_model*.bin*": "pickled weights are never loaded: use the model's safetensors version",
+    "*.pth": "pickled weights are never loaded: use the model's safetensors version",
+    "*.pt": "pickled weights are never loaded: use the model's safetensors version",
+    "*.ckpt": "pickled weights are never loaded: use the model's safetensors version",
+    "consolidated*.safetensors": "Mistral's own layout is not supported: use the model's Hugging Face layout, with "
+    f"{CONFIG} and {SINGLE}",
+}
+"""Names of weights that cannot be loaded, and what to do."""
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes of tensors that can be loaded, with torch's names for them."""
@@ -45,8 +57,25 @@ _COMPARED_BYTES = 1 << 24
 
 MAX_JSON_BYTES = 64 << 20
 
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-"""What is fetched of a repository on the hub."""
+HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
+"""What the weights are usually called; else the index names them."""
+HUB_FILES = (
+    CONFIG,
+    INDEX,
+    *HUB_WEIGHTS,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "[0-9]_*/config.json",
+)
+"""What is fetched of a repository on the hub: what is read, and tokenizer.model, from which transformers makes a
+tokenizer.json. The last ones are those of sentence-transformers."""
 
 DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 """Endings of tensors that old checkpoints hold although they follow from the config."""
@@ -92,32 +121,50 @@ class CheckpointInfo:
         return requested if self.quantization is None and requested in AT_LOAD else None
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, weights: bool = True) -> Path:
     """The directory of a model: a path, ``demo`` or one of its drafters, or the id of a repository on the Hugging Face
     hub.
 
-    An id is fetched into huggingface_hub's cache unless it is there; HF_HUB_OFFLINE=1 asks the cache alone. Raises
-    ModelError.
+    An id is fetched into huggingface_hub's cache unless it is there, if ``weights`` with its weights; HF_HUB_OFFLINE=1
+    asks the cache alone. Raises ModelError.
     """
     if name in (DEMO, *DEMO_DRAFTERS):
         return Path(__file__).parent / name
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.exists():
-        raise ModelError(f"{name}: is a file: give the directory that holds config.json")
+    if path.exists() or name.endswith(".gguf"):
+        _refuse_other(name, [path.name])
+        raise ModelError(f"{name}: is a file: give the directory that holds {CONFIG}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
-    return _from_hub(name)
+    return _from_hub(name, weights)
 
 
-def _from_hub(name: str) -> Path:
+def _refuse_other(where: object, names: Iterable[str]) -> None:
+    """Raises ModelError if one of the files is of a kind that cannot be loaded. ``where`` they are, or the file."""
+    names = sorted(names)
+    for pattern, remedy in OTHER_WEIGHTS.items():
+        if found := fnmatch.filter(names, pattern):
+            at = where if str(where).endswith(found[0]) else f"{where}: {found[0]}"
+            raise ModelError(f"{at}: {remedy}")
+
+
+def _from_hub(name: str, weights: bool) -> Path:
     # The library costs half a second to import, and a local directory needs nothing of it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
+        path = Path(snapshot_download(name, allow_patterns=files))
+        if weights and (path / INDEX).is_file():
+            missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
+            if missing:
+                snapshot_download(name, revision=path.name, allow_patterns=[glob.escape(shard) for shard in missing])
+        elif weights and not (path / SINGLE).exists():
+            _refuse_other_repository(name)
+        return path
     except HFValidationError as error:
         raise ModelError(f"{name}: neither a directory nor a repository id: give one of the two") from error
     except LocalEntryNotFoundError as error:
@@ -130,12 +177,26 @@ def _from_hub(name: str) -> Path:
         raise ModelError(f"{name}: the hub refused ({reason}): check the id, and HF_TOKEN for a gated model") from error
 
 
+def _refuse_other_repository(name: str) -> None:
+    """Raises ModelError for a repository that has only weights that cannot be loaded, unless the hub is out of
+    reach."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(name)
+    except Exception:  # whatever keeps the hub from answering: the missing file is named later
+        return
+    _refuse_other(name, [Path(file).name for file in files])
+
+
 def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     """Checks config.json and, if ``weights``, every header of the safetensors files against the file's length and the
     model that the config describes. Reads no tensor, except an output head that should equal the embedding. Raises
     ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give a model's directory")
+    if not (path / CONFIG).exists():
+        _refuse_other(path, os.listdir(path))
     config = read_json(path / CONFIG)
     try:
         spec = spec_from_config(config)
@@ -214,13 +275,12 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
         return _indexed_entries(path)
     if (path / SINGLE).is_file():
         return read_header(path / SINGLE)
-    for name in PICKLED:
-        if (path / name).exists():
-            raise ModelError(f"{path / name}: pickled weights are never loaded: use the model's safetensors version")
+    _refuse_other(path, os.listdir(path))
     raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
 
 
-def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, beside the index. Raises ModelError."""
     index = path / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -231,6 +291,11 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
             raise ModelError(
                 f"{index}: weight_map gives {name} the file {shard!r}: it must be a safetensors file beside it"
             )
+    return weight_map
+
+
+def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
+    weight_map = _weight_map(path)
     shards = {}
     for shard in sorted(set(weight_map.values())):
         if not (path / shard).is_file():

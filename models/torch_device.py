@@ -16,6 +16,11 @@ def torch_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
+        if name.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None:
+            raise ModelError(
+                f"--device {name}: the installed torch {torch.__version__} is built without CUDA: install a CUDA build "
+                "of torch (https://pytorch.org/get-started/locally), or give --device cpu"
+            ) from error
         # torch's texts run over many lines; the first says what is wrong.
         reason = str(error).splitlines()[0]
         raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error

@@ -134,8 +134,9 @@ def prepare(config: ServeConfig) -> Prepared:
         check_installed(machine)
     files = OperatorFiles.load(config)
     tenants = Tenants() if files.tenants is None else files.tenants.value
-    path = resolve_model(config.model)
-    checkpoint = check_checkpoint(path, weights=config.load_format != "dummy")
+    has_weights = config.load_format != "dummy"
+    path = resolve_model(config.model, has_weights)
+    checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
     defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
