@@ -52,9 +52,9 @@ def _with_tokens(described: bytes, special_tokens: Sequence[str], added_tokens: 
     if not by_content.keys() >= set(special_tokens):
         vocabulary = msgspec.json.decode(parts["model"], type=Vocabulary).ids()
     for content in special_tokens:
-        token_id = by_content[content]["id"] if content in by_content else vocabulary.get(content)
-        if token_id is not None:
-            by_content[content] = {"id": token_id, "content": content, **_FLAGS, "special": True}
+        known = by_content[content]["id"] if content in by_content else vocabulary.get(content)
+        if known is not None:
+            by_content[content] = {"id": known, "content": content, **_FLAGS, "special": True}
     tokens = sorted(by_content.values(), key=lambda token: token["id"])
     nothing = msgspec.Raw(b"null")
     changed = {"added_tokens": msgspec.Raw(msgspec.json.encode(tokens)), "truncation": nothing, "padding": nothing}

@@ -93,7 +93,8 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None, num_rows:
     own = _OwnTokens({token_id: token.content for token_id, token in added.items()}, special, before.keys())
     additions = config.additions(own.added)
     library.add_tokens(additions)
-    vocabulary = {**before, **{token.content: library.token_to_id(token.content) for token in additions}}
+    numbered = ((token.content, library.token_to_id(token.content)) for token in additions)
+    vocabulary = before | {content: token_id for content, token_id in numbered if token_id is not None}
     return TokenizerFiles(
         path=path,
         library=library,

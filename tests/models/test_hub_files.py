@@ -7,6 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from penstock.models.checkpoint import HUB_FILES, check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
@@ -39,7 +40,7 @@ def hub(tmp_path, monkeypatch):
         def snapshot_download(name, *, allow_patterns, revision="main"):
             assert name == "owner/model"
             assert revision in ("main", snapshot.name)
-            for file in huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns):
+            for file in filter_repo_objects(files, allow_patterns=allow_patterns):
                 fetched.append(file)
                 (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
                 (snapshot / file).write_text(files[file])

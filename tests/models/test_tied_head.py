@@ -1,6 +1,7 @@
 """An output head beside tie_word_embeddings: it is used where it differs from the embedding, as in transformers."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -101,10 +102,10 @@ def test_a_head_that_equals_the_embedding_is_neither_logged_nor_loaded_twice(wit
 def test_each_rank_has_its_part_of_the_head(with_tensors, ranks, size):
     path = with_tensors(other_head)
     info = check_checkpoint(path)
-    parts = [
-        load_weights(info, torch.float32, torch.device("cpu"), "auto", 160, rank).head.weight for rank in ranks(size)
+    parts: list[Any] = [
+        load_weights(info, torch.float32, torch.device("cpu"), "auto", 160, rank).head for rank in ranks(size)
     ]
-    assert torch.equal(torch.cat(parts), load_file(path / "model.safetensors")[HEAD][:160])
+    assert torch.equal(torch.cat([part.weight for part in parts]), load_file(path / "model.safetensors")[HEAD][:160])
 
 
 @pytest.fixture

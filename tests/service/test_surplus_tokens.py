@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import grpc
 import pytest
@@ -12,8 +13,10 @@ from tokenizers import AddedToken
 
 from penstock.clients import AsyncClient
 from penstock.models.families import spec_from_config
+from penstock.service.config import parse_config
 from penstock.service.grammars import GrammarChecks
 from penstock.service.local import local_service
+from penstock.service.serve import prepare
 from penstock.service.tokenizer import Chat, Message, Tokenizer
 from penstock.service.tokenizer_files import foresee_facts
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
@@ -52,19 +55,35 @@ def tokenizer(directory):
     return Tokenizer.load(directory, num_rows=NUM_ROWS)
 
 
+def foreseen(directory, num_rows=None):
+    facts = foresee_facts(directory, num_rows)
+    assert facts is not None
+    return facts
+
+
 def test_what_the_worker_is_told(directory, tokenizer):
-    facts = foresee_facts(directory, NUM_ROWS)
+    facts = foreseen(directory, NUM_ROWS)
     assert facts == tokenizer.facts
     assert (facts.vocab_size, facts.num_ids, facts.eos_token_ids, facts.warnings) == (258, 260, (256,), ())
-    assert (foresee_facts(directory, 10_000).vocab_size, foresee_facts(directory).vocab_size) == (260, 260)
+    assert (foreseen(directory, 10_000).vocab_size, foreseen(directory).vocab_size) == (260, 260)
 
 
 def test_an_end_token_without_a_row_is_reported(directory):
-    facts = foresee_facts(directory, 256)
+    facts = foreseen(directory, 256)
     assert facts.eos_token_ids == ()
     ignored, none = facts.warnings
     assert "eos token 256 is ignored: the model has 256 tokens" in ignored
     assert "no token ends an output" in none
+
+
+def test_warnings_are_logged_at_the_start(directory, tmp_path, caplog):
+    path = shutil.copytree(directory, tmp_path / "model")
+    (path / "tokenizer_config.json").write_text("{}")
+    prepared = prepare(parse_config([str(path), "--port=0", "--admin-listen=off"]))
+    assert prepared.worker.eos_token_ids == ()
+    assert (prepared.worker.tokenizer_vocab_size, prepared.worker.tokenizer_num_ids) == (258, 260)
+    [record] = [record for record in caplog.records if "no token ends an output" in record.message]
+    assert record.levelname == "WARNING"
 
 
 def test_its_own_tokens_are_still_the_tokenizers(tokenizer):
@@ -90,8 +109,9 @@ async def test_they_are_refused_in_a_request(start_service, tokenizer, field):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await service.generation.Complete(pb.CompleteRequest(start=STARTS[field]))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details().startswith(f"{field}")
-    assert "vocabulary size, 258" in refused.value.details()
+    details = refused.value.details() or ""
+    assert details.startswith(field)
+    assert "vocabulary size, 258" in details
 
 
 async def test_a_text_names_the_token_that_is_refused(start_service, tokenizer):

@@ -52,8 +52,8 @@ def test_vocabulary_and_end_tokens(tmp_path, library):
     assert tokenizer.vocab_size == library.get_vocab_size()
     # config.json's counts only where generation_config.json has none, as in transformers.
     assert tokenizer.eos_token_ids == tuple(sorted((end, library.token_to_id("<|stop|>"))))
-    for without in ({}, {"eos_token_id": None}, {"eos_token_id": []}):
-        (tmp_path / "generation_config.json").write_text(json.dumps(without))
+    for without in ("{}", '{"eos_token_id": null}', '{"eos_token_id": []}'):
+        (tmp_path / "generation_config.json").write_text(without)
         assert Tokenizer.load(tmp_path).eos_token_ids == tuple(sorted((start, library.token_to_id("<|stop|>"))))
 
 

@@ -110,9 +110,7 @@ class EmbedInput(_message.Message):
     """
     @_builtins.property
     def token_ids(self) -> _generation_pb2.TokenIds:
-        """Token ids; 1 to the model's context unless `truncate_prompt_tokens` is set, each below the tokenizer's vocabulary
-        size.
-        """
+        """Token ids; 1 to the model's context unless `truncate_prompt_tokens` is set, each below the model's vocabulary size."""
 
     def __init__(
         self,

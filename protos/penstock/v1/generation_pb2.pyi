@@ -436,7 +436,7 @@ class Start(_message.Message):
     """Which end of the prompt `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT, which keeps the last tokens."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids; at most the model's context less one unless `truncate_prompt_tokens` is set, each below the tokenizer's
+        """Token ids; at most the model's context less one unless `truncate_prompt_tokens` is set, each below the model's
         vocabulary size.
         """
 

@@ -65,7 +65,7 @@ class GetModelResponse(_message.Message):
     max_model_len: _builtins.int
     """The most tokens of prompt and output together."""
     vocab_size: _builtins.int
-    """Ids below this may be in a request: the tokenizer's vocabulary size."""
+    """Ids in requests and outputs are below this: the smaller of the tokenizer's and the model's vocabulary sizes."""
     has_chat_template: _builtins.bool
     """Whether `chat` prompts are possible."""
     dtype: _builtins.str
