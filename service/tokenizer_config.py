@@ -34,8 +34,8 @@ class TokenizerConfig:
     """Tokens that have a name, such as eos_token or image_token: chat templates see them as variables."""
     listed: frozenset[str]
     """Special tokens that have no name."""
-    ignored: frozenset[str]
-    """Those of ``additional_special_tokens``, where transformers reads only ``extra_special_tokens``."""
+    ignored: Mapping[str, str]
+    """Special tokens, each with the file or field that names it, which transformers does not look at."""
     decoder: Mapping[int, AddedToken]
     """Tokens with the ids that the files claim for them, ascending. They are added whether or not tokenizer.json has
     them: then with these flags."""
@@ -72,17 +72,20 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         # What older versions of transformers wrote; it wins over tokenizer_config.json.
         _merge(values, directory / SPECIAL_TOKENS_MAP)
         _move_named(values, own_names)
-    known = [*(values.get(name) for name in _STANDARD), *(values.get(_EXTRA) or ())]
+    known = [values.get(name) for name in _STANDARD]
+    if isinstance(values.get(_EXTRA), list):
+        known += values[_EXTRA]
     named = _named(values, own_names, where)
     if _EXTRA not in values and _ADDITIONAL in values:
         values[_EXTRA] = values.pop(_ADDITIONAL)
     extra = _listed(values.get(_EXTRA), _EXTRA, where)
-    ignored = _listed(values.get(_ADDITIONAL), _ADDITIONAL, where)
+    ignored = {token.content: _ADDITIONAL for token in _listed(values.get(_ADDITIONAL), _ADDITIONAL, where)}
     if is_legacy:
         special = {str(token) for token in known if isinstance(token, str | AddedToken)}
         decoder = _legacy_decoder(directory / ADDED_TOKENS, special)
     else:
         decoder = _decoder(fields[_DECODER], where)
+        ignored |= _ignored(directory)
     named_contents = {token.content for token in named.values()}
     for token in decoder.values():
         token.special = token.special or token.content in named_contents
@@ -90,7 +93,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         fields=fields,
         named={name: token.content for name, token in named.items()},
         listed=frozenset(token.content for token in extra),
-        ignored=frozenset(token.content for token in ignored),
+        ignored=ignored,
         decoder=dict(sorted(decoder.items())),
         is_legacy=is_legacy,
         extra=(*named.values(), *extra),
@@ -106,13 +109,25 @@ def _move_named(values: dict[str, Any], own_names: dict[str, Any]) -> None:
 def _merge(values: dict[str, Any], file: Path) -> None:
     """Adds what special_tokens_map.json says."""
     for name, value in read_json(file).items():
-        if name == _EXTRA and isinstance(value, list):
-            known = [*(values.get(name) or [])]
+        known = values.get(name) or []
+        if name == _EXTRA and isinstance(value, list) and isinstance(known, list):
             values[name] = known + [token for token in value if token not in known]
         elif isinstance(value, dict) and name != _EXTRA:
             values[name] = _token({**value, "special": True}, name, file)
+        elif name in _STANDARD and value is not None:
+            values[name] = str(_token(value, name, file))
         else:
             values[name] = value
+
+
+def _ignored(directory: Path) -> dict[str, str]:
+    """The tokens of the older files, where ``added_tokens_decoder`` takes their place."""
+    found = dict.fromkeys(read_json(directory / ADDED_TOKENS), ADDED_TOKENS)
+    for name, value in read_json(directory / SPECIAL_TOKENS_MAP).items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name in _STANDARD and isinstance(content, str):
+            found[content] = SPECIAL_TOKENS_MAP
+    return found
 
 
 def _named(values: Mapping[str, Any], own_names: Mapping[str, Any], where: Path) -> dict[str, AddedToken]:

@@ -160,10 +160,11 @@ def _warnings(
             f"{file}: token {moved[0]!r} does not get the id {claimed[moved[0]]}, as in transformers, where "
             f"tokenizer.json and the order decide{_others(moved)}"
         )
-    if plain := sorted(config.ignored - special):
+    named = config.ignored.items()
+    if ignored := sorted(token for token, by in named if token not in (ids if by == ADDED_TOKENS else special)):
         yield (
-            f"{directory / CONFIG}: additional_special_tokens is ignored beside extra_special_tokens, as in "
-            f"transformers: {plain[0]!r} is not special{_others(plain)}"
+            f"{directory / CONFIG}: {ignored[0]!r} of {config.ignored[ignored[0]]} is ignored, as in transformers, "
+            f"which reads added_tokens_decoder and extra_special_tokens in its place{_others(ignored)}"
         )
 
 

@@ -154,7 +154,11 @@ def test_grammars_know_them(write, layout):
         ({"tokenizer_config": {
             "eos_token": END, "extra_special_tokens": [START], "additional_special_tokens": [PLAIN]
          }},
-         r"additional_special_tokens is ignored beside extra_special_tokens.*'\(plain\)'"),
+         r"'\(plain\)' of additional_special_tokens is ignored.*extra_special_tokens"),
+        (LAYOUTS["a map that is ignored"],
+         r"tokenizer_config\.json: '\(plain\)' of special_tokens_map\.json is ignored.*added_tokens_decoder"),
+        ({"tokenizer_config": {"added_tokens_decoder": {}, "eos_token": "<|end|>"}, "added_tokens": {START: 1, END: 2}},
+         r"'<\|start\|>' of added_tokens\.json is ignored.*\(and 1 more\)"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_reported(write, files, says):
@@ -165,7 +169,9 @@ def test_what_has_no_effect_is_reported(write, files, says):
     assert re.search(says, warning)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ids in another order"])
+@pytest.mark.parametrize(
+    "layout", [name for name in LAYOUTS if name not in ("ids in another order", "a map that is ignored")]
+)
 def test_what_has_its_effect_is_not_reported(write, layout):
     assert Tokenizer.load(write(**LAYOUTS[layout])).facts.warnings == ()
 
@@ -180,7 +186,9 @@ def test_what_has_its_effect_is_not_reported(write, layout):
         ("tokenizer_config", {"eos_token": {"content": "x", "lstrip": 1}}, "eos_token must have flags"),
         ("tokenizer_config", {"extra_special_tokens": "x"}, "extra_special_tokens must be a list"),
         ("tokenizer_config", {"extra_special_tokens": {"image_token": 3}}, "image_token must be a token"),
+        ("tokenizer_config", {"extra_special_tokens": 5}, "extra_special_tokens must be a list"),
         ("special_tokens_map", {"eos_token": {"content": 5}}, "eos_token must be a token"),
+        ("special_tokens_map", {"pad_token": True}, "pad_token must be a token"),
         ("added_tokens", {END: "258"}, "the id of '<|stop|>' is 258"),
         ("added_tokens", [END], "is no JSON object"),
     ],
