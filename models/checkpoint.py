@@ -34,15 +34,14 @@ DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_NO_PICKLES = "pickled weights are never loaded: use the model's safetensors version"
 OTHER_WEIGHTS = {
     "*.gguf": "GGUF files are not supported: give the model's safetensors version, with --quantization int4 or int8 if "
     "it is to be small",
-    "pytorch_model*.bin*": "pickled weights are never loaded: use the model's safetensors version",
-    "*.pth": "pickled weights are never loaded: use the model's safetensors version",
-    "*.pt": "pickled weights are never loaded: use the model's safetensors version",
-    "*.ckpt": "pickled weights are never loaded: use the model's safetensors version",
+    **dict.fromkeys(("pytorch_model*.bin*", "*.pth", "*.pt", "*.ckpt"), _NO_PICKLES),
     "consolidated*.safetensors": "Mistral's own layout is not supported: use the model's Hugging Face layout, with "
     f"{CONFIG} and {SINGLE}",
+    "*.bin": _NO_PICKLES,
 }
 """Names of weights that cannot be loaded, and what to do."""
 

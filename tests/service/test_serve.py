@@ -274,20 +274,6 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def shrink_vocabulary(directory):
-    edit(directory / "config.json", vocab_size=100)
-    held = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    shapes = {name: [16, 16] for name, shard in held.items() if shard == SHARD_A}
-    for name in shapes:
-        if "embed" in name:
-            shapes[name] = [100, 16]
-        elif "norm" in name:
-            shapes[name] = [16]
-        elif "k_proj" in name or "v_proj" in name:
-            shapes[name] = [8, 16]
-    write_shard(directory / SHARD_A, shapes)
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -305,7 +291,6 @@ BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "truncated shard": (lambda d: truncate(d / SHARD_B), (), SHARD_B),
     "wrong dtype": (lambda d: write_shard(d / SHARD_B, {"model.norm.weight": [16]}, "I64", 8), (), SHARD_B),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), (), "tokenizer.json"),
-    "vocabularies that differ": (shrink_vocabulary, (), "vocab_size in config.json is 100"),
     "no template": (lambda d: None, ("--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
     "no keys": (lambda d: None, ("--api-keys-file", "/nowhere"), "/nowhere"),
     "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--listen nowhere.invalid:0"),
