@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
@@ -130,6 +131,18 @@ class ServeConfig:
     reasoning_parser: str = flag(
         AUTO, "how the model writes reasoning, for OpenAI's API; auto asks the chat template",
         choices=[AUTO, NONE, *REASONING_FORMATS],
+    )  # fmt: skip
+    allowed_origins: str | None = flag(
+        None, "web pages of these origins may call OpenAI's API, separated by commas; * is any origin",
+        metavar="ORIGINS", shown="none",
+    )  # fmt: skip
+    unknown_fields: str = flag(
+        "refuse", "what OpenAI's API does with fields that no list knows; ignored ones are logged and counted",
+        choices=["refuse", "ignore"],
+    )  # fmt: skip
+    sse_keep_alive: int = flag(
+        15, "a stream of OpenAI's API that is silent for this long sends a blank line, for proxies; 0 sends none",
+        metavar="SECONDS", low=0, high=3600,
     )  # fmt: skip
     tls_cert: Path | None = flag(
         None, "the service's certificate and those between it and its authority, in PEM", metavar="FILE",
@@ -287,6 +300,11 @@ class ServeConfig:
             raise ConfigError("--listen: already says where; leave --host and --port out")
         if self.http_host is not None and self.http_port is None:
             raise ConfigError("--http-host: says where --http-port listens; give that too, or leave this out")
+        if self.allowed_origins is not None:
+            try:
+                read_origins(self.allowed_origins)
+            except ValueError as error:
+                raise ConfigError(f"--allowed-origins: {error}") from None
         _check_identity(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError("--kv-cache-memory-bytes: already says how much; leave --gpu-memory-utilization out")

@@ -35,6 +35,7 @@ REQUEST_S = 30.0
 """How long a connection lasts: a byte now and then is no silence, and a few who send so would leave nobody a place."""
 
 
+_WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
 
 
@@ -121,9 +122,14 @@ def _app(registry: CollectorRegistry) -> App:
     """The library's own one renames what has a colon, in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        if environ["PATH_INFO"] == METRICS_PATH and method == "OPTIONS":
+            start_response("204 No Content", [_ALLOW])
+            return []
         status, form, text = _answer(registry, environ)
-        start_response(status, [("Content-Type", form), ("Content-Length", str(len(text)))])
-        return [text]
+        allow = [_ALLOW] if status == _WRONG_METHOD else []
+        start_response(status, [("Content-Type", form), ("Content-Length", str(len(text))), *allow])
+        return [] if method == "HEAD" else [text]
 
     return app
 
@@ -132,8 +138,8 @@ def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str,
     """Status, content type and body."""
     if environ["PATH_INFO"] != METRICS_PATH:
         return "404 Not Found", _PLAIN, f"metrics are at {METRICS_PATH}\n".encode()
-    if environ["REQUEST_METHOD"] != "GET":
-        return "405 Method Not Allowed", _PLAIN, b"metrics are to be read, with GET\n"
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        return _WRONG_METHOD, _PLAIN, b"metrics are to be read, with GET\n"
     names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
     wanted: Any = registry.restricted_registry(names) if names else registry
     try:

@@ -213,6 +213,9 @@ def http_options(config: ServeConfig) -> Sequence[str]:
     tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
     return (
         *tls,
+        *([] if config.allowed_origins is None else [f"--allowed-origins={config.allowed_origins}"]),
+        f"--unknown-fields={config.unknown_fields}",
+        f"--sse-keep-alive={config.sse_keep_alive}",
         f"--tool-call-parser={config.tool_call_parser}",
         f"--reasoning-parser={config.reasoning_parser}",
         f"--shutdown-grace={grace_s}",

@@ -24,7 +24,10 @@ _SSE_HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx passes each part on as it comes
 )
 _DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
+_KEEP_ALIVE = b"\n\n"
+"""Dispatches nothing. A comment would, too, but for programs that strip what they read: they join it to the next event."""
+_LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+"""What JSON may hold as it is, and some clients take for the end of a line: U+2028, U+2029 and U+0085."""
 _encode = msgspec.json.encode
 
 
@@ -147,7 +150,7 @@ class AnswerResponse(Response):
                 if data or not portion:
                     pending = b""
                     ticks.postpone()
-                    await _send_part(send, data or _COMMENT)
+                    await _send_part(send, data or _KEEP_ALIVE)
 
         with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
             await exchange.pass_on(pass_on)
@@ -156,7 +159,7 @@ class AnswerResponse(Response):
 
 
 class _Ticks:
-    """Calls ``tick`` after so many seconds in which nobody postponed it, again and again."""
+    """Calls ``tick`` after so many seconds in which nobody postponed it, again and again; after 0 never."""
 
     def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -166,8 +169,9 @@ class _Ticks:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> "_Ticks":
-        self.postpone()
-        self._timer = self._loop.call_at(self._due, self._look)
+        if self._seconds:
+            self.postpone()
+            self._timer = self._loop.call_at(self._due, self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,12 +200,15 @@ async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
 
 
 def _events(chunks: Sequence[Json]) -> bytes:
-    """Server-sent events, as HTML's living standard has them in 9.2; JSON never holds a line's end."""
+    """Server-sent events, as HTML's living standard has them in 9.2."""
     return b"".join([_event(chunk) for chunk in chunks])
 
 
 def _event(chunk: Json) -> bytes:
-    kind = chunk.get("type")
+    kind, data = chunk.get("type"), _encode(chunk)
+    for line_end, escaped in _LINE_ENDS:
+        if line_end in data:
+            data = data.replace(line_end, escaped)
     if kind is None:
-        return b"data: %b\n\n" % _encode(chunk)
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(chunk))
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

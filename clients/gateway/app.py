@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from penstock.clients.gateway import (
     api_page,
@@ -28,6 +29,7 @@ from penstock.clients.gateway.schemas_chat import ChatChunk
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Traffic
+from penstock.clients.gateway.unknown_fields import IgnoredFields
 
 _PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, page, api_page)
 _DESCRIPTION = """\
@@ -93,9 +95,22 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would send callers to http, and to the Host that they named
     )
+    routes = list(app.routes)
     for part in _PARTS:
-        app.include_router(part.make_router())
-    install_handlers(app)
+        router = part.make_router()
+        app.include_router(router)
+        routes += router.routes
+    install_handlers(app, routes)
     app.state.traffic = Traffic()
+    app.state.ignored_fields = IgnoredFields(app.state.traffic.registry)
     app.add_middleware(Guard, settings=settings, traffic=app.state.traffic)
+    if settings.allowed_origins:  # outermost, so that errors have the headers too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "HEAD", "OPTIONS", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),
+        )
     return app

@@ -14,6 +14,7 @@ from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.app import create_app
 from penstock.clients.gateway.http_server import HttpSettings, serve
 from penstock.clients.gateway.key_file import read_key
+from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
@@ -61,6 +62,9 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         max_body_bytes=arguments.max_body_mib << 20,
         request_timeout_s=arguments.request_timeout,
         max_callers=arguments.max_callers,
+        keepalive_s=arguments.sse_keep_alive,
+        allowed_origins=arguments.allowed_origins,
+        ignores_unknown_fields=arguments.unknown_fields == "ignore",
     )
 
 
@@ -149,6 +153,16 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         help="what answers have to finish after a signal to stop (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
+        "--sse-keep-alive", type=_number(0, 3600), default=15, metavar="SECONDS",
+        help="send a blank line on a stream that is silent for this long, for proxies; 0 sends none "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--allowed-origins", type=_origins, default=(), metavar="ORIGINS",
+        help="web pages of these origins may call, separated by commas, such as https://app.example.com; * is any "
+        "origin (default: none)",
+    )  # fmt: skip
+    flags.add_argument(
         "--metrics-target",
         type=_host_and_port,
         metavar="HOST:PORT",
@@ -158,6 +172,11 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
 
 
 def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
+    flags.add_argument(
+        "--unknown-fields", choices=("refuse", "ignore"), default="refuse",
+        help="what to do with fields of a request that no list knows; ignored ones are logged and counted "
+        "(default: %(default)s)",
+    )  # fmt: skip
     flags.add_argument(
         "--tenant-header",
         type=_header,
@@ -196,6 +215,13 @@ def _number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    try:
+        return read_origins(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _host_and_port(text: str) -> str:

@@ -15,9 +15,11 @@ from pydantic import BaseModel, Field
 from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.gateway.field_names import caller_name
+from penstock.clients.gateway.paths import allowed_methods, options_response
 
 _Code = grpc.StatusCode
 _HTTP_CODES: Mapping[grpc.StatusCode, int] = {
@@ -53,6 +55,8 @@ _TOO_SLOW = "READER_TOO_SLOW"
 _DOWN = "the service behind this gateway does not answer: it starts, restarts or is gone; try again"
 _BROKEN = "the connection to the service broke before the answer was done; try again"
 _NO_PATH = "there is no such path here; OpenAI's API is under /v1, and /docs lists all that there is"
+_GRPC_KEY, _HTTP_KEY = "the metadata 'authorization: Bearer <key>'", "the header 'Authorization: Bearer KEY'"
+"""How a key is sent, in the service's words and in those of HTTP."""
 _RETRY_DOWN_S = 1.0
 
 
@@ -148,6 +152,8 @@ def from_failure(failure: RequestFailed, renamed: Callable[[str], str] = caller_
         field = failure.violations[0][0]
         param = renamed(field)
         message = param + message.removeprefix(field) if message.startswith(f"{field}:") else message
+    if status == 401:
+        message = message.replace(_GRPC_KEY, _HTTP_KEY)
     code = _NAMES.get(failure.reason, failure.reason.lower()) or None
     is_slow = failure.reason == _TOO_SLOW
     is_final = failure.is_final and not is_slow
@@ -189,8 +195,8 @@ def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_na
     )
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Has every error that the app knows answered in OpenAI's shape."""
+def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Has every error that the app knows answered in OpenAI's shape. ``routes`` are all that there are."""
 
     async def ours(_: Request, error: Exception) -> Response:
         return as_gateway_error(error).response()
@@ -199,11 +205,20 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return from_validation(error.errors()).response()
 
-    async def of_http(_: Request, error: Exception) -> Response:
+    async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        words = {404: _NO_PATH, 405: "this path has another method"}
-        response = GatewayError(error.status_code, words.get(error.status_code, str(error.detail))).response()
-        response.headers.update(error.headers or {})
+        path = request.scope["path"]
+        if request.method == "OPTIONS" and path == "*":  # the server as a whole
+            return options_response(["GET", "HEAD", "OPTIONS", "POST"])
+        if error.status_code != 405:
+            words = _NO_PATH if error.status_code == 404 else str(error.detail)
+            return GatewayError(error.status_code, words).response()
+        methods = allowed_methods(routes, path)
+        if request.method == "OPTIONS":
+            return options_response(methods)
+        listed = ", ".join(methods)
+        response = GatewayError(405, f"{path} has no method {request.method}; use one of {listed}").response()
+        response.headers["allow"] = listed
         return response
 
     for kind in (GatewayError, RequestFailed, InvalidOption, UnicodeEncodeError, PydanticSerializationError):

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Exchanged, Traffic
 
@@ -33,8 +34,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with self._traffic.request(scope) as exchanged:
-            await self._pass_on(scope, receive, send, exchanged)
+        routed = as_routed(scope)
+        with self._traffic.request(routed) as exchanged:
+            await self._pass_on(
+                routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, exchanged
+            )
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: Exchanged) -> None:
         has_begun = False
@@ -62,7 +66,9 @@ class Guard:
         try:
             if is_refused:
                 raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=_FULL_RETRY_S, may_retry=True)
-            if int(Headers(scope=scope).get("content-length") or 0) > self._max_body_bytes:
+            headers = Headers(scope=scope)
+            _check_host(headers, scope["http_version"])
+            if int(headers.get("content-length") or 0) > self._max_body_bytes:
                 raise self._too_large()
             await self._app(scope, receive_bounded, send_with_id)
         except Exception as error:
@@ -79,6 +85,22 @@ class Guard:
         return GatewayError(
             413, f"the body may have {self._max_body_bytes:,} bytes; send less at once", code="request_too_large"
         )
+
+
+def _check_host(headers: Headers, http_version: str) -> None:
+    """RFC 9112, 3.2: a request of HTTP/1.1 names its host, and none names two."""
+    num_hosts = len(headers.getlist("host"))
+    if num_hosts > 1 or (num_hosts == 0 and http_version != "1.0"):
+        raise GatewayError(400, f"send the header Host once; there are {num_hosts}", code="invalid_host")
+
+
+def _without_bodies(send: Send) -> Send:
+    """What HEAD gets of an answer."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 class _Cut(Exception):

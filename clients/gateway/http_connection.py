@@ -5,7 +5,10 @@ import asyncio
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from penstock.clients.gateway.http_parser import RequestParser
 
 _MAX_HEAD_BYTES = 64 << 10
 """Of a head, of one chunk's extension, or of trailers. What arrives whole with one read may be larger."""
@@ -26,6 +29,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def __init__(self, *, head_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
         self._head_s = head_s
         self._write_timeout_s = write_timeout_s
 
@@ -109,6 +113,10 @@ class PatientProtocol(HttpToolsProtocol):
         self._have_reader()
         super().resume_writing()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _without_chunks(app, cycle) if is_old else app)  # type: ignore[arg-type]
+
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -141,3 +149,24 @@ class PatientProtocol(HttpToolsProtocol):
         if self._due is not None:
             self._due.cancel()
             self._due = None
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """The app for a client of HTTP/1.0, which knows no chunks: an answer without a length ends with its connection."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

@@ -1,8 +1,11 @@
 """The fields of a request's body as the contract's ``Sampling`` and ``Output``. Bounds are the service's business."""
 
+import re
+
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas_common import GenerationBody
+from penstock.clients.gateway.unsupported import shown
 from penstock.v1 import generation_pb2 as pb
 
 _SAME_NAME = (
@@ -19,6 +22,7 @@ _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _MAX_ID_BYTES = 128
 _MAX_TOKENS = 2**32 - 1
 """The contract's. No context has as many."""
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
@@ -40,8 +44,8 @@ def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int |
         sampling.max_tokens = min(max_tokens, _MAX_TOKENS)
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     for key, bias in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < 2**32):
-            raise invalid("logit_bias", "the keys must be token ids")
+        if not (_TOKEN_ID.fullmatch(key) and int(key) < 2**32):
+            raise invalid("logit_bias", f'the keys must be token ids, such as "42"; there is {shown(key)!r}')
         sampling.logit_bias[int(key)] = bias
 
 

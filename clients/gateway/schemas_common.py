@@ -1,10 +1,11 @@
 """What requests for completions and for chats share, and the parts of their answers."""
 
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from penstock.clients.gateway.unsupported import without_foreign_fields
+from penstock.clients.gateway.unsupported import IGNORED, UNSUPPORTED, without_foreign_fields
 
 T = TypeVar("T")
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -89,6 +90,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = Field(None, description="The served model's name, as GET /v1/models has it. Default: that one.")
+
+    @classmethod
+    def other_fields(cls) -> AbstractSet[str]:
+        """Returns names that are no fields here, and that requests are refused for, or that change nothing."""
+        return UNSUPPORTED.keys() | IGNORED
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """POST /v1/responses: what it takes, as far as that needs no memory of earlier responses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set as AbstractSet
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -263,6 +263,11 @@ class ResponsesRequest(SamplingBody):
     metadata: Annotated[dict[str, str], FEW_ENTRIES] | None = Field(None, description="Returned as it is.")
     user: str | None = Field(None, description="Returned as it is.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+
+    @classmethod
+    def other_fields(cls) -> AbstractSet[str]:
+        """Returns those of every endpoint, and of this one."""
+        return super().other_fields() | _REFUSED.keys() | _IGNORED
 
     @model_validator(mode="before")
     @classmethod

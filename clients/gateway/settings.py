@@ -42,4 +42,8 @@ class GatewaySettings:
     recheck_caller_s: float = 30.0
     """How long a key that the service took is believed to be good before it is asked again."""
     keepalive_s: float = 15.0
-    """A streamed answer with nothing to say for so long sends a comment, so that no proxy takes it for dead."""
+    """A streamed answer that is silent for this long sends a blank line, so that no proxy takes it for dead; 0: never."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the gateway from a browser (CORS); ``*`` is any."""
+    ignores_unknown_fields: bool = False
+    """Whether fields that this service does not know are ignored, logged and counted, instead of refused."""

@@ -1,0 +1,172 @@
+"""A request's body as JSON. A large one is measured before it is parsed, since parsing holds up every other stream: what
+it costs depends on how many values there are, and hardly on their size."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.json_scan import JsonScan
+
+MAX_PARTS = 1 << 17
+"""Lists, objects, strings and names of a body. A millisecond for each 10,000 of them."""
+MAX_COMMAS = 1 << 20
+"""Commas between values: numbers take a thirtieth of that time."""
+MAX_DEPTH = 256
+"""Lists and objects inside each other. What writes JSON for the service takes no more either."""
+_SMALL = 64 << 10
+"""A body of this size costs little whatever it holds."""
+_SCAN_BYTES = 16 << 10
+"""Scanned before other tasks run: 15 ms at worst."""
+_SEARCH_BYTES, _PAIR_BYTES = 1 << 20, 12
+_BOM = b"\xef\xbb\xbf"
+_UNFINISHED = frozenset(b"\\0123456789+-.eE")
+"""A piece to scan does not end in one of these: an escape sequence or a number may go on."""
+_POSITION = re.compile(r" \(byte (\d+)\)$")
+_NOT_JSON = re.compile(rb"NaN|Infinity")
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
+)
+
+
+async def parse_json(body: bytes) -> Any:
+    """Parses a body; other tasks run meanwhile. Raises GatewayError, which says what is wrong where."""
+    body = body.removeprefix(_BOM)
+    if not body.strip():
+        raise GatewayError(400, "the body is empty; send a JSON object", code="invalid_json")
+    if len(body) > _SMALL:
+        await _measure(body)
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise await _too_deep(body) from None
+    except UnicodeDecodeError:
+        raise await _not_utf8(body) from None
+    except msgspec.ValidationError:
+        raise await _large_number(body) from None
+    except msgspec.DecodeError as error:
+        raise await _malformed(body, str(error)) from None
+
+
+async def _measure(body: bytes) -> None:
+    async for scan in _scanned(body):
+        if scan.num_parts > MAX_PARTS:
+            raise _too_many(scan.parts_of, f"{MAX_PARTS:,} lists, objects, strings and names")
+        if scan.num_commas > MAX_COMMAS:
+            raise _too_many(scan.commas_of, f"{MAX_COMMAS:,} values")
+        if scan.max_depth > MAX_DEPTH:
+            raise _nested(scan.field)
+
+
+async def _scanned(body: bytes, end: int | None = None) -> AsyncIterator[JsonScan]:
+    """Scans up to ``end``; yields the scan after each piece, at least once."""
+    scan, end, begin = JsonScan(), len(body) if end is None else end, 0
+    while True:
+        until = min(begin + _SCAN_BYTES, end)
+        while until < end and body[until - 1] in _UNFINISHED:
+            until += 1
+        scan.feed(body[begin:until])
+        yield scan
+        if until >= end:
+            return
+        begin = until
+        await asyncio.sleep(0)
+
+
+async def _path_at(body: bytes, position: int) -> str | None:
+    """Returns the path of the field that holds a position."""
+    async for scan in _scanned(body, position):  # noqa: B007 - the last one counts
+        pass
+    return scan.path() or None
+
+
+def _too_many(numbers: Mapping[str, int], bound: str) -> GatewayError:
+    field = max(numbers, key=numbers.__getitem__)
+    where = f", most of them in {field}" if field else ""
+    return GatewayError(
+        413,
+        f"{field or 'the body'}: too much for one request: a body may have {bound}; this one has more{where}",
+        param=field or None,
+        code="request_too_large",
+    )
+
+
+async def _too_deep(body: bytes) -> GatewayError:
+    async for scan in _scanned(body):
+        if scan.max_depth > MAX_DEPTH:
+            return _nested(scan.field)
+    return _nested("")
+
+
+def _nested(field: str) -> GatewayError:
+    message = f"{field or 'the body'}: nested too deeply; at most {MAX_DEPTH} lists and objects inside each other"
+    return GatewayError(400, message, param=field or None, code="nested_too_deeply")
+
+
+async def _not_utf8(body: bytes) -> GatewayError:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        param, where = await _path_at(body, error.start), f"byte {error.start:,}"
+    else:
+        param, where = None, "some byte"
+    message = f"{param or 'the body'}: {where} of the body is not UTF-8; encode the JSON as UTF-8"
+    return GatewayError(400, message, param=param, code="invalid_unicode")
+
+
+async def _large_number(body: bytes) -> GatewayError:
+    path: str | None = None
+    async for scan in _scanned(body):
+        if (path := scan.large_number) is not None:
+            break
+    message = f"{path or 'the body'}: has a number that is too large: at most 4,300 digits, and below 1.8e308"
+    return GatewayError(400, message, param=path or None, code="invalid_number")
+
+
+async def _malformed(body: bytes, problem: str) -> GatewayError:
+    found = _POSITION.search(problem)
+    position = int(found[1]) if found else len(body)
+    if not found or "surrogate" in problem:
+        # The parser takes half of a pair near the end of a body for one whose second half is cut off.
+        lone = await _lone_surrogate(body)
+        if lone is not None and lone <= position:
+            return await _half_a_pair(body, lone)
+    literal = _NOT_JSON.match(body, position)
+    if literal is not None:
+        param, name = await _path_at(body, position), literal[0].decode()
+        message = f"{param or 'the body'}: {name} is not JSON; send a number or null"
+        return GatewayError(400, message, param=param, code="invalid_json")
+    if found:
+        what = problem[: found.start()].removeprefix("JSON is malformed: ")
+    else:
+        what = "the text ends too early"
+    message = f"the body is not valid JSON: {what}, at {_line_and_column(body, position)}"
+    return GatewayError(400, message, code="invalid_json")
+
+
+async def _lone_surrogate(body: bytes) -> int | None:
+    """Returns where the first escape of half a pair begins."""
+    for begin in range(0, len(body), _SEARCH_BYTES):
+        if (found := _LONE_SURROGATE.search(body, begin, begin + _SEARCH_BYTES + _PAIR_BYTES)) is not None:
+            return found.start(1)
+        await asyncio.sleep(0)
+    return None
+
+
+async def _half_a_pair(body: bytes, position: int) -> GatewayError:
+    param = await _path_at(body, position)
+    escape = body[position : position + 6].decode()
+    message = (
+        f"{param or 'the body'}: {escape} is half of a surrogate pair, which is not text; send both halves or neither"
+    )
+    return GatewayError(400, message, param=param, code="invalid_unicode")
+
+
+def _line_and_column(body: bytes, position: int) -> str:
+    line_begins = body.rfind(b"\n", 0, position) + 1
+    column = len(body[line_begins:position].decode(errors="replace")) + 1
+    line = body.count(b"\n", 0, position) + 1
+    return f"line {line}, column {column}"

@@ -1,0 +1,154 @@
+"""Finds out cheaply how much a JSON text holds, and where in it something is, without making objects of it.
+
+Strings are skipped by the C code of ``bytes``. Each list and object costs Python a microsecond, and there is a bound on
+them. The text need not be valid: the parser says so in the end.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+_BRACKETS = re.compile(rb"([\[\]{}])")
+_NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_MAYBE_LARGE = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
+_MAX_NAME_BYTES = 256
+_MAX_INT_DIGITS = 4300
+"""The parser's bound, as Python has it."""
+
+FREE_FORM = frozenset(
+    {"arguments", "chat_template_kwargs", "documents", "guided_json", "json", "logit_bias", "metadata", "parameters",
+     "schema", "template_variables"}
+)  # fmt: skip
+"""Fields whose members callers name as they like: paths end there."""
+
+
+@dataclass
+class _Open:
+    """A list or an object whose end has not come."""
+
+    is_list: bool
+    index: int = 0
+    name: bytes | None = None
+    """The member of an object whose value is being read."""
+
+
+class JsonScan:
+    """Reads a text piece by piece."""
+
+    def __init__(self) -> None:
+        self.num_parts = 0
+        """Lists, objects and strings so far, names included."""
+        self.num_commas = 0
+        self.max_depth = 0
+        self.parts_of: Counter[str] = Counter()
+        """``num_parts`` by the field of the outermost object."""
+        self.commas_of: Counter[str] = Counter()
+        self.large_number: str | None = None
+        """The path of the first number with too many digits, or beyond a double's range."""
+        self._open: list[_Open] = []
+        self._in_string = False
+        self._string = b""
+        """The beginning of the latest string, which may be a name."""
+
+    def feed(self, text: bytes) -> None:
+        """Reads on. ``text`` must not end within an escape sequence or a number."""
+        if b"\\" in text:
+            text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes are ends of strings
+        field = self.field
+        before = self.num_parts, self.num_commas
+        for number, part in enumerate(text.split(b'"')):
+            if number:
+                self._in_string = not self._in_string
+                if self._in_string:
+                    self.num_parts += 1
+                    self._string = b""
+            if self._in_string:
+                self._string += part[: _MAX_NAME_BYTES - len(self._string)]
+            elif part:
+                self._read_structure(part)
+                if self.field != field:
+                    self._account(field, before)
+                    field, before = self.field, (self.num_parts, self.num_commas)
+        self._account(field, before)
+
+    @property
+    def field(self) -> str:
+        """The field of the outermost object that is being read; empty where there is none."""
+        name = self._open[0].name if self._open else None
+        return _shown(name) if name is not None else ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every string, list and object that began has ended."""
+        return not self._open and not self._in_string
+
+    def path(self) -> str:
+        """Returns where the text that was read ends, as a caller would write it: messages[0].content."""
+        path = ""
+        for each in self._open:
+            if each.is_list:
+                path += f"[{each.index}]"
+            elif each.name is not None:
+                name = _shown(each.name)
+                path += f".{name}" if path else name
+                if name in FREE_FORM:
+                    break
+        return path
+
+    def _account(self, field: str, before: tuple[int, int]) -> None:
+        self.parts_of[field] += self.num_parts - before[0]
+        self.commas_of[field] += self.num_commas - before[1]
+
+    def _read_structure(self, text: bytes) -> None:
+        for piece in _BRACKETS.split(text):
+            if piece in (b"[", b"{"):
+                self.num_parts += 1
+                self._open.append(_Open(piece == b"["))
+                self.max_depth = max(self.max_depth, len(self._open))
+            elif piece in (b"]", b"}"):
+                if self._open:
+                    self._open.pop()
+            elif piece:
+                self._read_between(piece)
+
+    def _read_between(self, text: bytes) -> None:
+        """Of names' colons, commas and numbers."""
+        start = self._large_number_in(text) if self.large_number is None else -1
+        if start < 0:
+            self._advance(text)
+        else:
+            self._advance(text[:start])
+            self.large_number = self.path()
+            self._advance(text[start:])
+
+    def _large_number_in(self, text: bytes) -> int:
+        if _MAYBE_LARGE.search(text):
+            for match in _NUMBER.finditer(text):
+                if _is_too_large(match[0]):
+                    return match.start()
+        return -1
+
+    def _advance(self, text: bytes) -> None:
+        num_commas = text.count(b",")
+        self.num_commas += num_commas
+        if not self._open:
+            return
+        last = self._open[-1]
+        if last.is_list:
+            last.index += num_commas
+            return
+        if b":" in text:
+            last.name = self._string
+        if num_commas:
+            last.name = None
+
+
+def _is_too_large(number: bytes) -> bool:
+    digits = number.lstrip(b"-")
+    if digits.isdigit():
+        return len(digits) > _MAX_INT_DIGITS
+    return float(number) in (float("inf"), float("-inf"))
+
+
+def _shown(name: bytes) -> str:
+    return name.decode(errors="replace")

@@ -1,0 +1,44 @@
+"""Which path and method a request means: other servers' spellings of paths, HEAD, and what OPTIONS answers."""
+
+from collections.abc import Iterable, Sequence
+
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
+
+_API = frozenset({"chat", "completions", "embeddings", "models", "responses"})
+"""The first parts of paths under /v1. Clients whose base URL lacks it leave it out; llama.cpp and LiteLLM accept that."""
+_OTHERS = frozenset({"detokenize", "health", "ping", "tokenize", "version"})
+"""Paths outside /v1, which clients with one base URL for everything look for under it."""
+
+
+def as_routed(scope: Scope) -> Scope:
+    """Returns the request as the routes know it. HEAD is routed as GET: the server sends no body for it."""
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "method": method, "path": canonical_path(scope["path"])}
+
+
+def canonical_path(path: str) -> str:
+    """Returns the path in the API's description that this one is another spelling of, or the path itself."""
+    path = path.rstrip("/") or "/"
+    parts = path.split("/", 3)
+    if parts[1] in _API:
+        return f"/v1{path}"
+    if len(parts) == 3 and parts[1] == "v1" and parts[2] in _OTHERS:
+        return f"/{parts[2]}"
+    return path
+
+
+def allowed_methods(routes: Iterable[BaseRoute], path: str) -> Sequence[str]:
+    """Returns the methods that a path has, for the header Allow."""
+    scope = {"type": "http", "path": path, "method": "OPTIONS", "root_path": ""}
+    found = {"OPTIONS"}
+    for route in routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found | {"HEAD"} if "GET" in found else found)
+
+
+def options_response(methods: Sequence[str]) -> Response:
+    """Answers OPTIONS."""
+    return Response(status_code=204, headers={"allow": ", ".join(methods)})
