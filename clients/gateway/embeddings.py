@@ -59,12 +59,13 @@ def make_router() -> APIRouter:
 
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
     """The contract's form of a request."""
-    given = [body.input] if isinstance(body.input, str) else body.input
-    # All of them are of one kind.
-    inputs = [pb.EmbedInput(text=each) for each in given if isinstance(each, str)]
-    inputs += [pb.EmbedInput(token_ids=TokenIds(ids=each)) for each in given if isinstance(each, list)]
-    if ids := [each for each in given if isinstance(each, int)]:
-        inputs.append(pb.EmbedInput(token_ids=TokenIds(ids=ids)))
+    given: Any = body.input
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]  # one input, as a text or as ids
+    inputs = [
+        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=TokenIds(ids=each))
+        for each in given
+    ]
     request = pb.EmbedRequest(
         inputs=inputs,
         dimensions=body.dimensions,

@@ -11,9 +11,9 @@ import msgspec
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_scan import JsonScan
 
-MAX_PARTS = 1 << 17
+MAX_PARTS = 1 << 16
 """Lists, objects, strings and names of a body. A millisecond for each 10,000 of them."""
-MAX_COMMAS = 1 << 20
+MAX_COMMAS = 1 << 19
 """Commas between values: numbers take a thirtieth of that time."""
 MAX_DEPTH = 256
 """Lists and objects inside each other. What writes JSON for the service takes no more either."""
@@ -23,12 +23,12 @@ _SCAN_BYTES = 16 << 10
 """Scanned before other tasks run: 15 ms at worst."""
 _SEARCH_BYTES, _PAIR_BYTES = 1 << 20, 12
 _BOM = b"\xef\xbb\xbf"
-_UNFINISHED = frozenset(b"\\0123456789+-.eE")
-"""A piece to scan does not end in one of these: an escape sequence or a number may go on."""
+_REST_OF_NUMBER = re.compile(rb"[-+.0-9eE]*")
 _POSITION = re.compile(r" \(byte (\d+)\)$")
 _NOT_JSON = re.compile(rb"NaN|Infinity")
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
+    rb"(?<!\\)(?:\\\\)*+"
+    rb"(\\u[dD](?:[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89aAbB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2}))"
 )
 
 
@@ -58,16 +58,18 @@ async def _measure(body: bytes) -> None:
         if scan.num_commas > MAX_COMMAS:
             raise _too_many(scan.commas_of, f"{MAX_COMMAS:,} values")
         if scan.max_depth > MAX_DEPTH:
-            raise _nested(scan.field)
+            raise _nested(scan.deepest_field)
 
 
-async def _scanned(body: bytes, end: int | None = None) -> AsyncIterator[JsonScan]:
+async def _scanned(body: bytes, end: int | None = None, *, seeks_number: bool = False) -> AsyncIterator[JsonScan]:
     """Scans up to ``end``; yields the scan after each piece, at least once."""
-    scan, end, begin = JsonScan(), len(body) if end is None else end, 0
+    scan, end, begin = JsonScan(seeks_number=seeks_number), len(body) if end is None else end, 0
     while True:
         until = min(begin + _SCAN_BYTES, end)
-        while until < end and body[until - 1] in _UNFINISHED:
-            until += 1
+        if seeks_number:
+            rest = _REST_OF_NUMBER.match(body, until)
+            assert rest is not None, "it may be empty"
+            until = rest.end()
         scan.feed(body[begin:until])
         yield scan
         if until >= end:
@@ -85,19 +87,14 @@ async def _path_at(body: bytes, position: int) -> str | None:
 
 def _too_many(numbers: Mapping[str, int], bound: str) -> GatewayError:
     field = max(numbers, key=numbers.__getitem__)
-    where = f", most of them in {field}" if field else ""
-    return GatewayError(
-        413,
-        f"{field or 'the body'}: too much for one request: a body may have {bound}; this one has more{where}",
-        param=field or None,
-        code="request_too_large",
-    )
+    message = f"the body has more than {bound}{', most of them here' if field else ''}; send less at once"
+    return GatewayError(413, f"{field}: {message}" if field else message, param=field or None, code="request_too_large")
 
 
 async def _too_deep(body: bytes) -> GatewayError:
     async for scan in _scanned(body):
         if scan.max_depth > MAX_DEPTH:
-            return _nested(scan.field)
+            return _nested(scan.deepest_field)
     return _nested("")
 
 
@@ -119,10 +116,10 @@ async def _not_utf8(body: bytes) -> GatewayError:
 
 async def _large_number(body: bytes) -> GatewayError:
     path: str | None = None
-    async for scan in _scanned(body):
+    async for scan in _scanned(body, seeks_number=True):
         if (path := scan.large_number) is not None:
             break
-    message = f"{path or 'the body'}: has a number that is too large: at most 4,300 digits, and below 1.8e308"
+    message = f"{path or 'the body'}: the number is too large: it may have 4,300 digits, and be less than 1.8e308"
     return GatewayError(400, message, param=path or None, code="invalid_number")
 
 

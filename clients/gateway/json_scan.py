@@ -35,23 +35,33 @@ class _Open:
 class JsonScan:
     """Reads a text piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, seeks_number: bool = False) -> None:
+        """``seeks_number`` looks for one that is too large."""
         self.num_parts = 0
         """Lists, objects and strings so far, names included."""
         self.num_commas = 0
         self.max_depth = 0
+        self.deepest_field = ""
+        """The field of the outermost object that is nested so deeply."""
         self.parts_of: Counter[str] = Counter()
         """``num_parts`` by the field of the outermost object."""
         self.commas_of: Counter[str] = Counter()
         self.large_number: str | None = None
-        """The path of the first number with too many digits, or beyond a double's range."""
+        """The path of the first number with too many digits, or beyond a double's range, if it is looked for."""
+        self._seeks_number = seeks_number
         self._open: list[_Open] = []
         self._in_string = False
+        self._is_escaped = False
+        """Whether the first byte that comes is the second one of an escape sequence."""
         self._string = b""
         """The beginning of the latest string, which may be a name."""
 
     def feed(self, text: bytes) -> None:
-        """Reads on. ``text`` must not end within an escape sequence or a number."""
+        """Reads on. ``text`` must not end within a number where one is looked for."""
+        if self._is_escaped and text:
+            text, self._is_escaped = text[1:], False
+        num_backslashes = len(text) - len(text.rstrip(b"\\"))
+        self._is_escaped ^= num_backslashes % 2 == 1
         if b"\\" in text:
             text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes are ends of strings
         field = self.field
@@ -77,11 +87,6 @@ class JsonScan:
         name = self._open[0].name if self._open else None
         return _shown(name) if name is not None else ""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every string, list and object that began has ended."""
-        return not self._open and not self._in_string
-
     def path(self) -> str:
         """Returns where the text that was read ends, as a caller would write it: messages[0].content."""
         path = ""
@@ -104,7 +109,8 @@ class JsonScan:
             if piece in (b"[", b"{"):
                 self.num_parts += 1
                 self._open.append(_Open(piece == b"["))
-                self.max_depth = max(self.max_depth, len(self._open))
+                if len(self._open) > self.max_depth:
+                    self.max_depth, self.deepest_field = len(self._open), self.field
             elif piece in (b"]", b"}"):
                 if self._open:
                     self._open.pop()
@@ -113,7 +119,7 @@ class JsonScan:
 
     def _read_between(self, text: bytes) -> None:
         """Of names' colons, commas and numbers."""
-        start = self._large_number_in(text) if self.large_number is None else -1
+        start = self._large_number_in(text) if self._seeks_number and self.large_number is None else -1
         if start < 0:
             self._advance(text)
         else:

@@ -29,6 +29,9 @@ def test_help_has_examples_and_every_flag(capsys):
         "--heartbeat-fd",
         "--unix-socket",
         "--tool-call-parser",
+        "--sse-keep-alive",
+        "--allowed-origins",
+        "--unknown-fields",
     ):
         assert flag in shown
 
@@ -39,6 +42,9 @@ def test_help_has_examples_and_every_flag(capsys):
         (["--port", "70000"], "--port: must be 0 to 65,535; it is '70000'"),
         (["--tenant-header", "x tenant"], "--tenant-header: must be 1 to 64 letters"),
         (["--tool-call-parser", "best"], "--tool-call-parser: invalid choice"),
+        (["--sse-keep-alive", "-1"], "--sse-keep-alive: must be 0 to 3,600"),
+        (["--allowed-origins", "app.example.com"], "--allowed-origins: must be origins without a path, such as"),
+        (["--unknown-fields", "warn"], "--unknown-fields: invalid choice"),
         (["--http-tls-key", "key.pem"], "--http-tls-key: give --http-tls-cert as well"),
         (["--http-tls-cert", "/none", "--http-tls-key", "/none"], "/none: cannot be used (No such file"),
         (["--api-key-file", "/none"], "--api-key-file: cannot read /none"),
@@ -70,9 +76,13 @@ def test_a_key_in_the_environment_is_not_the_gateways(monkeypatch, tmp_path):
 
 def test_flags_become_settings():
     arguments = make_parser().parse_args(
-        ["--target=unix:/x", "--tenant-header=X-Tenant", "--max-body-mib=2", "--request-timeout=5", "--host=::1"]
-    )
+        ["--target=unix:/x", "--tenant-header=X-Tenant", "--max-body-mib=2", "--request-timeout=5", "--host=::1",
+         "--sse-keep-alive=0", "--unknown-fields=ignore", "--allowed-origins=https://a.example, http://localhost:3000"]
+    )  # fmt: skip
     settings = gateway_settings(arguments)
+    assert settings.keepalive_s == 0
+    assert settings.ignores_unknown_fields
+    assert settings.allowed_origins == ("https://a.example", "http://localhost:3000")
     assert settings.service.target == "unix:/x"
     assert settings.tenant_header == "x-tenant"
     assert settings.max_body_bytes == 2 << 20

@@ -10,7 +10,6 @@ import pytest
 
 from penstock.clients.connection import Connection
 from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.errors import ErrorBody
 from penstock.clients.gateway.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.settings import GatewaySettings
 
@@ -125,10 +124,3 @@ async def test_who_reads_slowly_gets_all(start_gateway, request, kind):
             while part := await loop.sock_recv(caller, 1 << 16):
                 answer += part
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2000
-
-
-async def test_a_path_with_a_slash_at_its_end_is_none_and_sends_nobody_elsewhere(gateway):
-    for method, path in (("POST", "/v1/embeddings/"), ("POST", f"{COMPLETIONS}/"), ("GET", "/version/")):
-        response = await gateway.http.request(method, path)
-        assert response.status_code == 404
-        assert ErrorBody.model_validate(response.json()).error.type == "not_found_error"

@@ -252,6 +252,7 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
     ("flags", "named"),
     [
         (["--http-host", "0.0.0.0"], "--http-host: says where --http-port listens"),
+        (["--allowed-origins", "https://a.example/page"], "--allowed-origins: must be origins without a path"),
         (["--http-port", "70000"], "--http-port: must be 0 to 65,535; it is 70,000"),
         (
             ["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"],
@@ -266,11 +267,15 @@ def test_flags_that_make_no_sense_are_refused(flags, named):
 
 def test_what_the_gateway_is_told():
     http = ["--http-host=::1", "--http-port=0", "--tls-cert=c", "--tls-key=k", "--shutdown-grace=2.5"]
-    config = parse_config([*http, "--tool-call-parser=mistral"])
+    other = ["--allowed-origins=*", "--unknown-fields=ignore", "--sse-keep-alive=5"]
+    config = parse_config([*http, *other, "--tool-call-parser=mistral"])
     assert config.http_address == "[::1]:0"
     assert serve.http_options(config) == (
         "--http-tls-cert=c",
         "--http-tls-key=k",
+        "--allowed-origins=*",
+        "--unknown-fields=ignore",
+        "--sse-keep-alive=5",
         "--tool-call-parser=mistral",
         "--reasoning-parser=auto",
         "--shutdown-grace=13",

@@ -1,0 +1,165 @@
+"""Bodies: what is no JSON, and where; and how much one may hold."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from penstock.clients.gateway import json_body
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, parse_json
+from penstock.clients.gateway.json_scan import JsonScan
+
+LONG = b'"' + b"p" * 70_000 + b'"'
+"""What makes a body one that is measured before it is parsed."""
+CHAT = "/v1/chat/completions"
+
+WRONG = [
+    (rb'{"x":%s,"a":[1,{"b":NaN}]}', "invalid_json", "a[1].b", "NaN"),
+    (rb'{"x":%s,"chat_template_kwargs":{"a":[-Infinity]}}', "invalid_json", "chat_template_kwargs", "Infinity"),
+    (rb'{"x":%s,"logit_bias":{"5":NaN}}', "invalid_json", "logit_bias", "NaN"),
+    (rb'{"x":%s,"tools":[{"function":{"parameters":{"a":NaN}}}]}', "invalid_json", "tools[0].function.parameters", ""),
+    (rb'{"x":%s,"m":[{"role":"u","content":"\ud800"}]}', "invalid_unicode", "m[0].content", r"\ud800"),
+    (rb'{"x":%s,"m":[{"role":"u","content":"\\\udc00 b"}]}', "invalid_unicode", "m[0].content", r"\udc00"),
+    (rb'{"x":%s,"m":"\ud83d\ude00","n":["\uD83D"]}', "invalid_unicode", "n[0]", r"\uD83D"),
+    (rb'{"x":%s,"m":"\ud83d\u0041"}', "invalid_unicode", "m", "half of a surrogate pair"),
+    (rb'{"x":%s,"\ud800":1}', "invalid_unicode", None, "half of a surrogate pair"),
+    (b'{"x":%s,"a":{"b":["\xe9"]}}', "invalid_unicode", "a.b[0]", "UTF-8"),
+    (b'{"x":%s,"\xe9":1}', "invalid_unicode", None, "UTF-8"),
+    (b'{"x":%s,"seed":' + b"9" * 5000 + b"}", "invalid_number", "seed", "4,300 digits"),
+    (b'{"x":%s,"a":"1e999","l":[[1,2,"a",-1e999]]}', "invalid_number", "l[0][3]", "too large"),
+    (b'{"x":%s,"d":{"a":' + b"[" * 2000 + b"]" * 2000 + b"}}", "nested_too_deeply", "d", "nested too deeply"),
+    (b'{"x":%s,"d":' + b'{"a":' * 2000 + b"1" + b"}" * 2001, "nested_too_deeply", "d", str(MAX_DEPTH)),
+    (b'{"x":%s,\n "a" 1}', "invalid_json", None, "line 2, column 6"),
+    (b'{"x":%s,\n "a":1,}', "invalid_json", None, "line 2"),
+    (b'{"x":%s,\n "a":"\xc3\xa9" "b"}', "invalid_json", None, "line 2, column 10"),
+    (b'{"x":%s', "invalid_json", None, "ends too early"),
+    (b"{'x':%s}", "invalid_json", None, "line 1, column 2"),
+    (b"nul", "invalid_json", None, "line 1, column"),
+    (b" \n", "invalid_json", None, "empty"),
+    ('{"a":1}'.encode("utf-16"), "invalid_json", None, "line 1, column 1"),
+]
+
+
+@pytest.mark.parametrize("value", [b"1", LONG], ids=["small", "large"])
+@pytest.mark.parametrize(("body", "code", "param", "said"), WRONG)
+async def test_what_is_no_json_is_said_with_its_place(body, code, param, said, value):
+    with pytest.raises(GatewayError) as raised:
+        await parse_json(body.replace(b"%s", value))
+    error = raised.value
+    assert (error.status, error.code, error.param) == (400, code, param)
+    assert said in error.message
+    assert error.message.startswith(f"{param}: " if param else "the body")
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("value", [b"1", LONG], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"x":%s,"a":"\\ud800"}',
+        rb'{"x":%s,"a":"\ud83d\ude00 \"quoted\" \\"}',
+        b'{"x":%s,"a":"NaN","b":[1e308,-0.0,123456789012345678901234567890]}',
+        b'\xef\xbb\xbf{"x":%s}',
+        b' [%s,{"a":[]},[{}],"",null,true]\n',
+        b"%s",
+        b'{"x":%s,"d":' + b"[" * 200 + b"]" * 200 + b"}",
+    ],
+)
+async def test_what_is_json_is_read_as_python_reads_it(body, value):
+    body = body.replace(b"%s", value)
+    assert await parse_json(body) == json.loads(body)
+
+
+TOO_MUCH = [
+    (b'{"messages":[],"metadata":{' + b",".join(b'"%d":1' % i for i in range(MAX_PARTS)) + b"}}", "metadata"),
+    (b'{"messages":[],"metadata":[' + b"[]," * MAX_PARTS + b"1]}", "metadata"),
+    (b'{"stop":[' + b'"",' * MAX_PARTS + b'""],"prompt":""}', "stop"),
+    (b'{"input":[' + b"5," * (MAX_COMMAS + 1) + b"5]}", "input"),
+    (b'{"prompt":[' + b"[5]," * MAX_PARTS + b"[5]]}", "prompt"),
+    (b"{" + b",".join(b'"%d":1' % i for i in range(MAX_PARTS)) + b"}", None),
+    (b"[" + b"[]," * MAX_PARTS + b"1]", None),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), TOO_MUCH, ids=lambda value: str(value)[:20])
+async def test_what_holds_too_much_is_refused_before_it_is_parsed(body, field, monkeypatch):
+    monkeypatch.setattr(json_body.msgspec.json, "decode", None)
+    with pytest.raises(GatewayError) as raised:
+        await parse_json(body)
+    assert (raised.value.status, raised.value.code) == (413, "request_too_large")
+    assert f"{MAX_COMMAS:,}" in raised.value.message or f"{MAX_PARTS:,}" in raised.value.message
+    if field is not None:
+        assert raised.value.param == field
+
+
+async def test_what_is_just_not_too_much_is_parsed():
+    body = {"input": [5] * MAX_COMMAS, "s": [["a"]] * ((MAX_PARTS - 10) // 2)}
+    body["input"] = body["input"][: MAX_COMMAS - len(body["s"])]
+    assert await parse_json(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":"' + b"\\\\" * 300_000 + b'"}',
+        b'{"a":"' + b"\\u00e9" * 100_000,
+        b'{"a":' + b"9" * 600_000 + b"}",
+        b'{"a":[' + b"1," * 300_000 + b"1]}",
+        b'{"a":"' + b'\\"' * 300_000 + b'"}',
+    ],
+    ids=["backslashes", "unfinished", "digits", "numbers", "quotes"],
+)
+async def test_others_run_while_a_large_body_is_measured(body):
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    try:
+        with pytest.raises(GatewayError) if b"9" * 9 in body or not body.endswith(b"}") else _nothing():
+            await parse_json(body)
+    finally:
+        counting.cancel()
+    assert turns > len(body) // json_body._SCAN_BYTES
+
+
+class _nothing:
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *_):
+        return False
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_a_text_in_pieces_is_scanned_as_the_whole(step):
+    text = rb'{"a\"b":[1,{"c":"]}\\"},"\\\"x",[]],"d":{"e":{"f":"' + b"\\\\" * 9 + rb"\"y"
+    whole, pieces = JsonScan(), JsonScan()
+    whole.feed(text)
+    for begin in range(0, len(text), step):
+        pieces.feed(text[begin : begin + step])
+    assert pieces.path() == whole.path() == "d.e.f"
+    assert (pieces.num_parts, pieces.num_commas, pieces.max_depth) == (whole.num_parts, whole.num_commas, 3)
+    assert pieces.parts_of == whole.parts_of
+
+
+async def test_errors_reach_callers_in_openais_shape(gateway):
+    for content, headers, status, said in (
+        (b'{"messages":[{"role":"user","content":"\xe9"}]}', {}, 400, "UTF-8"),
+        (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}, 400, "nested too deeply"),
+        (gzip.compress(b"{}"), {"Content-Encoding": "gzip"}, 415, "Content-Encoding: gzip"),
+        (b"{}", {"Content-Encoding": "br, identity"}, 415, "Content-Encoding: br, identity"),
+    ):
+        headers = {"Content-Type": "application/json"} | headers
+        response = await gateway.http.post(CHAT, content=content, headers=headers)
+        assert response.status_code == status
+        assert said in response.json()["error"]["message"]
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    assert (await gateway.http.post("/v1/completions", content=body, headers=headers)).status_code == 200
