@@ -49,6 +49,7 @@ class JsonScan:
         self.large_number: str | None = None
         """The path of the first number with too many digits, or beyond a double's range, if it is looked for."""
         self._seeks_number = seeks_number
+        self._accounted = (0, 0)
         self._open: list[_Open] = []
         self._in_string = False
         self._is_escaped = False
@@ -60,12 +61,10 @@ class JsonScan:
         """Reads on. ``text`` must not end within a number where one is looked for."""
         if self._is_escaped and text:
             text, self._is_escaped = text[1:], False
-        num_backslashes = len(text) - len(text.rstrip(b"\\"))
-        self._is_escaped ^= num_backslashes % 2 == 1
         if b"\\" in text:
+            if (len(text) - len(text.rstrip(b"\\"))) % 2:
+                text, self._is_escaped = text[:-1], True
             text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes are ends of strings
-        field = self.field
-        before = self.num_parts, self.num_commas
         for number, part in enumerate(text.split(b'"')):
             if number:
                 self._in_string = not self._in_string
@@ -75,11 +74,9 @@ class JsonScan:
             if self._in_string:
                 self._string += part[: _MAX_NAME_BYTES - len(self._string)]
             elif part:
+                field = self.field
                 self._read_structure(part)
-                if self.field != field:
-                    self._account(field, before)
-                    field, before = self.field, (self.num_parts, self.num_commas)
-        self._account(field, before)
+                self._account(self.field or field)
 
     @property
     def field(self) -> str:
@@ -100,9 +97,10 @@ class JsonScan:
                     break
         return path
 
-    def _account(self, field: str, before: tuple[int, int]) -> None:
-        self.parts_of[field] += self.num_parts - before[0]
-        self.commas_of[field] += self.num_commas - before[1]
+    def _account(self, field: str) -> None:
+        self.parts_of[field] += self.num_parts - self._accounted[0]
+        self.commas_of[field] += self.num_commas - self._accounted[1]
+        self._accounted = self.num_parts, self.num_commas
 
     def _read_structure(self, text: bytes) -> None:
         for piece in _BRACKETS.split(text):

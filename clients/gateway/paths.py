@@ -21,11 +21,11 @@ def as_routed(scope: Scope) -> Scope:
 def canonical_path(path: str) -> str:
     """Returns the path in the API's description that this one is another spelling of, or the path itself."""
     path = path.rstrip("/") or "/"
-    parts = path.split("/", 3)
-    if parts[1] in _API:
+    first, _, rest = path.removeprefix("/").partition("/")
+    if first in _API:
         return f"/v1{path}"
-    if len(parts) == 3 and parts[1] == "v1" and parts[2] in _OTHERS:
-        return f"/{parts[2]}"
+    if first == "v1" and rest in _OTHERS:
+        return f"/{rest}"
     return path
 
 

@@ -15,6 +15,7 @@ from google.rpc.status_pb2 import Status
 from penstock.clients.errors import RequestFailed, StreamBroken, Unreachable, failure_from_status
 from penstock.clients.gateway.errors import ErrorBody, as_gateway_error, from_failure, from_validation
 from penstock.scheduler.config import SchedulerConfig
+from penstock.service.errors import Reason, ServiceError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -414,3 +415,10 @@ async def test_a_bug_is_told_without_what_the_caller_wrote(gateway, monkeypatch,
     assert canary not in response.text
     assert canary not in caplog.text
     assert "KeyError in the gateway" in caplog.text
+
+
+def test_a_missing_key_is_told_in_words_of_http():
+    message = str(ServiceError(Reason.UNAUTHENTICATED))
+    error = from_failure(RequestFailed(grpc.StatusCode.UNAUTHENTICATED, message))
+    assert error.message == "no valid API key or token; send the header 'Authorization: Bearer KEY'"
+    assert error.headers()["www-authenticate"] == "Bearer"

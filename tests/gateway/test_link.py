@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
+from penstock.clients.gateway.answering import _events
 from penstock.clients.gateway.exchange import Exchange
 from penstock.v1 import generation_pb2 as pb
 
@@ -289,6 +290,16 @@ async def test_a_silent_stream_says_that_it_lives(start_gateway):
     assert response.text.startswith(("data: ", "\n\n"))
     assert {line for line in response.text.split("\n") if not line.startswith("data: ")} == {""}
     assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_an_event_holds_no_line_ends_of_any_kind():
+    text = "a\u2028b\u2029c\x85d\ne\rf\x0b\x0c\x1cg\u3002\xc2"
+    for chunk in ({"text": text}, {"type": "response.created", "text": text}):
+        event = _events([chunk]).decode()
+        assert [line.partition(":")[0] for line in event.splitlines() if line] == (
+            ["event"] if "type" in chunk else []
+        ) + ["data"]
+        assert json.loads(event.partition("data: ")[2]) == chunk
 
 
 async def test_a_silent_stream_may_stay_silent(start_gateway):

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import http.client
 import re
 import socket
 import urllib.error
@@ -317,6 +318,30 @@ async def test_only_the_metrics_are_served(metered):
     assert error.value.read() == b"metrics are at /metrics\n"
     some = await asyncio.to_thread(fetch, target, path="/metrics?name[]=penstock_steps_total")
     assert [family.name for family in parse_text(some)] == ["penstock_steps"]
+
+
+async def test_head_and_options_of_the_metrics(metered):
+    def ask(method, path):
+        connection = http.client.HTTPConnection(metered.server.metrics_target, timeout=30)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, answer.headers, body
+
+    for method, path, status in (
+        ("HEAD", "/metrics", 200),
+        ("HEAD", "/", 404),
+        ("OPTIONS", "/metrics", 204),
+        ("POST", "/metrics", 405),
+    ):
+        answered, headers, body = await asyncio.to_thread(ask, method, path)
+        assert answered == status
+        assert bool(body) == (method == "POST")
+        if method == "HEAD":
+            assert int(headers["content-length"]) > 0
+        else:
+            assert headers["allow"] == "GET, HEAD, OPTIONS"
 
 
 async def test_a_busy_loop_is_said_to_be_busy(metered, monkeypatch):
