@@ -25,7 +25,7 @@ _SSE_HEADERS = (
 )
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b"\n\n"
-"""Dispatches nothing. A comment would, too, but for programs that strip what they read: they join it to the next event."""
+"""Dispatches nothing. Nor does a comment, but programs that strip what they read join a comment to the next event."""
 _LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
 """What JSON may hold as it is, and some clients take for the end of a line: U+2028, U+2029 and U+0085."""
 _encode = msgspec.json.encode

@@ -186,8 +186,6 @@ def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_na
         return from_failure(error, renamed)
     if isinstance(error, InvalidOption):
         return invalid(renamed(error.field), error.problem)
-    if isinstance(error, UnicodeEncodeError):
-        return GatewayError(400, "the body holds half of a surrogate pair, which is no text", code="invalid_unicode")
     if isinstance(error, PydanticSerializationError):  # of what a body may hold it takes all but this
         return GatewayError(400, "the body is nested too deeply", code="nested_too_deeply")
     return GatewayError(
@@ -221,7 +219,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         response.headers["allow"] = listed
         return response
 
-    for kind in (GatewayError, RequestFailed, InvalidOption, UnicodeEncodeError, PydanticSerializationError):
+    for kind in (GatewayError, RequestFailed, InvalidOption, PydanticSerializationError):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
@@ -232,8 +230,6 @@ def from_validation(errors: Sequence[Any]) -> GatewayError:
     first = max(errors, key=_depth) if errors else None
     if first is None:
         return GatewayError(400, "the request is not valid")
-    if first["type"] == "json_invalid":
-        return GatewayError(400, "the body is no valid JSON", code="invalid_json")
     param = _path(first["loc"])
     problem = str(first["msg"]).removeprefix("Value error, ")
     return invalid(param, problem) if param else GatewayError(400, problem)

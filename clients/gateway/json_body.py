@@ -1,5 +1,5 @@
-"""A request's body as JSON. A large one is measured before it is parsed, since parsing holds up every other stream: what
-it costs depends on how many values there are, and hardly on their size."""
+"""Parses a request's body as JSON. A large one is measured first, since parsing holds up every other stream: what it costs
+depends on how many values there are, and hardly on their size."""
 
 import asyncio
 import re

@@ -7,7 +7,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 _API = frozenset({"chat", "completions", "embeddings", "models", "responses"})
-"""The first parts of paths under /v1. Clients whose base URL lacks it leave it out; llama.cpp and LiteLLM accept that."""
+"""The first parts of paths under /v1. Clients whose base URL lacks /v1 leave it out; llama.cpp accepts that too."""
 _OTHERS = frozenset({"detokenize", "health", "ping", "tokenize", "version"})
 """Paths outside /v1, which clients with one base URL for everything look for under it."""
 

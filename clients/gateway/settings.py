@@ -42,7 +42,7 @@ class GatewaySettings:
     recheck_caller_s: float = 30.0
     """How long a key that the service took is believed to be good before it is asked again."""
     keepalive_s: float = 15.0
-    """A streamed answer that is silent for this long sends a blank line, so that no proxy takes it for dead; 0: never."""
+    """A stream that is silent for this long sends a blank line, so that no proxy takes it for dead; 0: never."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS); ``*`` is any."""
     ignores_unknown_fields: bool = False
