@@ -59,13 +59,9 @@ def make_router() -> APIRouter:
 
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
     """The contract's form of a request."""
-    given: Any = body.input
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]  # one input, as a text or as ids
-    inputs = [
-        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=TokenIds(ids=each))
-        for each in given
-    ]
+    given = body.input
+    is_one = isinstance(given, str) or isinstance(given[0], int)  # a text, or the ids of one
+    inputs = [_embed_input(each) for each in ([given] if is_one else given)]
     request = pb.EmbedRequest(
         inputs=inputs,
         dimensions=body.dimensions,
@@ -77,6 +73,12 @@ def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: s
     )
     fill_truncation(request, body)
     return request
+
+
+def _embed_input(given: Any) -> pb.EmbedInput:
+    if isinstance(given, str):
+        return pb.EmbedInput(text=given)
+    return pb.EmbedInput(token_ids=TokenIds(ids=given))
 
 
 def caller_field(body: EmbeddingsRequest, field: str) -> str:

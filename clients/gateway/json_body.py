@@ -1,4 +1,4 @@
-"""Parses a request's body as JSON. A large one is measured first, since parsing holds up every other stream: what it costs
+"""Parses a request's body as JSON. A large one is measured first, since parsing holds up every other stream: its cost
 depends on how many values there are, and hardly on their size."""
 
 import asyncio

@@ -59,7 +59,7 @@ class CallerRoute(APIRoute):
         if not link.settings.ignores_unknown_fields or self.body_field is None:
             return parsed
         model = self.body_field.field_info.annotation
-        assert model is not None
+        assert isinstance(model, type)
         assert issubclass(model, Body), "all bodies are"
         kept, ignored = without_unknown_fields(parsed, model, model.other_fields())
         request.app.state.ignored_fields.note(self.path, ignored)
