@@ -20,6 +20,7 @@ from penstock.clients.gateway import (
     page,
     probes,
     responses,
+    stored_responses,
     tokenizer,
 )
 from penstock.clients.gateway.errors import install_handlers
@@ -31,7 +32,9 @@ from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Traffic
 from penstock.clients.gateway.unknown_fields import IgnoredFields
 
-_PARTS = (completions, chat, responses, embeddings, tokenizer, models, probes, metrics, page, api_page)
+_PARTS = (
+    completions, chat, responses, stored_responses, embeddings, tokenizer, models, probes, metrics, page, api_page
+)  # fmt: skip
 _DESCRIPTION = """\
 Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
 

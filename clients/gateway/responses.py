@@ -36,29 +36,6 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 def make_router() -> APIRouter:
     """The routes."""
-    router = APIRouter()
-    router.include_router(_make_stored())
-    router.include_router(_make_answering())
-    return router
-
-
-def _make_stored() -> APIRouter:
-    """What OpenAI's API has for stored responses."""
-    router = APIRouter(include_in_schema=False)
-
-    @router.get("/v1/responses/{response_id}")
-    @router.delete("/v1/responses/{response_id}")
-    @router.get("/v1/responses/{response_id}/input_items")
-    @router.post("/v1/responses/{response_id}/cancel")
-    async def not_found(response_id: str) -> Response:
-        problem = "nothing is stored here; keep the responses that you get"
-        raise GatewayError(404, f"response_id: {problem}", param="response_id", code="response_not_found")
-
-    return router
-
-
-def _make_answering() -> APIRouter:
-    """What needs no memory of earlier responses."""
     report = _HostedTools()
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
 

@@ -245,7 +245,7 @@ async def test_a_caller_who_goes_away_cancels_the_work(service):
         "path": "/v1/embeddings",
         "raw_path": b"/v1/embeddings",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
         "http_version": "1.1",
         "scheme": "http",
     }

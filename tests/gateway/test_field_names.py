@@ -38,7 +38,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "a", "stop": ""}, "stop"),
     (RESPONSES, {"input": "a", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (RESPONSES, {"input": "a", "top_logprobs": 21}, "top_logprobs"),
-    (RESPONSES, {"input": "a", "max_output_tokens": 9999}, "max_output_tokens"),
     ("/tokenize", {"messages": [*HELLO, called(name="f" * 300)]}, "messages[1].tool_calls[0].function.name"),
     ("/tokenize", {"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("/detokenize", {"tokens": [1, 999]}, "tokens[1]"),

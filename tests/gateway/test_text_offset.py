@@ -1,7 +1,7 @@
 """``text_offset`` of completions: where each token begins in the text that the same answer has."""
 
+import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +9,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
 from penstock.service.tokenizer import Tokenizer
-from penstock.service.tokenizer_files import TokenizerFiles
 
 PATH = "/v1/completions"
 WORDS = ["▁The", "▁kernel", "▁is"]
@@ -18,7 +17,7 @@ SAID = ["▁is", "▁kernel", "<0xE6>", "<0x97>", "<0xA5>", ".", "<0x80>", "<0x5
 
 
 @pytest.fixture(scope="module")
-def sentencepiece():
+def sentencepiece(tmp_path_factory):
     """As Llama 2's: a space before a text, which decoding strips, bytes for what it has no piece for, and <s>."""
     beginnings = [word[:length] for word in WORDS for length in range(2, len(word) + 1)]
     letters = sorted({*"".join(WORDS), "."})
@@ -27,16 +26,15 @@ def sentencepiece():
     merges = [(begun[:-1], begun[-1]) for begun in beginnings]
     library = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
-    steps += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     library.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     library.add_special_tokens(["<s>", "</s>"])
     library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    decoder = {"type": "Sequence", "decoders": steps}
-    specials, ends = frozenset({"<s>", "</s>"}), frozenset({2})
-    return Tokenizer(TokenizerFiles(Path("tokenizer.json"), library, decoder, specials, ends, None))
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return Tokenizer.load(directory)
 
 
 @pytest.fixture
