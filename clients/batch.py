@@ -8,7 +8,7 @@ import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     with _opened_input(arguments.input) as source, _results(arguments) as results:
         try:
-            with _service(arguments, _serve_flags(parser, more)) as service:
+            with _service(parser, arguments, _serve_flags(parser, more)) as service:
                 batch = asyncio.run(_run(arguments, service, source, results))
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("\ninterrupted; run the same command again to go on", file=sys.stderr)
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more: list[str]) -> None:
     """Refuses arguments that do not go together."""
     if more and arguments.target is not None:
-        parser.error(f"unknown arguments: {' '.join(more)}")
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     if (arguments.model is None) == (arguments.target is None):
         parser.error("name either a MODEL, to run it here, or the --target of a service")
     if arguments.output == "-" and (arguments.overwrite or arguments.retry_failed):
@@ -162,14 +162,23 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
 
 
 @contextmanager
-def _service(arguments: argparse.Namespace, flags: dict[str, object]) -> Iterator[Connection]:
+def _service(
+    parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]
+) -> Iterator[Connection]:
     """The service that was named, or one of this process's own, for as long as it takes."""
     if arguments.target is not None:
         yield connection(arguments, arguments.target)
         return
     # By name: callers of a service have no server installed.
     local_service = import_module(_LOCAL_SERVICE).local_service
-    with local_service(arguments.model, **flags) as target:
+    with ExitStack() as stack:
+        try:
+            target = stack.enter_context(local_service(arguments.model, **flags))
+        except PenstockError as error:  # a misspelt flag of this command counts as one of penstock serve
+            near = [f"{flag} instead of {name}" for name, flag in parser.misspelt_flags().items() if name in str(error)]
+            if near:
+                raise PenstockError(f"{error}; or did you mean {' and '.join(near)}?") from None
+            raise
         yield Connection(target)
 
 
@@ -182,7 +191,7 @@ def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, 
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if name == word or not name:
-            parser.error(f"unknown argument: {word}")
+            parser.error(f"unrecognized arguments: {word}")
         name = name.replace("-", "_")
         if equals:
             flags[name] = value
@@ -205,7 +214,7 @@ def _num_lines(file: BinaryIO) -> int | None:
     return count
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = CommandParser(
         "generate",
         "Answers a file of requests. It may be interrupted anywhere, and goes on when it is run again.",

@@ -116,7 +116,9 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
 
 
 def _fail(program: str, message: str, status: int = 1) -> int:
-    print(f"{program}: {message}", file=sys.stderr)
+    from penstock.clients.command_parser import shortened
+
+    print(f"{program}: {shortened(message)}", file=sys.stderr)
     return status
 
 

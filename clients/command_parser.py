@@ -1,13 +1,58 @@
-"""How the terminal tools read their arguments."""
+"""How the commands read their arguments, and what they report about wrong ones."""
 
 import argparse
 import difflib
-from typing import NoReturn
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+_LONG_WORD = re.compile(r"[^\s;:']{200,}")
+_SHOWN_OF_WORD = 60
+_MAX_MESSAGE = 2000
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+_UNRECOGNIZED = "unrecognized arguments: "
+_SIMILAR, _VERY_SIMILAR = 0.6, 0.75
+"""As difflib measures it. The second is for flags that may be another command's, and right."""
+
+
+def shortened(message: str) -> str:
+    """A message without the middle of what is too long to read: an argument may be of any length."""
+    message = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_OF_WORD]}...", message)
+    if len(message) <= _MAX_MESSAGE:
+        return message
+    return f"{message[: _MAX_MESSAGE * 3 // 4]} ... {message[-_MAX_MESSAGE // 4 :]}"
+
+
+def nearest(name: str, known: Iterable[str], similarity: float = _SIMILAR) -> str | None:
+    """The known flag or key that ``name`` may be a misspelling of."""
+    return next(iter(difflib.get_close_matches(name[:100], list(known), 1, similarity)), None)
+
+
+def misspelt(arguments: Iterable[str], known: Iterable[str], similarity: float = _SIMILAR) -> dict[str, str]:
+    """The flags among ``arguments`` that are not known, each with the known one that it resembles; others are left
+    out."""
+    known = list(known)
+    flags = [flag for flag in known if flag.startswith("--")]
+    found = ((name, nearest(name, flags, similarity)) for name in _unknown_flags(arguments, known))
+    return {name: near for name, near in found if near is not None}
+
+
+def _unknown_flags(arguments: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    """The names of the flags among ``arguments`` that are not in ``known``."""
+    names = set(known)
+    for argument in arguments:
+        if argument == "--":
+            return
+        name = argument.partition("=")[0]
+        is_flag = len(name) > 1 and name.startswith("-") and " " not in name and not _NEGATIVE_NUMBER.match(name)
+        if is_flag and name not in names:
+            yield name
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of ``penstock NAME``: flags are written out, the epilog is shown as it is, and what is wrong is
-    said in one line, not below a page of usage."""
+    """The arguments of ``penstock NAME``. Flags cannot be abbreviated, the epilog is shown as it is, and an error is one
+    line, not a page of usage."""
 
     def __init__(self, name: str, description: str, epilog: str) -> None:
         super().__init__(
@@ -17,17 +62,34 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self._arguments: list[str] = []
+        self._takes_others = True
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse: there must be no unknown argument."""
+        self._takes_others = False
+        return super().parse_args(args, namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse. Keeps the arguments: argparse reports what is missing before what is unknown, although a
+        flag is often missing because it was misspelt."""
+        self._arguments = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2."""
-        told = f"{message.removeprefix('argument ')}{self._suggestion(message)}"
-        self.exit(2, f"{self.prog}: {told}; {self.prog} --help lists the flags\n")
+        text = message.removeprefix("argument ")
+        unknown = list(_unknown_flags(self._arguments, self._option_string_actions))
+        if unknown and not self._takes_others and "required" in text:
+            text = f"{_UNRECOGNIZED}{' '.join(unknown)}"
+        near = self.misspelt_flags()
+        if near and text.startswith(_UNRECOGNIZED):
+            text = f"{shortened(text)}; did you mean {' and '.join(dict.fromkeys(near.values()))}?"
+        else:
+            text += "".join(f"; did you mean {flag} instead of {name}?" for name, flag in near.items())
+        self.exit(2, f"{self.prog}: {shortened(text)}; {self.prog} --help lists the flags\n")
 
-    def _suggestion(self, message: str) -> str:
-        """Returns a question that names the flag nearest to the first unknown one, or nothing."""
-        _, unrecognized, arguments = message.partition("unrecognized arguments: ")
-        if not unrecognized or not arguments.startswith("--"):
-            return ""
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        near = difflib.get_close_matches(arguments.split()[0].partition("=")[0][:100], known, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+    def misspelt_flags(self) -> dict[str, str]:
+        """The flags that are unknown, each with the one that may be meant."""
+        similarity = _VERY_SIMILAR if self._takes_others else _SIMILAR
+        return misspelt(self._arguments, self._option_string_actions, similarity)

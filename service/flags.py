@@ -4,7 +4,6 @@ same bounds. Knows no flag by name.
 
 import argparse
 import dataclasses
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -13,12 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import yaml
 
+from penstock.clients.command_parser import misspelt, nearest, shortened
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
 class ConfigError(Exception):
     """A flag, a key or its value is wrong. The text is one line that names it and says what would be right."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shortened(text))
 
 
 def flag(
@@ -55,8 +59,9 @@ def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[st
     for key, value in loaded.items():
         field = fields.get(f"--{str(key).replace('_', '-')}")
         if field is None:
-            near = _suggestion(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
-            raise ConfigError(f"--config {path}: {key} is no flag{near}; {listed}")
+            near = nearest(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"--config {path}: {key} is no flag{hint}; {listed}")
         try:
             values[field.name] = _from_file(field, value)
         except (ConfigError, ValueError) as error:
@@ -131,12 +136,6 @@ def _one_of(choices: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    """Returns a question that names the known flag or key nearest to ``name``, or nothing."""
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _name(field: "dataclasses.Field[Any]") -> str:
     return f"--{field.name.replace('_', '-')}"
 
@@ -150,14 +149,13 @@ class FlagParser(argparse.ArgumentParser):
         self._listed = listed
 
     def error(self, message: str) -> NoReturn:
-        told = message.removeprefix("argument ")
-        unknown = told.removeprefix("unrecognized arguments")
-        if unknown == told:
-            raise ConfigError(told)
-        name = unknown.removeprefix(":").strip().split()[0].partition("=")[0]
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        near = _suggestion(name, known) if name.startswith("--") else ""
-        raise ConfigError(f"no such flag or argument{unknown}{near}; {self._listed}")
+        text = message.removeprefix("argument ")
+        unknown = text.removeprefix("unrecognized arguments")
+        if unknown == text:
+            raise ConfigError(text)
+        near = misspelt(unknown.removeprefix(":").split(), self._option_string_actions)
+        hint = f"; did you mean {' and '.join(dict.fromkeys(near.values()))}?" if near else ""
+        raise ConfigError(f"no such flag or argument{shortened(unknown)}{hint}; {self._listed}")
 
     def add_fields(self, of: "type[DataclassInstance]", positional: str) -> None:
         """A flag for each field, by the groups that fields begin; ``positional`` names the one that needs no flag."""
