@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
@@ -11,9 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.clients.admin_client import AdminClient
-from penstock.clients.command_parser import CommandParser
+from penstock.clients.command_parser import CommandParser, nearest
 from penstock.clients.connection import Connection, add_admin_flags, admin_connection
-from penstock.clients.errors import PenstockError
+from penstock.clients.errors import PenstockError, RequestFailed, shown
 from penstock.v1 import admin_pb2 as pb
 
 _WAIT_INTERVAL_MS = 250
@@ -26,6 +27,12 @@ _LIMITS: Mapping[str, str] = {
     "max_queued_tokens": "prompt tokens that may wait",
 }
 _CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("policy", "default_tenant", *_LIMITS)} | {
+    "target_itl_ms": "--target-itl", "tenants": "--tenant", "forget_tenants": "--forget-tenant",
+}  # fmt: skip
+"""Of the fields of an update."""
+_FIELD_IN_TEXT = re.compile(rf"(?<![\w-])({'|'.join(name for name in _FLAGS if '_' in name)})\b")
+_FIELD_PATH = re.compile(r"(\w*)(?:\[(\d+)\])?\.?(.*)", re.DOTALL)
 
 _DRAIN_EPILOG = """\
 examples:
@@ -44,7 +51,7 @@ examples:
   penstock settings --max-queued-requests 100 --json
 
 Of a tenant, what is not given is at its default: a weight of 1, and no caps or rates. All changes are made, or none,
-and no request is lost by them. They end with the process; what is to last belongs into the flags of penstock serve.
+and no request is lost by them. They end with the process; to make one last, give it to penstock serve too.
 """
 
 
@@ -73,7 +80,10 @@ def settings(argv: list[str] | None = None) -> int:
     request = _update(arguments)
     service = admin_connection(arguments)
     if request.ByteSize():
-        answer = asyncio.run(_call(service, "UpdateSettings", request))
+        try:
+            answer = asyncio.run(_call(service, "UpdateSettings", request))
+        except RequestFailed as failure:
+            raise _in_flags(failure, arguments) from None
     else:
         answer = asyncio.run(_call(service, "GetSettings", pb.GetSettingsRequest()))
     print(json.dumps(_as_dict(answer.settings), indent=2) if arguments.json else _as_table(answer.settings))
@@ -128,7 +138,7 @@ def _settings_parser() -> argparse.ArgumentParser:
         help="time between a stream's tokens that prompts may not exceed; 0: what the service chooses",
     )
     for name, explanation in _LIMITS.items():
-        changes.add_argument(_flag(name), type=int, metavar="N", help=explanation)
+        changes.add_argument(_FLAGS[name], type=_whole_number, metavar="N", help=explanation)
     changes.add_argument(
         "--tenant",
         nargs=2,
@@ -153,9 +163,9 @@ def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
         _set(request, "target_itl_ms", arguments.target_itl, "--target-itl")
     for name in _LIMITS:
         if getattr(arguments, name) is not None:
-            _set(request, name, getattr(arguments, name), _flag(name))
+            _set(request, name, getattr(arguments, name), _FLAGS[name])
     for name, written in arguments.tenant:
-        request.tenants.append(_tenant("--tenant", name, written))
+        request.tenants.append(_tenant(f"--tenant {name}", name, written))
     if arguments.default_tenant is not None:
         request.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))
     return request
@@ -170,12 +180,14 @@ def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
         key, _, value = (piece.strip() for piece in part.partition("="))
         field = key.replace("-", "_")
         if field not in readers:
-            known = ", ".join(map(_key, readers))
-            raise PenstockError(f"{flag}: {key} is no setting of a tenant; there are {known}, such as weight=2")
+            near = nearest(key, map(_key, readers))
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(map(_key, readers))}, such as weight=2"
+            raise PenstockError(f"{flag}: {shown(key)} is not a setting of a tenant; {hint}")
         try:
             number = readers[field](value)
         except ValueError:
-            raise PenstockError(f"{flag}: {key} must be a number; it is {value!r}") from None
+            kind = "a number" if readers[field] is float else "a whole number"
+            raise PenstockError(f"{flag}: {key} must be {kind}; it is {shown(value)}") from None
         _set(message, field, number, f"{flag}: {key}")
     return message
 
@@ -185,7 +197,23 @@ def _set(message: Any, field: str, number: float, named: str) -> None:
     try:
         setattr(message, field, number)
     except ValueError:
-        raise PenstockError(f"{named}: {number:,} is out of range") from None
+        remedy = "it must be at least 1" if number < 1 else "give a smaller one"
+        raise PenstockError(f"{named}: {shown(number)} is out of range; {remedy}") from None
+
+
+def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> PenstockError:
+    """The failure of an update with the names of flags in place of those of the contract's fields."""
+    if not failure.violations:
+        return failure
+    field, description = failure.violations[0]
+    problem = _FIELD_IN_TEXT.sub(lambda name: _FLAGS[name[0]], description.removeprefix(f"{field}: "))
+    name, index, inner = _FIELD_PATH.fullmatch(field).groups()  # type: ignore[union-attr]  # it matches any text
+    flag = _FLAGS.get(name, name)
+    if index:
+        given = arguments.tenant[int(index)][0] if name == "tenants" else arguments.forget_tenant[int(index)]
+        flag = f"{flag} {shown(given) if not given else given}"
+    inner = "" if inner in ("", "tenant") else f" {_key(inner)}:"
+    return PenstockError(f"{flag}:{inner} {problem}")
 
 
 def _as_dict(told: pb.Settings) -> dict[str, Any]:
@@ -224,12 +252,15 @@ def _policy(told: pb.Settings) -> str:
     return pb.SchedulingPolicy.Name(told.policy).removeprefix(_PREFIX).lower()
 
 
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number; it is {shown(text)}") from None
+
+
 def _key(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _flag(name: str) -> str:
-    return f"--{_key(name)}"
 
 
 def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:

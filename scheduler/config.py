@@ -102,7 +102,10 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value, most = getattr(self, name), getattr(facts, name)
             if value > most and value != getattr(running, name):
-                raise ValueError(f"{name} is {value}; the worker was started with {most}, and may not have more")
+                raise ValueError(
+                    f"{name} is {value}; the worker was started with {most}, and may not have more: lower it, or "
+                    f"start the service again with a larger --{name.replace('_', '-')}"
+                )
 
     def token_budget(self, facts: WorkerFacts) -> int:
         """Tokens in a step at most, on this worker."""

@@ -3,7 +3,7 @@
 A change is a new configuration, whole: it holds from the next plan on, or is refused and nothing has changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +57,9 @@ class LiveSettings:
             changes["default_tenant"] = _default_tenant(request.default_tenant)
         changes["tenants"] = _tenants(before.tenants, request)
         after = replace(before, **changes)
-        _check_rows(after)
         try:
+            after.check_fits(self._engine.facts, before)
+            _check_rows(after, given, self._engine.facts.max_num_batched_tokens)
             self._engine.reconfigure(after)
         except ValueError as error:
             raise _refusal(error) from None
@@ -70,15 +71,25 @@ class LiveSettings:
         return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
 
 
-def _check_rows(config: SchedulerConfig) -> None:
-    """Raises ServiceError where a step would not have a token for each row."""
+def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int) -> None:
+    """Raises ServiceError where a step would not have a token for each row. Names the limit that is in ``given``: the
+    other one was right before. ``most_tokens``: what the worker can compute in a step."""
     rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    if tokens < rows:
+    if tokens >= rows:
+        return
+    if "max_num_batched_tokens" in given:
+        lower = "lower max_num_seqs" if "max_num_seqs" in given else "lower max_num_seqs too"
         raise invalid(
             "max_num_batched_tokens",
-            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}: lower "
-            "max_num_seqs too",
+            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}: raise it, or "
+            f"{lower}",
         )
+    or_more = ", or raise max_num_batched_tokens too" if rows <= most_tokens else ""
+    raise invalid(
+        "max_num_seqs",
+        f"must be at most max_num_batched_tokens, {tokens:,}, so that each row gets a token; it is {rows:,}: lower it"
+        f"{or_more}",
+    )
 
 
 def _given(message: Message) -> dict[str, Any]:
@@ -101,24 +112,26 @@ def _tenant_limits(message: pb.TenantSettings) -> TenantLimits:
 
 def _default_tenant(message: pb.TenantSettings) -> TenantLimits:
     if message.tenant:
-        raise invalid("default_tenant.tenant", "must be empty; what is one tenant's alone belongs into tenants")
+        raise invalid("default_tenant.tenant", "must be empty; put the settings of one tenant into tenants")
     return _tenant_limits(message)
 
 
 def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsRequest) -> dict[str, TenantLimits]:
     """Those that are named from now on. Raises ServiceError."""
-    after = {name: limits for name, limits in before.items() if name not in set(request.forget_tenants)}
-    seen = set(request.forget_tenants)
+    forgotten, seen = set(request.forget_tenants), set[str]()
+    after = {name: limits for name, limits in before.items() if name not in forgotten}
     for index, message in enumerate(request.tenants):
         field = f"tenants[{index}].tenant"
         if not message.tenant:
-            raise invalid(field, "is required; what holds for all that are not named belongs into default_tenant")
+            raise invalid(field, "is required; put the settings of all tenants without a name into default_tenant")
+        if message.tenant in forgotten:
+            raise invalid(field, "the tenant is in forget_tenants too; name it in one of the two")
         if message.tenant in seen:
             raise invalid(field, "the tenant is in this request already; name it once")
         seen.add(message.tenant)
         after[message.tenant] = _tenant_limits(message)
     if len(after) > MAX_NAMED_TENANTS:
-        raise invalid("tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may be named in all; forget some")
+        raise invalid("tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; forget some with forget_tenants")
     return after
 
 

@@ -158,20 +158,55 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            (["--max-num-seqs", "17"], "max_num_seqs: is 17; the worker was started with 16"),
-            (["--max-num-seqs", "-1"], "--max-num-seqs: -1 is out of range"),
-            (["--tenant", "a/b", "weight=1"], "tenants[0].tenant: must be letters"),
-            (["--tenant", "a", "weight=heavy"], "--tenant: weight must be a number; it is 'heavy'"),
-            (["--tenant", "a", "max-tokens=-1"], "--tenant: max-tokens: -1 is out of range"),
+            (["--max-num-seqs", "17"], "--max-num-seqs: is 17; the worker was started with 16"),
+            (["--max-num-seqs", "-1"], "--max-num-seqs: -1 is out of range; it must be at least 1"),
+            (["--max-queued-tokens", "9" * 40], "--max-queued-tokens: 99999"),
+            (
+                ["--max-num-batched-tokens", "1"],
+                "--max-num-batched-tokens: must be at least --max-num-seqs, 16, so that each row gets a token; it is "
+                "1: raise it, or lower --max-num-seqs too\n",
+            ),
+            (["--target-itl", "nan"], "--target-itl: must be at least 0"),
+            (["--tenant", "ok", "", "--tenant", "a/b", "weight=1"], "--tenant a/b: must be letters"),
+            (["--tenant", "", "weight=1"], "--tenant '': is required; put the settings of all tenants without a name "),
+            (["--tenant", "", "weight=1"], " into --default-tenant\n"),
+            (["--tenant", "a", "", "--tenant", "a", ""], "--tenant a: the tenant is in this request already"),
+            (["--tenant", "a", "", "--forget-tenant", "a"], "--tenant a: the tenant is in --forget-tenant too; name"),
+            (["--tenant", "a", "max-tokens=0"], "--tenant a: max-tokens: must be at least 1"),
+            (["--tenant", "a", "weight=heavy"], "--tenant a: weight must be a number; it is 'heavy'"),
+            (["--tenant", "a", "weight"], "--tenant a: weight must be a number; it is ''"),
+            (["--tenant", "a", "max-tokens=1.5"], "--tenant a: max-tokens must be a whole number; it is '1.5'"),
+            (["--tenant", "a", "max-tokens=-1"], "--tenant a: max-tokens: -1 is out of range"),
             (
                 ["--tenant", "a", "speed=1"],
-                "--tenant: speed is no setting of a tenant; there are weight, max-prompt-tokens",
+                "--tenant a: 'speed' is not a setting of a tenant; there are weight, max-prompt-tokens",
             ),
-            (["--default-tenant", "weight=0"], "default_tenant.weight: must be at least 0.001"),
+            (["--tenant", "a", "wieght=1"], "--tenant a: 'wieght' is not a setting of a tenant; did you mean weight?"),
+            (["--default-tenant", "weight=0"], "--default-tenant: weight: must be at least 0.001"),
+            (["--forget-tenant", "ok", "--forget-tenant", "a b"], "--forget-tenant a b: must be letters"),
         ],
     )
-    def test_what_is_refused_is_named(self, operator, capsys, arguments, problem):
-        assert problem in failure(capsys, "settings", *arguments)
+    def test_what_is_refused_is_named_as_the_operator_gave_it(self, operator, capsys, arguments, problem):
+        said = failure(capsys, "settings", *arguments)
+        assert problem in said
+        assert len(said) < 300
+
+    def test_the_limit_that_was_set_is_blamed_and_not_the_other(self, operator, capsys):
+        before = settings(capsys)
+        settings(capsys, "--max-num-seqs", "8", "--max-num-batched-tokens", "8")
+        try:
+            said = failure(capsys, "settings", "--max-num-seqs", "9")
+            assert said == (
+                "penstock settings: --max-num-seqs: must be at most --max-num-batched-tokens, 8, so that each row gets "
+                "a token; it is 9: lower it, or raise --max-num-batched-tokens too\n"
+            )
+        finally:
+            limits = {name: str(before[name]) for name in ("max_num_seqs", "max_num_batched_tokens")}
+            run(capsys, "settings", *(f"--{name.replace('_', '-')}={value}" for name, value in limits.items()))
+
+    def test_a_number_that_is_none_is_refused_before_anything_is_asked(self, capsys):
+        assert cli.main(["settings", "--max-num-seqs", "x"]) == 2
+        assert "--max-num-seqs: must be a whole number; it is 'x'" in capsys.readouterr().err
 
     def test_changed_live_under_load_they_lose_no_request_and_change_no_output(self, operator, client, capsys):
         """Shown by 8, on the real model: greedy, so that the outputs can be compared."""

@@ -181,7 +181,17 @@ class TestChanging:
             (
                 {"max_num_batched_tokens": 31},
                 "max_num_batched_tokens",
-                "at least max_num_seqs, 32, .* lower max_num_seqs",
+                "at least max_num_seqs, 32, .* 31: raise it, or lower max_num_seqs too$",
+            ),
+            (
+                {"max_num_batched_tokens": 39, "max_num_seqs": 40},
+                "max_num_batched_tokens",
+                "at least max_num_seqs, 40, .* 39: raise it, or lower max_num_seqs$",
+            ),
+            (
+                {"max_num_batched_tokens": 31, "max_num_seqs": 257},
+                "max_num_seqs",
+                "started with 256.*: lower it, or start the service again with a larger --max-num-seqs$",
             ),
             ({"max_num_seqs": 0}, "max_num_seqs", "must be at least 1"),
             ({"policy": 9}, "policy", "must be one of the enum's values"),
@@ -190,7 +200,7 @@ class TestChanging:
             ({"default_tenant": tenant(weight=0)}, "default_tenant.weight", "must be at least 0.001"),
             ({"tenants": [tenant("a"), tenant(weight=2)]}, "tenants[1].tenant", "is required"),
             ({"tenants": [tenant("a"), tenant("a")]}, "tenants[1].tenant", "name it once"),
-            ({"tenants": [tenant("a")], "forget_tenants": ["a"]}, "tenants[0].tenant", "name it once"),
+            ({"tenants": [tenant("a")], "forget_tenants": ["a"]}, "tenants[0].tenant", "in forget_tenants too; name it"),
             ({"tenants": [tenant("a/b")]}, "tenants[0].tenant", "must be letters, digits"),
         ],
     )
@@ -201,6 +211,22 @@ class TestChanging:
         assert named == field
         assert re.search(remedy, text), text
         assert await settings_of(service) == before
+
+    @pytest.mark.parametrize(
+        ("most_tokens", "remedy"),
+        [(128, "lower it, or raise max_num_batched_tokens too"), (64, "lower it")],
+    )
+    async def test_the_limit_that_was_set_is_blamed(self, start_service, details_of, most_tokens, remedy):
+        """Also where the worker has fewer tokens than rows, so that nothing else could be raised."""
+        executor = FakeExecutor(vocab_size=258, max_num_seqs=256, max_num_batched_tokens=most_tokens)
+        service = await start_service(executor, SchedulerConfig(max_num_batched_tokens=64), admin_listen=ANY_PORT)
+        assert (await settings_of(service)).max_num_seqs == 64
+        named, text = await refusal(service, details_of, max_num_seqs=65)
+        assert named == "max_num_seqs"
+        assert text == (
+            "max_num_seqs: must be at most max_num_batched_tokens, 64, so that each row gets a token; it is 65: "
+            + remedy
+        )
 
     async def test_tenants_are_bounded_in_all_and_not_in_each_request_alone(self, service, details_of):
         for first in range(0, 16_384, 1024):  # with the one that there is already
