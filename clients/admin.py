@@ -211,7 +211,7 @@ def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> Penstock
     flag = _FLAGS.get(name, name)
     if index:
         given = arguments.tenant[int(index)][0] if name == "tenants" else arguments.forget_tenant[int(index)]
-        flag = f"{flag} {shown(given) if not given else given}"
+        flag = f"{flag} {given or repr(given)}"
     inner = "" if inner in ("", "tenant") else f" {_key(inner)}:"
     return PenstockError(f"{flag}:{inner} {problem}")
 

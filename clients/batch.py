@@ -162,9 +162,7 @@ def _results(arguments: argparse.Namespace) -> Iterator[Results]:
 
 
 @contextmanager
-def _service(
-    parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]
-) -> Iterator[Connection]:
+def _service(parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]) -> Iterator[Connection]:
     """The service that was named, or one of this process's own, for as long as it takes."""
     if arguments.target is not None:
         yield connection(arguments, arguments.target)

@@ -51,8 +51,8 @@ def _unknown_flags(arguments: Iterable[str], known: Iterable[str]) -> Iterator[s
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of ``penstock NAME``. Flags cannot be abbreviated, the epilog is shown as it is, and an error is one
-    line, not a page of usage."""
+    """The arguments of ``penstock NAME``. Flags cannot be abbreviated, the epilog is shown as it is, and an error is
+    one line, not a page of usage."""
 
     def __init__(self, name: str, description: str, epilog: str) -> None:
         super().__init__(

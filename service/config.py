@@ -19,10 +19,13 @@ from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
+from penstock.service.host_flags import check_host, host_port
+from penstock.service.identity_flags import check_identity
 from penstock.service.sampling_defaults import check_override
 from penstock.service.speculation import parse_speculation
 
 PROGRAM = "penstock serve"
+DEFAULT_HOST = "127.0.0.1"
 _FLAGS_LISTED = f"{PROGRAM} --help lists them"
 
 _EPILOG = """\
@@ -296,28 +299,34 @@ class ServeConfig:
             value = getattr(self, field.name)
             if value is not None:
                 check(field, value)
+        if self.host is not None:
+            check_host("--host", self.host, "--port", "--listen")
+        if self.http_host is not None:
+            check_host("--http-host", self.http_host, "--http-port")
         if self.listen is not None and (self.host is not None or self.port is not None):
-            raise ConfigError("--listen: already says where; leave --host and --port out")
+            raise ConfigError("--listen: already sets the host and the port; leave --host and --port out")
         if self.http_host is not None and self.http_port is None:
-            raise ConfigError("--http-host: says where --http-port listens; give that too, or leave this out")
+            raise ConfigError("--http-host: needs --http-port as well: give that too, or leave --http-host out")
         if self.allowed_origins is not None:
             try:
                 read_origins(self.allowed_origins)
             except ValueError as error:
                 raise ConfigError(f"--allowed-origins: {error}") from None
-        _check_identity(self)
+        check_identity(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
-            raise ConfigError("--kv-cache-memory-bytes: already says how much; leave --gpu-memory-utilization out")
+            raise ConfigError(
+                "--kv-cache-memory-bytes: already sets the KV cache's size; leave --gpu-memory-utilization out"
+            )
         if self.host_kv_cache_bytes and not self.enable_prefix_caching:
             raise ConfigError(
-                "--host-kv-cache-bytes: is for KV that requests may find again; leave --no-enable-prefix-caching out"
+                "--host-kv-cache-bytes: needs prefix caching; leave --no-enable-prefix-caching out, or this one"
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
-                f"--device: {self.device} is one GPU, and --tensor-parallel-size {self.tensor_parallel_size} takes so "
-                "many, the first ones; give cuda, and choose them by CUDA_VISIBLE_DEVICES"
+                f"--device: {self.device} is one GPU, but --tensor-parallel-size {self.tensor_parallel_size} needs "
+                f"{self.tensor_parallel_size}; give cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
             )
         if self.speculative_config is not None:
             parse_speculation(self.speculative_config)
@@ -331,14 +340,19 @@ class ServeConfig:
         """Where to listen: ``host:port`` or ``unix:PATH``."""
         if self.listen is not None:
             return self.listen
-        return _host_port(self.host, 50051 if self.port is None else self.port)
+        return host_port(self.host or DEFAULT_HOST, 50051 if self.port is None else self.port)
+
+    @property
+    def address_flags(self) -> tuple[str, ...]:
+        """The flags that ``address`` comes from, for errors: one for all of it, or the port's and the host's."""
+        return ("--listen",) if self.listen is not None else ("--port", "--host")
 
     @property
     def http_address(self) -> str | None:
         """Where to listen for HTTP, as ``host:port``; None is nowhere."""
         if self.http_port is None:
             return None
-        return _host_port(self.http_host, self.http_port)
+        return host_port(self.http_host or DEFAULT_HOST, self.http_port)
 
     @property
     def has_credentials(self) -> bool:
@@ -367,7 +381,7 @@ def parse_config(arguments: Sequence[str]) -> ServeConfig:
     named = given.pop("model_flag", None)
     if named is not None:
         if "model" in given:
-            raise ConfigError("--model: MODEL is there already; give one of them")
+            raise ConfigError(f"--model: the model is given twice, as {given['model']!r} too; leave one of them out")
         given["model"] = named
     values = {} if file is None else read_file(Path(file), ServeConfig, _FLAGS_LISTED)
     if given.keys() & {"host", "port"}:
@@ -379,31 +393,6 @@ def parse_config(arguments: Sequence[str]) -> ServeConfig:
         values.pop("host", None)
         values.pop("port", None)
     return ServeConfig(**{**values, **given})
-
-
-def _check_identity(config: ServeConfig) -> None:
-    """Raises ConfigError for flags of TLS and tokens that do not go together."""
-    if (config.tls_cert is None) != (config.tls_key is None):
-        flag_name, other = ("--tls-key", "--tls-cert") if config.tls_cert is None else ("--tls-cert", "--tls-key")
-        raise ConfigError(f"{flag_name}: says half of it; give {other} too")
-    if config.tls_client_ca is not None and config.tls_cert is None:
-        raise ConfigError("--tls-client-ca: is for TLS; give --tls-cert and --tls-key too")
-    if config.tls_cert is not None and config.address.startswith("unix:"):
-        raise ConfigError("--tls-cert: a Unix socket has no TLS; leave it out, or listen on HOST:PORT")
-    if config.tls_client_ca is not None and config.http_port is not None and not config.has_credentials:
-        raise ConfigError(
-            "--http-port: callers over HTTP show no certificate, so --tls-client-ca does not keep anyone out there; "
-            "give --api-keys-file or --jwt-jwks-file too, or leave --http-port out"
-        )
-    if config.jwt_jwks_file is not None and not (config.jwt_issuer and config.jwt_audience):
-        raise ConfigError("--jwt-jwks-file: whose tokens, for whom? give --jwt-issuer and --jwt-audience too")
-    if config.jwt_jwks_file is None and (config.jwt_issuer or config.jwt_audience):
-        raise ConfigError("--jwt-issuer, --jwt-audience: are for tokens; give --jwt-jwks-file too")
-
-
-def _host_port(host: str | None, port: int) -> str:
-    host = "127.0.0.1" if host is None else host
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _parser() -> FlagParser:

@@ -1,23 +1,28 @@
 """Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
 
 import errno
-import ipaddress
+import logging
 import os
 import socket
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.clients.loopback import is_loopback, resolves_to_loopback
+
 MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
 MAX_PORT = 65535
 ADMIN_FLAG = "--admin-listen"
 HTTP_FLAG = "--http-port"
+HTTP_HOST_FLAG = "--http-host"
 METRICS_FLAG = "--metrics-listen"
 METRICS_PATH = "/metrics"
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not listened on
 OFF = "off"
 """As an address: no listener at all."""
+
+_log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
@@ -34,10 +39,12 @@ class Address:
     path: Path | None = None
     """Of a Unix socket; then host and port mean nothing."""
     flag: str = field(default="--listen", compare=False)
-    """What said so, for errors."""
+    """The flag that it comes from, for errors."""
+    host_flag: str = field(default="", compare=False)
+    """The flag that the host comes from, where ``flag`` is the port's."""
 
     @classmethod
-    def parse(cls, text: str, flag: str = "--listen") -> "Address":
+    def parse(cls, text: str, flag: str = "--listen", host_flag: str = "") -> "Address":
         """Raises ListenError."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
@@ -50,7 +57,7 @@ class Address:
             or_path = "" if flag == METRICS_FLAG else ", or unix:PATH"
             or_off = f", or {OFF}" if flag in (ADMIN_FLAG, METRICS_FLAG) else ""
             raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to {MAX_PORT}{or_path}{or_off}")
-        return cls(host, int(port), flag=flag)
+        return cls(host, int(port), flag=flag, host_flag=host_flag)
 
     def __str__(self) -> str:
         """As ``parse`` takes it, and gRPC too."""
@@ -69,13 +76,8 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody but this machine's users can reach it."""
-        if self.path is not None or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine's users can reach it."""
+        return self.path is not None or is_loopback(self.host)
 
     def check_free(self) -> None:
         """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is
@@ -96,23 +98,25 @@ class Address:
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
         except socket.gaierror as error:
-            raise ListenError(f"{self.flag} {self}: no address for this host: {error.strerror}") from None
+            problem = f"no address for this host: {error.strerror}; choose 127.0.0.1 or 0.0.0.0"
+            raise ListenError(f"{self.host_flag or self.flag} {self}: {problem}") from None
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(where)
             except OSError as error:
-                raise ListenError(f"{self.flag} {self}: {_explained(error)}") from None
+                flag = self.host_flag if self.host_flag and error.errno == errno.EADDRNOTAVAIL else self.flag
+                raise ListenError(f"{flag} {self}: {_explained(error)}") from None
 
     def _check_path(self, path: Path) -> None:
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
             if not path.parent.is_dir():
-                raise ListenError(f"{self.flag} {self}: {path.parent} is no directory; make it first") from None
+                raise ListenError(f"{self.flag} {self}: {path.parent} is not a directory; create it first") from None
             return
         if not stat.S_ISSOCK(mode):
-            raise ListenError(f"{self.flag} {self}: the path exists and is no socket; choose another")
+            raise ListenError(f"{self.flag} {self}: the path exists and is not a socket; choose another")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1)
             try:
@@ -133,7 +137,7 @@ def _explained(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use; stop what uses it or choose another"
     if error.errno == errno.EACCES:
-        return "this user may not listen there; choose a port from 1024 on"
+        return "this user may not listen there; choose a port of 1024 or more"
     if error.errno == errno.EADDRNOTAVAIL:
         return "this machine has no such address; choose 127.0.0.1 or 0.0.0.0"
     return error.strerror or str(error)
@@ -154,7 +158,7 @@ def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Addr
         text = f"127.0.0.1:{beside if service.port else 0}"
     address = Address.parse(text, ADMIN_FLAG)
     if address == service and (address.path is not None or address.port):
-        raise ListenError(f"{ADMIN_FLAG} {text}: callers are served there; choose another, or {OFF}")
+        raise ListenError(f"{ADMIN_FLAG} {text}: the service listens there; choose another address, or {OFF}")
     if not (has_keys or address.is_local):
         raise ListenError(
             f"{ADMIN_FLAG} {text}: anyone who reaches it could administer the service; give --api-keys-file with an "
@@ -175,5 +179,34 @@ def metrics_address(text: str | None, service: Address) -> Address | None:
         text = f"127.0.0.1:{beside if service.port else 0}"
     address = Address.parse(text, METRICS_FLAG)
     if address.path is not None:
-        raise ListenError(f"{METRICS_FLAG} {text}: must be HOST:PORT, or {OFF}: what scrapes comes over HTTP")
+        raise ListenError(f"{METRICS_FLAG} {text}: must be HOST:PORT, or {OFF}; Prometheus reads metrics over HTTP")
     return address
+
+
+def http_address(text: str | None) -> Address | None:
+    """Where a service serves HTTP by ``--http-host`` and ``--http-port``; None is nowhere. Raises ListenError."""
+    return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
+
+
+def warn_of_exposure(
+    service: Address, http: Address | None, metrics: Address | None, *, has_keys: bool, is_mutual: bool
+) -> None:
+    """Logs what other machines can do at the listeners of a service without showing who they are.
+
+    ``has_keys``: callers need a key or a token; ``is_mutual``: they need a certificate, though not over HTTP. The
+    administration needs no warning: without keys ``admin_address`` refuses what other machines can reach.
+    """
+    if not (has_keys or is_mutual):
+        _warn(service, "use the model without a key", "give --api-keys-file, --jwt-jwks-file or --tls-client-ca")
+        _warn(metrics, "read the metrics, with the names of tenants", "keep others out with a firewall")
+    if not has_keys:
+        _warn(http, "use the model over HTTP without a key", "give --api-keys-file or --jwt-jwks-file")
+
+
+def _warn(address: Address | None, what: str, remedy: str) -> None:
+    if address is None or address.is_local or resolves_to_loopback(address.host):
+        return
+    flag = address.host_flag or address.flag
+    _log.warning(
+        "%s %s: anyone who can reach this address can %s; %s, or listen on 127.0.0.1", flag, address, what, remedy
+    )

@@ -39,7 +39,14 @@ from penstock.service.config import PROGRAM, ServeConfig, parse_config
 from penstock.service.flags import ConfigError
 from penstock.service.http_gateway import GatewayFailed, HttpGateway, check_installed
 from penstock.service.identity import Everyone
-from penstock.service.listen import HTTP_FLAG, Address, ListenError, admin_address, metrics_address
+from penstock.service.listen import (
+    Address,
+    ListenError,
+    admin_address,
+    http_address,
+    metrics_address,
+    warn_of_exposure,
+)
 from penstock.service.log_thread import LogThread
 from penstock.service.operator_files import OperatorFiles
 from penstock.service.sampling_defaults import read_sampling_defaults
@@ -121,17 +128,18 @@ def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the quick things first. Raises ListenError, GatewayFailed, FileError,
     ModelError and TokenizerError."""
     machine = inspect_machine()
-    address = Address.parse(config.address)
+    address = Address.parse(config.address, *config.address_flags)
     admin = admin_address(config.admin_listen, address, has_keys=config.has_credentials)
     metrics = metrics_address(config.metrics_listen, address)
     address.check_free()
-    http = None if config.http_address is None else Address.parse(config.http_address, HTTP_FLAG)
-    for operators in (admin, metrics):
-        if operators is not None:
-            operators.check_free()
+    http = http_address(config.http_address)
+    for other in filter(None, (admin, metrics, http)):
+        other.check_free()
     if http is not None:
-        http.check_free()
         check_installed(machine)
+    warn_of_exposure(
+        address, http, metrics, has_keys=config.has_credentials, is_mutual=config.tls_client_ca is not None
+    )
     files = OperatorFiles.load(config)
     tenants = Tenants() if files.tenants is None else files.tenants.value
     has_weights = config.load_format != "dummy"

@@ -131,7 +131,9 @@ def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsReque
         seen.add(message.tenant)
         after[message.tenant] = _tenant_limits(message)
     if len(after) > MAX_NAMED_TENANTS:
-        raise invalid("tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; forget some with forget_tenants")
+        raise invalid(
+            "tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; use forget_tenants for some"
+        )
     return after
 
 
