@@ -360,6 +360,11 @@ class ServeConfig:
         return self.api_keys_file is not None or self.jwt_jwks_file is not None
 
     @property
+    def needs_certificates(self) -> bool:
+        """Whether callers over gRPC must show a certificate."""
+        return self.tls_client_ca is not None
+
+    @property
     def speculation(self) -> SpeculationConfig | None:
         """How tokens are drafted; None is not at all."""
         return None if self.speculative_config is None else parse_speculation(self.speculative_config)

@@ -137,9 +137,7 @@ def prepare(config: ServeConfig) -> Prepared:
         other.check_free()
     if http is not None:
         check_installed(machine)
-    warn_of_exposure(
-        address, http, metrics, has_keys=config.has_credentials, is_mutual=config.tls_client_ca is not None
-    )
+    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=config.needs_certificates)
     files = OperatorFiles.load(config)
     tenants = Tenants() if files.tenants is None else files.tenants.value
     has_weights = config.load_format != "dummy"
