@@ -24,6 +24,7 @@ from penstock.clients.gateway import (
     tokenizer,
 )
 from penstock.clients.gateway.errors import install_handlers
+from penstock.clients.gateway.exposure import exposure_warning
 from penstock.clients.gateway.guard import Guard
 from penstock.clients.gateway.key_file import KeyFile
 from penstock.clients.gateway.schemas_chat import ChatChunk
@@ -84,7 +85,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with ServiceLink(settings) as link, _key_watch(link):
+        async with ServiceLink(settings) as link, _key_watch(link), exposure_warning(link):
             app.state.link = link
             yield
 

@@ -18,6 +18,7 @@ from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.loopback import resolves_to_loopback
 from penstock.clients.open_files import raise_open_files_limit
 
 _EXAMPLES = """\
@@ -57,6 +58,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         api_key_file=arguments.api_key_file,
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
+        exposed_address=_exposed_address(arguments),
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         max_body_bytes=arguments.max_body_mib << 20,
@@ -68,12 +70,20 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     )
 
 
+def _exposed_address(arguments: argparse.Namespace) -> str:
+    """Where other machines can reach the listener; empty if they cannot. A socket that was opened already is for what
+    opened it to know."""
+    if arguments.fd is not None or arguments.unix_socket is not None or resolves_to_loopback(arguments.host):
+        return ""
+    return f"{arguments.host}:{arguments.port}"
+
+
 def http_settings(arguments: argparse.Namespace) -> HttpSettings:
     """What the flags say of the listener. Raises PenstockError."""
     certificate, key = arguments.http_tls_cert, arguments.http_tls_key
     if (certificate is None) != (key is None):
         missing, given = ("cert", "key") if certificate is None else ("key", "cert")
-        raise PenstockError(f"--http-tls-{given}: give --http-tls-{missing} as well")
+        raise PenstockError(f"--http-tls-{given}: needs --http-tls-{missing} as well: set both or neither")
     if certificate is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)

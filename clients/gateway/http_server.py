@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -74,12 +75,7 @@ def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
             family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        where_to = http.unix_path or (
-            f"--fd {http.descriptor}" if http.descriptor is not None else f"{http.host}:{http.port}"
-        )
-        # A name that is not found has a number of its own, and Python adds the address to the words of others.
-        why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
-        raise PenstockError(f"cannot listen on {where_to}: {why}") from None
+        raise PenstockError(_listen_problem(http, error)) from None
     with listener:
         name = listener.getsockname()
         address = f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{_host(name[0])}:{name[1]}"
@@ -88,6 +84,21 @@ def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
         finally:
             if http.unix_path is not None:
                 http.unix_path.unlink(missing_ok=True)
+
+
+def _listen_problem(http: HttpSettings, error: OSError) -> str:
+    # A name that is not found has a number of its own, and Python adds the address to the words of others.
+    why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+    if http.descriptor is not None:
+        return f"cannot listen on --fd {http.descriptor}: {why}; give the number of an open socket"
+    if http.unix_path is not None:
+        return f"cannot listen on {http.unix_path}: {why}; choose another path with --unix-socket"
+    remedies = {
+        errno.EADDRINUSE: "stop what uses it, or choose another with --port",
+        errno.EACCES: "choose a port of 1024 or more with --port",
+    }
+    remedy = remedies.get(error.errno or 0, "choose another with --host, such as 127.0.0.1")
+    return f"cannot listen on {http.host}:{http.port}: {why}; {remedy}"
 
 
 def _unix_socket(path: Path) -> socket.socket:

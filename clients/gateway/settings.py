@@ -23,6 +23,8 @@ class GatewaySettings:
     """The HTTP header, in small letters, that names the tenant of a request; empty: none does."""
     metrics_target: str = ""
     """``host:port`` of the service's metrics; empty: the gateway shows none."""
+    exposed_address: str = ""
+    """Where other machines can reach the gateway, to warn of it if they need no key; empty: nowhere, or no warning."""
     tool_call_parser: str = AUTO
     """A format of tool calls, or AUTO or NONE."""
     reasoning_parser: str = AUTO

@@ -1,0 +1,57 @@
+"""The warning that a gateway is open to other machines, and that nobody asks its callers for a key."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from penstock.clients.channel import call_metadata
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.service_link import ServiceLink
+from penstock.v1.model_pb2 import GetModelRequest
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def exposure_warning(link: ServiceLink) -> AsyncIterator[None]:
+    """Logs the warning where it is due; the service says whether it asks for keys."""
+    if not link.settings.exposed_address:
+        yield
+        return
+    asking = asyncio.create_task(_warn(link), name="penstock-gateway-exposure")
+    try:
+        yield
+    finally:
+        asking.cancel()
+
+
+async def _warn(link: ServiceLink) -> None:
+    settings = link.settings
+    target = settings.service.target
+    if settings.service.api_key is not None:
+        what, remedy = "under the key of --api-key-file", "let only a proxy that knows its callers reach it"
+    elif (needs_key := await _needs_key(link)) is None:
+        what, remedy = "unless that asks for keys", "start penstock serve with --api-keys-file"
+    elif not needs_key:
+        what, remedy = "without a key", "start penstock serve with --api-keys-file"
+    else:
+        return
+    _log.warning(
+        "--host %s: anyone who can reach this address can use the service at %s, %s; %s, or listen on 127.0.0.1",
+        settings.exposed_address,
+        target,
+        what,
+        remedy,
+    )
+
+
+async def _needs_key(link: ServiceLink) -> bool | None:
+    """Whether the service refuses a call without a key; None where it does not answer."""
+    try:
+        await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
+    except RequestFailed as failure:
+        return True if failure.code is grpc.StatusCode.UNAUTHENTICATED else None
+    return False
