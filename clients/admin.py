@@ -138,7 +138,7 @@ def _settings_parser() -> argparse.ArgumentParser:
         help="time between a stream's tokens that prompts may not exceed; 0: what the service chooses",
     )
     for name, explanation in _LIMITS.items():
-        changes.add_argument(_FLAGS[name], type=_whole_number, metavar="N", help=explanation)
+        changes.add_argument(_FLAGS[name], type=int, metavar="N", help=explanation)
     changes.add_argument(
         "--tenant",
         nargs=2,
@@ -250,13 +250,6 @@ def _as_table(told: pb.Settings) -> str:
 
 def _policy(told: pb.Settings) -> str:
     return pb.SchedulingPolicy.Name(told.policy).removeprefix(_PREFIX).lower()
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number; it is {shown(text)}") from None
 
 
 def _key(name: str) -> str:

@@ -42,12 +42,14 @@ class Tls:
 
 
 def open_channel(target: str, tls: Tls | None) -> grpc.aio.Channel:
-    """A channel; it connects when it is first used. Raises PenstockError if a file cannot be read."""
+    """A channel; it connects when it is first used. Raises PenstockError if a file cannot be read or is missing."""
     options: list[tuple[str, int | str]] = list(_OPTIONS)
     if _LOOPBACK.match(target):
         options.append(("grpc.enable_http_proxy", 0))  # a proxy in the environment is no way to this machine
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
+    if (tls.certificate is None) != (tls.key is None):  # gRPC would abort the process
+        raise PenstockError("Tls: the client's certificate and its private key need each other: set both or neither")
     if tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))

@@ -14,6 +14,11 @@ _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 _UNRECOGNIZED = "unrecognized arguments: "
 _SIMILAR, _VERY_SIMILAR = 0.6, 0.75
 """As difflib measures it. The second is for flags that may be another command's, and right."""
+_NOT_A_NUMBER = re.compile("invalid (int|float) value: ")
+
+
+def _number_wanted(found: re.Match[str]) -> str:
+    return f"must be {'a whole number' if found[1] == 'int' else 'a number'}; it is "
 
 
 def shortened(message: str) -> str:
@@ -78,7 +83,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2."""
-        text = message.removeprefix("argument ")
+        text = _NOT_A_NUMBER.sub(_number_wanted, message.removeprefix("argument "))
         unknown = list(_unknown_flags(self._arguments, self._option_string_actions))
         if unknown and not self._takes_others and "required" in text:
             text = f"{_UNRECOGNIZED}{' '.join(unknown)}"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,17 +53,35 @@ def add_connection_flags(
 
 
 def connection(arguments: argparse.Namespace, target: str) -> Connection:
-    """What the flags and the environment say. Raises PenstockError if one of the files cannot be read."""
-    for flag, path in (
-        ("--tls-ca", arguments.tls_ca),
-        ("--tls-cert", arguments.tls_cert),
-        ("--tls-key", arguments.tls_key),
-    ):
-        if path is not None:
-            _read(flag, path)
+    """What the flags and the environment say. Raises PenstockError if one of the files cannot be used."""
+    _check_tls_files(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     uses_tls = any((arguments.tls, arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name))
     tls = Tls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
     return Connection(target, _api_key(arguments.api_key_file), tls if uses_tls else None)
+
+
+def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
+    """Raises PenstockError. gRPC would report a file that it cannot use as a service that is not there."""
+    if (certificate is None) != (key is None):
+        given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
+        raise PenstockError(f"{given}: needs {missing} as well: set both or neither")
+    for flag, path in (("--tls-ca", ca), ("--tls-cert", certificate), ("--tls-key", key)):
+        if path is not None:
+            _read(flag, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ca is not None:
+        try:
+            context.load_verify_locations(ca)
+        except (OSError, ssl.SSLError):
+            raise PenstockError(f"--tls-ca: {ca} holds no certificate in PEM; check the file") from None
+    if certificate is not None:
+        try:
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ssl.SSLError):
+            raise PenstockError(
+                f"--tls-cert, --tls-key: {certificate} and {key} cannot be used; they must be a certificate and its "
+                "own private key, both in PEM, the key without a passphrase"
+            ) from None
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
