@@ -62,22 +62,22 @@ def connection(arguments: argparse.Namespace, target: str) -> Connection:
 
 def _check_tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> None:
     """Raises PenstockError. gRPC would report a file that it cannot use as a service that is not there."""
-    if (certificate is None) != (key is None):
-        given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
-        raise PenstockError(f"{given}: needs {missing} as well: set both or neither")
     for flag, path in (("--tls-ca", ca), ("--tls-cert", certificate), ("--tls-key", key)):
         if path is not None:
             _read(flag, path)
+    if (certificate is None) != (key is None):
+        given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
+        raise PenstockError(f"{given}: needs {missing} as well: set both or neither")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is not None:
         try:
             context.load_verify_locations(ca)
-        except (OSError, ssl.SSLError):
+        except OSError:  # an SSLError is one
             raise PenstockError(f"--tls-ca: {ca} holds no certificate in PEM; check the file") from None
     if certificate is not None:
         try:
             context.load_cert_chain(certificate, key, password="")
-        except (OSError, ssl.SSLError):
+        except OSError:  # an SSLError is one
             raise PenstockError(
                 f"--tls-cert, --tls-key: {certificate} and {key} cannot be used; they must be a certificate and its "
                 "own private key, both in PEM, the key without a passphrase"

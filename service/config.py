@@ -19,13 +19,12 @@ from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
-from penstock.service.host_flags import check_host, host_port
+from penstock.service.host_flags import DEFAULT_HOST, check_listeners, host_port
 from penstock.service.identity_flags import check_identity
 from penstock.service.sampling_defaults import check_override
 from penstock.service.speculation import parse_speculation
 
 PROGRAM = "penstock serve"
-DEFAULT_HOST = "127.0.0.1"
 _FLAGS_LISTED = f"{PROGRAM} --help lists them"
 
 _EPILOG = """\
@@ -299,14 +298,7 @@ class ServeConfig:
             value = getattr(self, field.name)
             if value is not None:
                 check(field, value)
-        if self.host is not None:
-            check_host("--host", self.host, "--port", "--listen")
-        if self.http_host is not None:
-            check_host("--http-host", self.http_host, "--http-port")
-        if self.listen is not None and (self.host is not None or self.port is not None):
-            raise ConfigError("--listen: already sets the host and the port; leave --host and --port out")
-        if self.http_host is not None and self.http_port is None:
-            raise ConfigError("--http-host: needs --http-port as well: give that too, or leave --http-host out")
+        check_listeners(self)
         if self.allowed_origins is not None:
             try:
                 read_origins(self.allowed_origins)

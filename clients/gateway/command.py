@@ -75,7 +75,7 @@ def _exposed_address(arguments: argparse.Namespace) -> str:
     opened it to know."""
     if arguments.fd is not None or arguments.unix_socket is not None or resolves_to_loopback(arguments.host):
         return ""
-    return f"{arguments.host}:{arguments.port}"
+    return f"{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{arguments.port}"
 
 
 def http_settings(arguments: argparse.Namespace) -> HttpSettings:
@@ -86,11 +86,12 @@ def http_settings(arguments: argparse.Namespace) -> HttpSettings:
         raise PenstockError(f"--http-tls-{given}: needs --http-tls-{missing} as well: set both or neither")
     if certificate is not None:
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-        except (OSError, ssl.SSLError) as error:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+        except OSError as error:  # an SSLError is one
+            why = "" if isinstance(error, ssl.SSLError) else f" ({error.strerror})"
             raise PenstockError(
-                f"--http-tls-cert {certificate}, --http-tls-key {key}: cannot be used ({error.strerror or error}); "
-                "they must be a certificate chain and its private key, both as PEM"
+                f"--http-tls-cert {certificate}, --http-tls-key {key}: cannot be used{why}; they must be a certificate "
+                "chain and its own private key, both in PEM, the key without a passphrase"
             ) from None
     return HttpSettings(
         host=arguments.host,

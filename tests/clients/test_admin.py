@@ -163,8 +163,7 @@ class TestSettings:
             (["--max-queued-tokens", "9" * 40], "--max-queued-tokens: 99999"),
             (
                 ["--max-num-batched-tokens", "1"],
-                "--max-num-batched-tokens: must be at least --max-num-seqs, 16, so that each row gets a token; it is "
-                "1: raise it, or lower --max-num-seqs too\n",
+                "--max-num-seqs, 16, so that each row gets a token; it is 1: raise it, or lower --max-num-seqs too\n",
             ),
             (["--target-itl", "nan"], "--target-itl: must be at least 0"),
             (["--tenant", "ok", "", "--tenant", "a/b", "weight=1"], "--tenant a/b: must be letters"),

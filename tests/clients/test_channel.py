@@ -6,7 +6,7 @@ import subprocess
 import grpc
 import pytest
 
-from penstock.clients import AsyncClient, PenstockError, Tls, Unreachable
+from penstock.clients import AsyncClient, PenstockError, Tls, Unreachable, cli
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,35 @@ async def test_a_file_that_is_not_there_is_named(tmp_path):
     async with AsyncClient(tls=Tls(ca=tmp_path / "none.pem")) as client:
         with pytest.raises(PenstockError, match=r"none\.pem: No such file"):
             await client.complete("hi")
+
+
+@pytest.mark.parametrize("half", ["certificate", "key"])
+async def test_a_certificate_and_its_key_need_each_other(certificate, half):
+    """gRPC would abort the process."""
+    async with AsyncClient(tls=Tls(**{half: certificate / "cert.pem"})) as client:
+        with pytest.raises(PenstockError, match="need each other: set both or neither"):
+            await client.complete("hi")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--tls-cert cert.pem", "--tls-cert: needs --tls-key as well: set both or neither"),
+        ("--tls-key key.pem", "--tls-key: needs --tls-cert as well: set both or neither"),
+        ("--tls-ca none.pem", "--tls-ca: cannot read none.pem: No such file or directory"),
+        ("--tls-ca key.pem", "--tls-ca: key.pem holds no certificate in PEM; check the file"),
+        ("--tls-cert key.pem --tls-key cert.pem", "--tls-cert, --tls-key: key.pem and cert.pem cannot be used; they"),
+        ("--tls-cert cert.pem --tls-key secret.pem", "cannot be used; they must be a certificate and its own private"),
+    ],
+)
+def test_a_tls_file_that_cannot_be_used_is_named_by_its_flag(certificate, monkeypatch, capfd, flags, problem):
+    monkeypatch.chdir(certificate)
+    command = "openssl ec -aes128 -passout pass:secret -in key.pem -out secret.pem"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    assert cli.main(["chat", "--once", "hi", "--target", "127.0.0.1:1", *flags.split()]) == 1
+    assert capfd.readouterr().err.startswith(f"penstock chat: {problem}" if problem.startswith("--") else "penstock")
+    assert cli.main(["explain", "x", *flags.split()]) == 1
+    assert problem in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])

@@ -89,7 +89,7 @@ def test_arguments_that_do_not_go_together(capsys):
     assert cli.main(["generate", "--input", "a", "--output", "b"]) == 2
     assert cli.main(["generate", "demo", "--target", "x", "--input", "a", "--output", "b"]) == 2
     assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "b", "--max-model-len", "5"]) == 2
-    assert "unknown arguments: --max-model-len" in capsys.readouterr().err
+    assert "unrecognized arguments: --max-model-len" in capsys.readouterr().err
     assert cli.main(["generate", "--target", "x", "--input", "a", "--output", "-", "--overwrite"]) == 2
 
 

@@ -1,18 +1,23 @@
 """``penstock gateway``: its flags, what it says when it cannot start, and the API's description."""
 
+import asyncio
 import re
 import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import grpc
 import httpx
 import pytest
 
 from penstock.clients import cli
-from penstock.clients.connection import KEY_VARIABLE
+from penstock.clients.connection import KEY_VARIABLE, Connection
+from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.app import create_app
 from penstock.clients.gateway.command import gateway_settings, http_settings, make_parser
+from penstock.clients.gateway.exposure import exposure_warning
 from penstock.clients.gateway.settings import GatewaySettings
 
 
@@ -45,10 +50,20 @@ def test_help_has_examples_and_every_flag(capsys):
         (["--sse-keep-alive", "-1"], "--sse-keep-alive: must be 0 to 3,600"),
         (["--allowed-origins", "app.example.com"], "--allowed-origins: must be origins without a path, such as"),
         (["--unknown-fields", "warn"], "--unknown-fields: invalid choice"),
-        (["--http-tls-key", "key.pem"], "--http-tls-key: give --http-tls-cert as well"),
+        (["--http-tls-key", "key.pem"], "--http-tls-key: needs --http-tls-cert as well: set both or neither"),
         (["--http-tls-cert", "/none", "--http-tls-key", "/none"], "/none: cannot be used (No such file"),
         (["--api-key-file", "/none"], "--api-key-file: cannot read /none"),
-        (["--unix-socket", "/none/socket"], "cannot listen on /none/socket: No such file or directory"),
+        (
+            ["--host", "0.0.0.0:80"],
+            "cannot listen on 0.0.0.0:80:8000: Name or service not known; choose another with --ho",
+        ),
+        (["--host", ""], "; choose another with --host, such as 127.0.0.1"),
+        (["--fd", "1000000"], "cannot listen on --fd 1000000: Bad file descriptor; give the number of an open socket"),
+        (["--unix-socket", "/none/" + "x" * 200], "AF_UNIX path too long; choose another path"),
+        (
+            ["--unix-socket", "/none/socket"],
+            "cannot listen on /none/socket: No such file or directory; choose another path with --unix-socket",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(capsys, flags, said):
@@ -62,7 +77,65 @@ def test_a_port_in_use_is_named(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert cli.main(["gateway", "--port", str(port)]) == 1
-    assert capsys.readouterr().err == f"penstock gateway: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert capsys.readouterr().err == (
+        f"penstock gateway: cannot listen on 127.0.0.1:{port}: Address already in use; stop what uses it, or choose "
+        "another with --port\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "address"),
+    [
+        (["--host=0.0.0.0", "--port=0"], "0.0.0.0:0"),
+        (["--host=::"], "[::]:8000"),
+        ([], ""),
+        (["--host=localhost"], ""),
+        (["--host=::1"], ""),
+        (["--host=0.0.0.0", "--unix-socket=s"], ""),
+        (["--host=0.0.0.0", "--fd=9"], ""),
+    ],
+)
+def test_an_address_that_other_machines_can_reach_is_known(flags, address):
+    assert gateway_settings(make_parser().parse_args(flags)).exposed_address == address
+
+
+class FakeLink:
+    """A link to a service that answers GetModel, or fails with a status."""
+
+    stubs = SimpleNamespace(model=SimpleNamespace(GetModel=None))
+
+    def __init__(self, settings, code=None):
+        self.settings = settings
+        self._code = code
+
+    async def call(self, method, request, metadata):
+        assert metadata == ()  # without a key
+        if self._code is not None:
+            raise RequestFailed(self._code, "no")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        ({}, None, "127.0.0.1:50051, without a key; start penstock serve with --api-keys-file, or listen on 127.0.0.1"),
+        ({}, grpc.StatusCode.UNAVAILABLE, "unless that asks for keys; start penstock serve with --api-keys-file"),
+        ({}, grpc.StatusCode.UNAUTHENTICATED, None),
+        ({"service": Connection("x", "key")}, None, "x, under the key of --api-key-file; let only a proxy that knows"),
+        ({"exposed_address": ""}, None, None),
+    ],
+)
+async def test_who_can_use_what_without_a_key_is_warned_of(caplog, settings, code, said):
+    link = FakeLink(GatewaySettings(**{"exposed_address": "0.0.0.0:8000", **settings}), code)
+    async with exposure_warning(link):  # type: ignore[arg-type]
+        for _ in range(5):
+            await asyncio.sleep(0)
+    texts = [record.getMessage() for record in caplog.records]
+    if said is None:
+        assert texts == []
+    else:
+        [text] = texts
+        assert text.startswith("--host 0.0.0.0:8000: anyone who can reach this address can use the service at ")
+        assert said in text
 
 
 def test_a_key_in_the_environment_is_not_the_gateways(monkeypatch, tmp_path):

@@ -75,16 +75,21 @@ BAD = {
     "--target-itl nan": "--target-itl: must be 0 to 60,000; it is nan",
     "--explain-requests -1": "--explain-requests: must be 0 to 100,000; it is -1",
     "--shutdown-grace -1": "--shutdown-grace: must be 0 to 86,400; it is -1",
-    "--listen unix:/x --port 1": "--listen: already says where",
-    "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1G": "--kv-cache-memory-bytes: already says how much",
+    "--listen unix:/x --port 1": "--listen: already sets the host and the port; leave --host and --port out",
+    "--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1G": "--kv-cache-memory-bytes: already sets the KV",
     "--host-kv-cache-bytes 1.5G": "--host-kv-cache-bytes: must be a number of bytes, such as 512M; it is '1.5G'",
-    "--host-kv-cache-bytes 1G --no-enable-prefix-caching": "--host-kv-cache-bytes: is for KV that requests may find",
-    "--model a b": "--model: MODEL is there already",
+    "--host-kv-cache-bytes 1G --no-enable-prefix-caching": "--host-kv-cache-bytes: needs prefix caching; leave",
+    "--model a b": "--model: the model is given twice, as 'b' too; leave one",
     "--max-num-seq 5": "no such flag or argument: --max-num-seq; did you mean --max-num-seqs?; penstock serve",
     "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",
-    "--device cuda:1 --tensor-parallel-size 2": "--device: cuda:1 is one GPU, and --tensor-parallel-",
+    "--device cuda:1 --tensor-parallel-size 2": "--device: cuda:1 is one GPU, but --tensor-parallel-size 2 needs 2",
     "--tensor-parallel-size 65": "--tensor-parallel-size: must be 1 to 64; it is 65",
     "--device cuda:": "--device: must be auto, cpu, cuda or cuda:N; it is 'cuda:'",
+    "demo more --max-num-seq 5": "no such flag or argument: more --max-num-seq 5; did you mean --max-num-seqs?",
+    "--host 0.0.0.0:80": "--host: must be a host name or an IP address, and --port the port; it is '0.0.0.0:80'",
+    "--host=": "--host: must be a host name or an IP address, and --port the port; it is ''",
+    "--host unix:/x": "--host: must be a host; for a Unix socket, give --listen unix:/x instead",
+    "--http-host [::1]:80": "--http-host: must be a host name or an IP address, and --http-port the port; it is",
     "--config /nowhere/x.yaml": "--config /nowhere/x.yaml: cannot be read (No such file or directory)",
 }
 
@@ -92,12 +97,15 @@ BAD = {
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--tls-cert=c"], "--tls-cert: says half of it; give --tls-key too"),
-        (["--tls-key=k"], "--tls-key: says half of it; give --tls-cert too"),
-        (["--tls-client-ca=a"], "--tls-client-ca: is for TLS; give --tls-cert and --tls-key too"),
+        (["--tls-cert=c"], "--tls-cert: needs --tls-key as well: set both or neither"),
+        (["--tls-key=k"], "--tls-key: needs --tls-cert as well: set both or neither"),
+        (["--tls-client-ca=a"], "--tls-client-ca: needs --tls-cert and --tls-key as well"),
         (["--tls-cert=c", "--tls-key=k", "--listen=unix:/run/s"], "--tls-cert: a Unix socket has no TLS"),
-        (["--jwt-jwks-file=j", "--jwt-issuer=i"], "--jwt-jwks-file: whose tokens, for whom? give --jwt-issuer and"),
-        (["--jwt-issuer=i"], "--jwt-issuer, --jwt-audience: are for tokens; give --jwt-jwks-file too"),
+        (["--jwt-jwks-file=j", "--jwt-issuer=i"], "--jwt-jwks-file: needs --jwt-audience as well"),
+        (["--jwt-jwks-file=j"], "--jwt-jwks-file: needs --jwt-issuer and --jwt-audience as well"),
+        (["--jwt-issuer=i"], "--jwt-issuer: needs --jwt-jwks-file as well"),
+        (["--jwt-audience=a"], "--jwt-audience: needs --jwt-jwks-file as well"),
+        (["--http-host=::"], "--http-host: needs --http-port as well"),
         (["--jwt-leeway=301"], "--jwt-leeway: must be 0 to 300; it is 301"),
     ],
 )
@@ -105,6 +113,17 @@ def test_flags_of_tls_and_tokens_go_together(flags, problem):
     with pytest.raises(ConfigError) as error:
         parse_config(flags)
     assert str(error.value).startswith(problem)
+
+
+def test_an_ipv6_host_may_be_in_brackets():
+    assert parse_config(["--host", "[::1]"]).address == parse_config(["--host", "::1"]).address == "[::1]:50051"
+
+
+@pytest.mark.parametrize("arguments", [["--" + "a" * 100_000], ["--port", "a" * 100_000], ["x"] * 50_000])
+def test_an_endless_argument_is_not_echoed(arguments):
+    with pytest.raises(ConfigError) as error:
+        parse_config(arguments)
+    assert len(str(error.value)) < 2500
 
 
 @pytest.mark.parametrize("arguments", BAD)
@@ -155,9 +174,9 @@ def test_the_command_line_wins_over_what_says_the_same_otherwise(file):
     assert (config.gpu_memory_utilization, config.kv_cache_memory_bytes) == (None, 1 << 30)
     config = parse_config([*file("kv-cache-memory-bytes: 2G\n"), *share])
     assert (config.gpu_memory_utilization, config.kv_cache_memory_bytes) == (0.5, None)
-    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already says how much"):
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already sets the KV cache's size"):
         parse_config([*file("kv-cache-memory-bytes: 2G\n"), *share, *size])
-    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already says how much"):
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: already sets the KV cache's size"):
         parse_config(file("kv-cache-memory-bytes: 2G\ngpu-memory-utilization: 0.7\n"))
 
 

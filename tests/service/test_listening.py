@@ -11,6 +11,8 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.state import EngineState
+from penstock.service import serve
+from penstock.service.config import parse_config
 from penstock.service.http_gateway import HttpGateway
 from penstock.service.listen import Address, ListenError
 from penstock.service.server import Server, ServerConfig
@@ -56,6 +58,15 @@ class TestListening:
         with pytest.raises(ListenError, match="no address for this host"):
             await start_service(listen="nowhere.invalid:50051")
 
+    @pytest.mark.parametrize(
+        ("host", "flag"), [("192.0.2.1", "--host"), ("nowhere.invalid", "--host"), ("127.0.0.1", "--port")]
+    )
+    def test_the_flag_that_was_given_is_named(self, host, flag):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            config = parse_config(["--host", host, "--port", str(taken.getsockname()[1])])
+            with pytest.raises(ListenError, match=rf"^{flag} {host}:\d+: .*; (stop|choose) "):
+                Address.parse(config.address, *config.address_flags).check_free()
+
     async def test_a_unix_socket(self, start_service, tmp_path):
         path = tmp_path / "s"
         service = await start_service(listen=f"unix:{path}")
@@ -95,11 +106,76 @@ class TestListening:
     async def test_a_file_is_not(self, start_service, tmp_path):
         path = tmp_path / "precious"
         path.write_text("data")
-        with pytest.raises(ListenError, match="no socket"):
+        with pytest.raises(ListenError, match="not a socket"):
             await start_service(listen=f"unix:{path}")
         assert path.read_text() == "data"
-        with pytest.raises(ListenError, match="no directory"):
+        with pytest.raises(ListenError, match="not a directory"):
             await start_service(listen=f"unix:{tmp_path}/missing/s")
+
+
+class TestExposure:
+    """A listener that other machines can reach, where callers need not show who they are, is warned of."""
+
+    @pytest.fixture
+    def warnings(self, caplog, monkeypatch, tmp_path):
+        """What `penstock serve` logs with these flags before it looks at the model."""
+        for name in ("keys", "cert", "key", "ca", "jwks"):
+            (tmp_path / name).touch()
+
+        class Reached(Exception):
+            pass
+
+        def stop(config):
+            raise Reached
+
+        monkeypatch.setattr("penstock.service.serve.OperatorFiles.load", stop)
+
+        def prepared(*flags):
+            caplog.clear()
+            with pytest.raises(Reached):
+                serve.prepare(parse_config(["--port=0", *flags] if "--listen" not in flags[0] else [*flags]))
+            return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+        return prepared
+
+    @pytest.mark.parametrize(
+        ("flags", "begins", "remedy"),
+        [
+            (["--host=0.0.0.0"], "--host 0.0.0.0:0: anyone who can reach this address can use", "--api-keys-file"),
+            (["--host=::"], "--host [::]:0: anyone", "--tls-client-ca, or listen on 127.0.0.1"),
+            (["--listen=0.0.0.0:0"], "--listen 0.0.0.0:0: anyone", "--api-keys-file"),
+            (["--http-host=0.0.0.0", "--http-port=0"], "--http-host 0.0.0.0:0: anyone", "--api-keys-file or --jwt"),
+            (["--metrics-listen=0.0.0.0:0"], "--metrics-listen 0.0.0.0:0: anyone", "firewall, or listen on 127.0.0.1"),
+            (["--host=0.0.0.0", "--tls-cert=c", "--tls-key=k"], "--host 0.0.0.0:0: anyone", "--api-keys-file"),
+        ],
+    )
+    def test_who_can_reach_what_and_the_remedy(self, warnings, flags, begins, remedy):
+        [text] = warnings(*flags)
+        assert text.startswith(begins)
+        assert remedy in text
+
+    def test_each_listener_has_its_own(self, warnings):
+        flags = ["--host=0.0.0.0", "--http-host=::", "--http-port=0", "--metrics-listen=0.0.0.0:0"]
+        assert len(warnings(*flags)) == 3
+
+    @pytest.mark.parametrize(
+        "identity",
+        [
+            ["--api-keys-file=keys"],
+            ["--jwt-jwks-file=jwks", "--jwt-issuer=i", "--jwt-audience=a"],
+            ["--tls-cert=c", "--tls-key=k", "--tls-client-ca=ca"],
+        ],
+    )
+    def test_none_where_callers_show_who_they_are(self, warnings, identity):
+        assert warnings("--host=0.0.0.0", "--metrics-listen=0.0.0.0:0", *identity) == []
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost", "127.1", "::ffff:127.0.0.1"])
+    def test_none_on_loopback(self, warnings, host, monkeypatch):
+        monkeypatch.setattr(Address, "check_free", lambda address: None)  # not every machine has each
+        assert warnings(f"--host={host}", f"--http-host={host}", "--http-port=0", "--metrics-listen=localhost:0") == []
+
+    def test_none_on_a_unix_socket(self, warnings, tmp_path):
+        assert warnings(f"--listen=unix:{tmp_path}/s") == []
 
 
 class TestFailedStart:

@@ -84,4 +84,4 @@ def test_a_service_that_cannot_start_says_so_in_json():
     assert done.returncode == 1
     line = json.loads(done.stderr.splitlines()[-1])
     assert line["level"] == "CRITICAL"
-    assert line["message"].startswith(f"--listen 127.0.0.1:{port}: the port is in use")
+    assert line["message"].startswith(f"--port 127.0.0.1:{port}: the port is in use")

@@ -209,9 +209,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
     port = target_of(greeting).rpartition(":")[2]
     assert serve.serve(["--port", port]) == 1
     said = capsys.readouterr().err
-    assert (
-        said == f"penstock serve: --listen 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
-    )
+    assert said == f"penstock serve: --port 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
 
 
 def test_the_printed_administration_answers(greeting):
@@ -293,7 +291,7 @@ BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), (), "tokenizer.json"),
     "no template": (lambda d: None, ("--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
     "no keys": (lambda d: None, ("--api-keys-file", "/nowhere"), "/nowhere"),
-    "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--listen nowhere.invalid:0"),
+    "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--host nowhere.invalid:0"),
     "bad administration": (lambda d: None, ("--admin-listen", "50052"), "--admin-listen 50052: must be HOST:PORT"),
     "open administration": (
         lambda d: None,

@@ -200,7 +200,11 @@ class TestChanging:
             ({"default_tenant": tenant(weight=0)}, "default_tenant.weight", "must be at least 0.001"),
             ({"tenants": [tenant("a"), tenant(weight=2)]}, "tenants[1].tenant", "is required"),
             ({"tenants": [tenant("a"), tenant("a")]}, "tenants[1].tenant", "name it once"),
-            ({"tenants": [tenant("a")], "forget_tenants": ["a"]}, "tenants[0].tenant", "in forget_tenants too; name it"),
+            (
+                {"tenants": [tenant("a")], "forget_tenants": ["a"]},
+                "tenants[0].tenant",
+                "in forget_tenants too; name it",
+            ),
             ({"tenants": [tenant("a/b")]}, "tenants[0].tenant", "must be letters, digits"),
         ],
     )
