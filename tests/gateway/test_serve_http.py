@@ -251,12 +251,12 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--http-host", "0.0.0.0"], "--http-host: says where --http-port listens"),
+        (["--http-host", "0.0.0.0"], "--http-host: needs --http-port as well: give that too"),
         (["--allowed-origins", "https://a.example/page"], "--allowed-origins: must be origins without a path"),
         (["--http-port", "70000"], "--http-port: must be 0 to 65,535; it is 70,000"),
         (
             ["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"],
-            "--http-port: callers over HTTP show no certificate, so --tls-client-ca does not keep anyone out there",
+            "--http-port: --tls-client-ca does not hold over HTTP, where anyone could call; give --api-keys-file",
         ),
     ],
 )
