@@ -226,6 +226,7 @@ class Choice:
             request.sampling.min_tokens,
             max_tokens,
             request.sampling.logprobs,
+            request.grammar_end_ids,
         )
         self.length_bound = len(self.token_ids)
         """The longest that the history can be when every plan in flight is answered."""

@@ -3,7 +3,7 @@
 Knows neither blocks nor plans. A token is delivered at most once, in order, and never after the choice's end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.scheduler.plan import TokenLogprobs
@@ -40,6 +40,7 @@ class Delivery:
     """Turns accepted tokens into what the caller sees of them."""
 
     __slots__ = (
+        "_end_token_ids",
         "_held",
         "_held_logprobs",
         "_lengths",
@@ -61,7 +62,9 @@ class Delivery:
         min_tokens: int,
         max_tokens: int,
         num_top_logprobs: int | None,
+        end_token_ids: Collection[int] = (),
     ) -> None:
+        """``end_token_ids`` are stop tokens that end the choice before ``min_tokens`` too."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -71,6 +74,7 @@ class Delivery:
         self.end: Matched | None = None
         self._text = text
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self._held: list[int] = []
         self._held_logprobs = None if num_top_logprobs is None else HeldLogprobs(num_top_logprobs)
@@ -88,7 +92,9 @@ class Delivery:
             if self._held_logprobs is not None:
                 assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
                 self._held_logprobs.add(logprobs, index)
-            if token_id in self._stop_token_ids and self.num_tokens > self._min_tokens:
+            if token_id in self._stop_token_ids and (
+                self.num_tokens > self._min_tokens or token_id in self._end_token_ids
+            ):
                 released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
             else:
                 released = self._note(self._text.feed(token_id))

@@ -279,6 +279,9 @@ class Request:
     """Tokens that may be drafted for a choice in a step."""
     grammar: str = ""
     """As ``AddedRow.grammar``."""
+    grammar_end_ids: frozenset[int] = frozenset()
+    """Tokens that end an output which matches ``grammar``. Before ``min_tokens`` one comes only where the grammar allows
+    nothing else, and ends the output there too."""
     more_prompts: Sequence[Prompt] = ()
     """Those after the first, where it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

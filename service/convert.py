@@ -177,6 +177,7 @@ class Converter:
             hash_salt=salt,
             max_drafts=self._drafts(start),
             grammar=grammar,
+            grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
@@ -303,7 +304,8 @@ class Converter:
     def _make_text(self, start: pb.Start) -> Callable[[], TextState]:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
-        return text_states(self._tokenizer, start.sampling.stop, start.output.include_special_tokens)
+        sampling, with_specials = start.sampling, start.output.include_special_tokens
+        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens)
 
 
 def _check_constraint(start: pb.Start) -> None:

@@ -111,8 +111,9 @@ class StopWatch:
         """How many characters at the end of the text so far may be the beginning of a stop string."""
         return self._stops.depth[self._state]
 
-    def find(self, text: str) -> tuple[int, str] | None:
-        """Goes on with the next part of the text: where in it a stop string ends, and which. That is the last call."""
+    def find(self, text: str, ignored: bool = False) -> tuple[int, str] | None:
+        """Continues with the next part of the text: where in it a stop string ends, and which. That is the last call.
+        With ``ignored``, stop strings that end in this part do not count."""
         stops, state = self._stops, self._state
         next_char, branches, shorter, complete = stops.next_char, stops.branches, stops.shorter, stops.complete
         for end, char in enumerate(text, start=1):
@@ -126,7 +127,7 @@ class StopWatch:
                 state = shorter[state]
             else:
                 state += 1
-            if complete[state] >= 0:
+            if complete[state] >= 0 and not ignored:
                 return end, stops.stop_of(state)
         self._state = state
         return None

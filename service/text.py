@@ -6,7 +6,7 @@ of it together is what ``Tokenizer.decode`` makes of the same ids. A token costs
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from penstock.scheduler.request import Released, TextState
@@ -16,17 +16,20 @@ from penstock.service.tokenizer import Tokenizer
 
 _NOTHING = Released(0, "")
 _ONE_TOKEN = Released(1, "")
+_NO_TOKENS: Mapping[int, str] = {}
 
 Lengths = tuple[int, ...]
 """How many characters of a text begin in each of its tokens."""
 
 
 def text_states(
-    tokenizer: Tokenizer, stops: Iterable[str] = (), include_special_tokens: bool = False
+    tokenizer: Tokenizer, stops: Sequence[str] = (), include_special_tokens: bool = False, min_tokens: int = 0
 ) -> Callable[[], TextState]:
-    """Makes the text states of one request's choices, which share what can be shared. ``stops`` are not empty."""
+    """Makes the text states of one request's choices, which share what can be shared. ``stops`` are not empty. They
+    count from the end of the first ``min_tokens`` tokens on."""
     shared = StopStrings(stops)
-    return lambda: IncrementalText(tokenizer, shared, include_special_tokens)
+    named = {} if include_special_tokens or not stops else tokenizer.special_tokens_in("\0".join(stops))
+    return lambda: IncrementalText(tokenizer, shared, include_special_tokens, min_tokens, named)
 
 
 class IdsOnly:
@@ -46,8 +49,14 @@ class IncrementalText:
     complete with the same character."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: StopStrings | Iterable[str] = (), include_special_tokens: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stops: StopStrings | Iterable[str] = (),
+        include_special_tokens: bool = False,
+        min_tokens: int = 0,
+        named: Mapping[int, str] = _NO_TOKENS,
     ) -> None:
+        """``named``: special tokens that stop strings contain. They are matched, though the text does not show them."""
         pieces = tokenizer.pieces
         stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._pieces = pieces
@@ -55,8 +64,12 @@ class IncrementalText:
         self._passed_over = pieces.unknown if include_special_tokens else pieces.skipped
         self._starts = stops.starts
         self._watch = stops.watch()
-        self._held: deque[tuple[Lengths, str]] = deque()
-        """What may belong to a stop string: texts, each with how much of it begins in each of its tokens."""
+        self._named = named
+        self._num_early = min_tokens
+        """Tokens to come in which a stop string may end without ending the output; -1 once it would."""
+        self._held: deque[tuple[Lengths, str, bool]] = deque()
+        """What may belong to a stop string: texts, each with how much of it begins in each of its tokens, and whether
+        it is shown."""
         self._num_held_chars = 0
         self._join: Join = ByteRun() if pieces.decodes_runs else Utf8()
         self._joining: list[str | bytes] = []
@@ -68,6 +81,10 @@ class IncrementalText:
 
     def feed(self, token_id: int) -> Released:
         """Takes an output token; releases any number of tokens, the oldest first."""
+        if self._num_early >= 0:
+            self._num_early -= 1
+        if token_id in self._named:
+            return self._feed_named(token_id)
         text = self._texts[token_id]
         if text is None or not self._is_plain:
             return self._feed_joined(token_id)
@@ -81,6 +98,15 @@ class IncrementalText:
         if self._joining:
             released = self._match_joined(self._join.end())
         return released if released.stop is not None else _sum(released, self._release(0))
+
+    def _feed_named(self, token_id: int) -> Released:
+        """A special token that the text lacks and a stop string names. It counts as before a character that is still
+        incomplete, of which nothing is text yet."""
+        lengths: Lengths = (0,)
+        if self._joining:
+            self._joining.append(b"")
+            lengths = ()
+        return self._match(lengths, self._named[token_id], is_shown=False)
 
     def _feed_joined(self, token_id: int) -> Released:
         """A token at the beginning of a text, or one that begins, continues or follows the bytes of a character."""
@@ -110,14 +136,14 @@ class IncrementalText:
         pieces, self._joining = self._joining, []
         return self._match(_lengths(pieces, text), text)
 
-    def _match(self, lengths: Lengths, text: str) -> Released:
+    def _match(self, lengths: Lengths, text: str, is_shown: bool = True) -> Released:
         """Takes the text of some tokens, and releases what can be no part of a stop string any more."""
-        if self._num_to_strip:
+        if self._num_to_strip and is_shown:
             stripped = self._strip(text)
             lengths = _without_first(lengths, len(text) - len(stripped))
             text = stripped
-        self._held.append((lengths, text))
-        found = self._watch.find(text)
+        self._held.append((lengths, text, is_shown))
+        found = self._watch.find(text, ignored=self._num_early >= 0)
         if found is not None:
             end, stop = found
             return self._cut(self._num_held_chars + end - len(stop), stop)
@@ -139,10 +165,11 @@ class IncrementalText:
         texts = []
         num_spare = self._num_held_chars - num_kept
         while self._held and len(self._held[0][1]) <= num_spare:
-            some, text = self._held.popleft()
+            some, text, is_shown = self._held.popleft()
             lengths += some
             num_spare -= len(text)
-            texts.append(text)
+            if is_shown:
+                texts.append(text)
         self._num_held_chars = num_kept + num_spare
         return Released(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
 
@@ -150,12 +177,14 @@ class IncrementalText:
         """Lets go of the held text before ``begin``, where a stop string begins, and of the tokens that it is of."""
         num_tokens, num_chars = 0, 0
         lengths: list[int] = []
-        for some, text in self._held:
+        texts = []
+        for some, text, is_shown in self._held:
             lengths += some
             if num_chars < begin:
                 num_tokens += len(some)
+                texts += [text[: begin - num_chars]] * is_shown
             num_chars += len(text)
-        return Released(num_tokens, "".join(text for _, text in self._held)[:begin], stop, tuple(lengths))
+        return Released(num_tokens, "".join(texts), stop, tuple(lengths))
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:

@@ -127,6 +127,11 @@ class Tokenizer:
         [text] = self._library.decode_batch([token_ids], skip_special_tokens=not include_special_tokens)
         return text
 
+    def special_tokens_in(self, text: str) -> dict[int, str]:
+        """The special tokens that a text spells, by their ids."""
+        named = ((token_id, self.pieces.all[token_id]) for token_id in self.special_ids)
+        return {token_id: content for token_id, content in named if content and content in text}
+
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of words: as they stand, and after a space, where a tokenizer tells the two apart."""
         spelled = (spelling for word in words for spelling in (word, f" {word}"))
