@@ -11,6 +11,15 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from penstock.models.exact_numbers import (
+    ExactWriter,
+    NumberError,
+    Real,
+    has_inexact,
+    read_integer,
+    without_annotations,
+)
+from penstock.models.json_schema import ObjectCloser, without_covered_patterns
 from penstock.models.tokenizer_json import Vocabulary
 
 LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
@@ -124,12 +133,15 @@ def discreet(message: str, text: str) -> str:
 # What callers write ---------------------------------------------------------------------------------------------------
 
 
-def to_grammar(kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True) -> str:
+def to_grammar(
+    kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True, closes_objects: bool = True
+) -> str:
     """A grammar in the library's form. ``kind`` is a field of the contract's ``Constraint``; ``choices`` are given as
     the JSON text of a list. Without ``forces`` text that must come may have any tokens, not only those that the
-    tokenizer makes of it. Raises GrammarError; what is left to find out the compiler says."""
+    tokenizer makes of it. ``closes_objects``: whether an object that declares properties, and says nothing of others,
+    has no others. Raises GrammarError; what is left to find out the compiler says."""
     try:
-        grammar = _CONVERTERS[kind](text)
+        grammar = _CONVERTERS[kind](text, closes_objects)
     except RecursionError:
         raise GrammarError("it is nested too deep") from None
     # Where the library knows what text must come it tokenizes it, and takes what spells a special token for that token.
@@ -138,14 +150,61 @@ def to_grammar(kind: str, text: str, special_tokens: Sequence[str] = (), *, forc
     return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
-def _json_schema(text: str) -> str:
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+_SCHEMAS = json.JSONDecoder(parse_float=Real.read, parse_int=read_integer, parse_constant=_no_number)
+
+
+def _json_schema(text: str, closes_objects: bool) -> str:
     try:
-        schema = json.loads(text, parse_constant=_no_number)
+        schema = _SCHEMAS.decode(text)
     except ValueError as error:
         raise GrammarError(f"is no JSON: {error}") from None
-    if isinstance(schema, dict):
-        schema["x-guidance"] = _json_options(schema.get("x-guidance"))
-    return f"start: %json {json.dumps(schema, ensure_ascii=False)}"
+    body, rules = _of_schema(schema, closes_objects)
+    return "\n".join([f"start: {body}", *rules])
+
+
+def _of_schema(schema: Any, closes_objects: bool, number: int = 0) -> tuple[str, list[str]]:
+    """An expression for the values of a schema, and the rules that it needs."""
+    if not isinstance(schema, dict):
+        return f"%json {json.dumps(schema)}", []
+    schema = without_covered_patterns(without_annotations(schema))
+    if closes_objects:
+        schema = ObjectCloser(schema).closed_root()
+    options = schema["x-guidance"] = _json_options(schema.get("x-guidance"))
+    if not has_inexact(schema):
+        return f"%json {json.dumps(schema, ensure_ascii=False)}", []
+    pattern = options.get("whitespace_pattern")
+    whitespace = pattern if isinstance(pattern, str) else r"[\x20\x0A\x0D\x09]*"
+    try:
+        return ExactWriter(schema, whitespace, number).rules()
+    except NumberError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _lark(text: str, closes_objects: bool) -> str:
+    """Schemas in it are read as any other."""
+    parts: list[str] = []
+    more: list[str] = []
+    at = 0
+    for found in _LARK.finditer(text):
+        if not found[1] or found.start() < at:
+            continue
+        try:
+            schema, end = _SCHEMAS.raw_decode(text, found.end())
+        except ValueError:  # the compiler says what is wrong
+            continue
+        body, rules = _of_schema(schema, closes_objects, len(parts))
+        parts += [text[at : found.start()], body]
+        more += rules
+        at = end
+    return "\n".join(["".join([*parts, text[at:]]), *more])
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|(%json\s+)(?=[{\[tf])')
+"""Texts, regular expressions and comments, in which nothing is looked for; and where a schema begins."""
 
 
 def _json_options(given: object) -> dict[str, Any]:
@@ -155,19 +214,15 @@ def _json_options(given: object) -> dict[str, Any]:
     return {**({} if has_whitespace else {"whitespace_pattern": WHITESPACE}), **options, "lenient": False}
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
-def _regex(text: str) -> str:
+def _regex(text: str, _: bool) -> str:
     return f"start: /{regex_to_lark(text, '')}/" if text else 'start: ""'
 
 
-def _any_json(text: str) -> str:
-    return _json_schema('{"type": "object"}')
+def _any_json(text: str, closes_objects: bool) -> str:
+    return _json_schema('{"type": "object"}', closes_objects)
 
 
-def _gbnf(text: str) -> str:
+def _gbnf(text: str, _: bool) -> str:
     try:
         return str(gbnf_to_lark(_UNICODE.sub(_as_itself, text)))
     except RecursionError:
@@ -186,7 +241,7 @@ def _as_itself(match: re.Match[str]) -> str:
     return character if character.isalnum() else match[0]
 
 
-def _choices(text: str) -> str:
+def _choices(text: str, _: bool) -> str:
     return "start: " + " | ".join(map(quoted, json.loads(text)))
 
 
@@ -195,11 +250,11 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
 
 
-_CONVERTERS: Mapping[str, Callable[[str], str]] = {
+_CONVERTERS: Mapping[str, Callable[[str, bool], str]] = {
     "json_schema": _json_schema,
     "any_json": _any_json,
     "regex": _regex,
-    "lark": str,
+    "lark": _lark,
     "gbnf": _gbnf,
     "choices": _choices,
 }

@@ -1,0 +1,221 @@
+"""JSON schemas before they are compiled: what the library reads in another way than its callers mean is written out.
+
+- Objects that declare properties and say nothing of others have no others, if the service closes objects.
+- A pattern of names that are all properties is dropped: the library would let a comma come that no name can follow.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer
+
+Schema = dict[str, Any]
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_LISTS = frozenset({"prefixItems", "items"})
+_SINGLE = frozenset(
+    {"items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains"}
+    | {"propertyNames", "not", "if", "then", "else"}
+)
+BRANCHES = ("anyOf", "oneOf")
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated", "readOnly"}
+    | {"writeOnly", "$defs", "definitions", "x-guidance"}
+)
+"""Keywords that say nothing of which values match."""
+
+
+def resolved(root: object, reference: object) -> object | None:
+    """What a reference within a schema points to; None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: object = root
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found if reference[1:2] in ("", "/") else None
+
+
+def map_subschemas(schema: Schema, change: Callable[[Any], Any]) -> Schema:
+    """A schema whose subschemas are changed, except for those that apply to the same value as it does."""
+    changed = dict(schema)
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            changed[key] = {name: change(each) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            changed[key] = [change(each) for each in value]
+        elif key in _SINGLE:
+            changed[key] = change(value)
+    return changed
+
+
+class _Declared(NamedTuple):
+    """What schemas that apply to the same object say of its properties."""
+
+    names: dict[str, None]
+    patterns: dict[str, None]
+    is_explicit: bool
+    """Whether one of them speaks of properties that are not declared, or has alternatives of its own."""
+
+
+class ObjectCloser:
+    """Writes ``additionalProperties: false`` where it is meant."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._open: dict[str, str] = {}
+        """By reference, the name of an open copy of what it points to."""
+        self._copies: Schema = {}
+
+    def closed_root(self) -> Schema:
+        """The whole schema."""
+        closed: Schema = self._closed(self._root)
+        if self._copies:
+            closed["$defs"] = {**(closed.get("$defs") or {}), **self._copies}
+        return closed
+
+    def _closed(self, schema: Any, others: Mapping[str, Mapping[str, None]] | None = None) -> Any:
+        """``others``: names and patterns that a schema around this one declares for the same object."""
+        if not isinstance(schema, dict):
+            return schema
+        keys = schema.keys() - ANNOTATIONS
+        if keys == {"$ref"} and others is None:  # what it points to is closed where it stands
+            return map_subschemas(schema, self._closed)
+        if keys == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
+            return {**map_subschemas(schema, self._closed), "allOf": [self._closed(schema["allOf"][0], others)]}
+        is_composed = "allOf" in keys or "$ref" in keys
+        branches = [key for key in BRANCHES if isinstance(schema.get(key), list)]
+        result = self._opened(schema) if is_composed else map_subschemas(schema, self._closed)
+        declared = self._declared(schema, set())
+        names = {**(others["names"] if others else {}), **declared.names}
+        patterns = {**(others["patterns"] if others else {}), **declared.patterns}
+        if declared.is_explicit:
+            return self._with_branches(schema, result, branches, self._opened)
+        if branches:
+            shared = {"names": names, "patterns": patterns} if names or patterns else None
+            return self._with_branches(schema, result, branches, lambda each: self._closed(each, shared))
+        if names or patterns:
+            own = result.get("properties")
+            result["properties"] = {**dict.fromkeys(names, True), **(own if isinstance(own, dict) else {})}
+            if isinstance(own, dict):  # its order is that of the output
+                result["properties"] = {**own, **result["properties"]}
+            if patterns:
+                result["patternProperties"] = {
+                    **dict.fromkeys(patterns, True),
+                    **(result.get("patternProperties") or {}),
+                }
+            result["additionalProperties"] = False
+        return result
+
+    @staticmethod
+    def _with_branches(schema: Schema, result: Schema, branches: Sequence[str], change: Callable[[Any], Any]) -> Schema:
+        for key in branches:
+            result[key] = [change(each) for each in schema[key]]
+        return result
+
+    def _opened(self, schema: Any) -> Any:
+        """The same, but for an object that other schemas describe as well."""
+        if not isinstance(schema, dict):
+            return schema
+        result = map_subschemas(schema, self._closed)
+        for key in ("allOf", *BRANCHES):
+            if isinstance(schema.get(key), list):
+                result[key] = [self._opened(each) for each in schema[key]]
+        target = resolved(self._root, schema.get("$ref"))
+        if isinstance(target, dict):
+            result["$ref"] = f"#/$defs/{self._copy_of(schema['$ref'], target)}"
+        return result
+
+    def _copy_of(self, reference: str, target: Schema) -> str:
+        if reference not in self._open:
+            name = f"open-{len(self._open)}"
+            while name in (self._root.get("$defs") or {}):
+                name += "-"
+            self._open[reference] = name
+            self._copies[name] = {key: value for key, value in self._opened(target).items() if key != "$defs"}
+        return self._open[reference]
+
+    def _declared(self, schema: Any, seen: set[str]) -> _Declared:
+        if not isinstance(schema, dict):
+            return _Declared({}, {}, False)
+        properties, patterns = schema.get("properties"), schema.get("patternProperties")
+        names = dict.fromkeys(properties if isinstance(properties, dict) else ())
+        matched = dict.fromkeys(patterns if isinstance(patterns, dict) else ())
+        is_explicit = "additionalProperties" in schema or "unevaluatedProperties" in schema
+        parts = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            parts.append(resolved(self._root, reference))
+        for part in parts:
+            more = self._declared(part, seen)
+            names |= more.names
+            matched |= more.patterns
+            is_explicit |= more.is_explicit or (isinstance(part, dict) and any(key in part for key in BRANCHES))
+        return _Declared(names, matched, is_explicit)
+
+
+def without_covered_patterns(schema: Any) -> Any:
+    """A schema whose ``patternProperties`` have no pattern of which all names are properties, or required."""
+    if not isinstance(schema, dict):
+        return schema
+    result = map_subschemas(schema, without_covered_patterns)
+    for key in ("allOf", *BRANCHES):
+        if isinstance(schema.get(key), list):
+            result[key] = [without_covered_patterns(each) for each in schema[key]]
+    patterns, properties = result.get("patternProperties"), result.get("properties")
+    if isinstance(patterns, dict) and isinstance(properties or {}, dict):
+        _uncover(result, patterns, dict(properties or {}))
+    return result
+
+
+def _uncover(schema: Schema, patterns: Schema, properties: Schema) -> None:
+    required = schema.get("required")
+    wanted = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    names = dict.fromkeys([*properties, *wanted])
+    left = dict(patterns)
+    for pattern, held in patterns.items():
+        covered = _covered(pattern, list(names))
+        if covered is None:
+            continue
+        del left[pattern]
+        for name in covered:
+            properties[name] = {"allOf": [properties[name], held]} if name in properties else held
+    if len(left) < len(patterns):
+        schema["properties"], schema["patternProperties"] = properties, left
+        if not left:
+            del schema["patternProperties"]
+
+
+def _covered(pattern: str, names: Sequence[str]) -> Sequence[str] | None:
+    """Those of ``names`` that match a pattern, if nothing else does."""
+    if not names:
+        return None
+    grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}"
+    start = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    if start.is_error():
+        return None
+    found: list[str] = []
+    ends = {json.dumps(name, ensure_ascii=False).encode(): name for name in names}
+    todo = [(start, b"")]
+    while todo:
+        matcher, text = todo.pop()
+        if text in ends:
+            found.append(ends[text])
+            continue
+        nexts = {end[len(text)] for end in ends if end.startswith(text) and len(end) > len(text)}
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or allowed & ~sum(1 << byte for byte in nexts):
+            return None
+        for byte in nexts:
+            if allowed >> byte & 1:
+                after = matcher.deep_copy()
+                after.consume_token(byte)
+                todo.append((after, text + bytes([byte])))
+    return sorted(found, key=list(names).index)
