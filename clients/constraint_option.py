@@ -9,13 +9,22 @@ from pathlib import Path
 from penstock.clients.errors import InvalidOption, shown
 from penstock.v1 import constraint_pb2
 
+STARTS: Mapping[str, "constraint_pb2.ConstraintStart.ValueType"] = {
+    "after_reasoning": constraint_pb2.CONSTRAINT_START_AFTER_REASONING,
+    "first_token": constraint_pb2.CONSTRAINT_START_FIRST_TOKEN,
+}
+"""By the names that callers use."""
 _TEXTS = ("regex", "lark", "gbnf")
 _KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
 
 
 def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None:
     """``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json": True}``, ``{"choices": [...]}``, or a
-    text for ``regex``, ``lark`` or ``gbnf``. Raises InvalidOption."""
+    text for ``regex``, ``lark`` or ``gbnf``. Beside it may be ``"start"``: "after_reasoning" (the default) or
+    "first_token". Raises InvalidOption."""
+    if isinstance(value, Mapping) and "start" in value:
+        value = dict(value)
+        set_constraint_start(constraint, value.pop("start"), "constraint.start")
     if not isinstance(value, Mapping) or len(value) != 1:
         raise InvalidOption("constraint", f"expected an object with one of {_KINDS}, got {shown(value)}")
     [(kind, given)] = value.items()
@@ -33,6 +42,13 @@ def set_constraint(constraint: constraint_pb2.Constraint, value: object) -> None
             raise InvalidOption("constraint", f"expected an object with one of {_KINDS}, got {shown(value)}")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidOption(where, str(error)) from None
+
+
+def set_constraint_start(constraint: constraint_pb2.Constraint, value: object, field: str) -> None:
+    """Where it begins to hold, by its name. Raises InvalidOption."""
+    if not isinstance(value, str) or value not in STARTS:
+        raise InvalidOption(field, f"expected {' or '.join(STARTS)}, got {shown(value)}")
+    constraint.start = STARTS[value]
 
 
 def is_gbnf(grammar: str) -> bool:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # the library is there where a row has a grammar
     from llguidance import LLMatcher
 
 FAILURE = "what the output must match became too costly to follow: make the constraint simpler"
+DEAD_END = "the constraint allows this beginning of an output, but nothing can follow it: correct the constraint"
 
 
 class RowMatcher:
@@ -25,6 +26,8 @@ class RowMatcher:
         self._matcher: LLMatcher | None = None
         self.failure = ""
         """Why the output cannot go on, fit for its caller's eyes."""
+        self.is_dead_end = False
+        """Whether that is since its grammar allows nothing more."""
         self._failed_at = 0
         """The position from which on it cannot."""
 
@@ -48,10 +51,13 @@ class RowMatcher:
         return self._matcher
 
     def fail(self, position: int) -> None:
-        """No token can be chosen for this position. Why, the library says in words of the caller's: nobody repeats
-        them."""
+        """No token can be chosen for this position. Why, the library says in words of the caller's, which no message
+        repeats."""
         self._failed_at = position
-        self.failure = FAILURE
+        # An error of the library is about its limits, except for this one.
+        error = "" if self._matcher is None else self._matcher.get_error()
+        self.is_dead_end = self._matcher is not None and (not error or error.startswith("NoExtension"))
+        self.failure = DEAD_END if self.is_dead_end else FAILURE
         self._matcher = None
 
     def fails_at(self, position: int) -> bool:

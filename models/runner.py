@@ -281,7 +281,10 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
             drafts = batch.lines[first + num_lines - 1].drafts
             results.append(_verified(row, drafts, sampled[first : first + num_lines]))
         if num_lines and row.matcher is not None and row.matcher.fails_at(batch.lines[first].position):
-            results[-1] = RowResult(row.number, row.epoch, row.num_computed, [], failure=row.matcher.failure)
+            failure, is_dead_end = row.matcher.failure, row.matcher.is_dead_end
+            results[-1] = RowResult(
+                row.number, row.epoch, row.num_computed, [], failure=failure, is_dead_end=is_dead_end
+            )
         first += num_lines
     return results
 

@@ -65,7 +65,7 @@ class Answers:
             choice.live.request.sink(Embedded(choice.index, row.vector))
             self._end(choice, FinishReason.STOP)
         if row.failure:
-            self._break_off(choice, row.failure)
+            self._break_off(choice, FinishReason.DEAD_END if row.is_dead_end else FinishReason.GRAMMAR, row.failure)
 
     def limit(self, choice: Choice, max_tokens: int) -> None:
         """Output ends after so many tokens: at once, if there are as many."""
@@ -103,10 +103,10 @@ class Answers:
         if delta.end is not None:
             self._end(choice, delta.end.reason)
 
-    def _break_off(self, choice: Choice, why: str) -> None:
+    def _break_off(self, choice: Choice, reason: FinishReason, why: str) -> None:
         """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
         if choice.state is not ChoiceState.ENDED:
-            self._finish(choice.live, FinishReason.GRAMMAR, why)
+            self._finish(choice.live, reason, why)
 
     def _give_up(self, live: LiveRequest, error: Exception) -> None:
         """A text state failed. It is not ours, and what it cannot do must not end the other requests."""

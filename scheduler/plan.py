@@ -162,6 +162,8 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     failure: str = ""
     """Why its output cannot go on, fit for its caller's eyes: its grammar became too costly to follow. Its tokens so
     far are as good as ever, and it is not continued."""
+    is_dead_end: bool = False
+    """Whether it fails because nothing can follow its output by its grammar: the same request would fail again."""
 
 
 class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):

@@ -22,6 +22,8 @@ class FinishReason(Enum):
     """It ended the worker twice while it ran alone."""
     GRAMMAR = auto()
     """What its output must match became too costly to follow."""
+    DEAD_END = auto()
+    """What its output must match allowed a beginning that nothing can follow."""
     INTERNAL = auto()
 
 
@@ -280,8 +282,8 @@ class Request:
     grammar: str = ""
     """As ``AddedRow.grammar``."""
     grammar_end_ids: frozenset[int] = frozenset()
-    """Tokens that end an output which matches ``grammar``. Before ``min_tokens`` one comes only where the grammar allows
-    nothing else, and ends the output there too."""
+    """Tokens that end an output which matches ``grammar``. Before ``min_tokens`` one comes only where the grammar
+    allows nothing else, and ends the output there too."""
     more_prompts: Sequence[Prompt] = ()
     """Those after the first, where it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

@@ -139,6 +139,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "lark": Text(1, MAX_GRAMMAR_BYTES),
         "gbnf": Text(1, MAX_GRAMMAR_BYTES),
         "choices": Nested(),
+        "start": Known(frozenset({0, 1, 2})),
     },
     "AnyJson": {},
     "Choices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},

@@ -74,6 +74,8 @@ class ChatTemplate:
             raise TemplateSyntaxError(f"line {error.lineno}: {error.message}") from None
         named = {name: own_text(token) for name, token in special_tokens.items()}
         self._variables: dict[str, Any] = {**named, "tools": None, "documents": None}
+        self.source = source
+        """As its author wrote it."""
         self._facts = facts = TemplateFacts(environment.parse(source))
         self.shows_tools = facts.shows_tools
         """Whether it looks at ``tools`` at all."""

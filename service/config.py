@@ -221,6 +221,11 @@ class ServeConfig:
         "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is that of the activations",
         choices=["auto", "int8", "fp8"],
     )
+    allow_additional_properties: bool = flag(
+        False,
+        "in output that a JSON schema constrains, objects may have properties that the schema does not declare; without "
+        "it, only where the schema has additionalProperties",
+    )
     enable_prefix_caching: bool = flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = flag(
         None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "

@@ -25,6 +25,7 @@ from penstock.service.text import IdsOnly, text_states
 from penstock.service.tokenizer import Prompt, TokenizerPool
 from penstock.service.truncation import Truncation
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 MAX_TOKENS_IN_ALL = 1 << 20
 """Prompt and output, once for each choice of a request: the bookkeeping of a step grows with it, on the loop."""
@@ -33,6 +34,8 @@ MAX_LOGPROB_ENTRIES = 1 << 22
 MAX_WHOLE_ANSWER = 512_000
 """Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
 what else there is of 64 choices. A log-probability takes one at most."""
+_MAX_END_TOKENS = 64
+"""Of a prompt: where the template may have opened reasoning."""
 _ID_BYTES = 3
 """Ids below 2**21 take no more."""
 
@@ -176,9 +179,23 @@ class Converter:
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start),
-            grammar=grammar,
+            grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
+
+    def _after_reasoning(self, grammar: str, start: pb.Start, prompt: list[int], max_tokens: int) -> str:
+        """A grammar of what a constraint holds, as one of the whole output."""
+        if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+            return grammar
+        reasoning, chat = self._tokenizer.reasoning, start.chat
+        if not start.HasField("chat"):
+            section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
+        elif chat.continue_final_message:
+            section = reasoning.after_message(chat.messages[-1].content)
+        else:
+            end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
+            section = reasoning.after_template(end)
+        return reasoning.grammar(grammar, section, max_tokens)
 
     def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")

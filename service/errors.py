@@ -56,6 +56,7 @@ class Reason(Enum):
     READER_TOO_SLOW = auto()
     NO_GRAMMARS = auto()
     GRAMMAR = auto()
+    DEAD_END = auto()
     DEADLINE = auto()
     CANCELLED = auto()
     DRAINING = auto()
@@ -145,6 +146,10 @@ CATALOGUE: Mapping[Reason, Entry] = {
         "what the output must match became too costly to follow: make the constraint simpler",
         DONT_RETRY,
     ),
+    Reason.DEAD_END: Entry(
+        _Code.INVALID_ARGUMENT,
+        "the constraint allows a beginning of an output that nothing can follow; correct the constraint",
+    ),
     Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
     Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
     Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
@@ -187,6 +192,7 @@ _ENDINGS: Mapping[FinishReason, Reason | None] = {
     FinishReason.KILLED_WORKER: Reason.KILLED_WORKER,
     FinishReason.SHUTDOWN: Reason.SHUTDOWN,
     FinishReason.GRAMMAR: Reason.GRAMMAR,
+    FinishReason.DEAD_END: Reason.DEAD_END,
     FinishReason.INTERNAL: Reason.INTERNAL,
 }
 

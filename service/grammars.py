@@ -34,7 +34,9 @@ _KNOWN_BYTES = 512
 class GrammarChecks:
     """Has grammars checked, one at a time; tenants take turns."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, closes_objects: bool = True) -> None:
+        """``closes_objects``: whether an object whose schema declares properties, and says nothing of others, has no
+        others."""
         facts = tokenizer.facts
         special_tokens = list(facts.special_tokens)
         self._told = {
@@ -45,7 +47,11 @@ class GrammarChecks:
                 "eos_token_ids": list(facts.eos_token_ids),
                 "added_tokens": list(facts.added_tokens),
             },
-            "options": {"special_tokens": special_tokens, "forces": not tokenizer.spells_with_foreign},
+            "options": {
+                "special_tokens": special_tokens,
+                "forces": not tokenizer.spells_with_foreign,
+                "closes_objects": closes_objects,
+            },
         }
         self._lane = Lane("grammars", 1, MAX_WAITING_BYTES)
         self._process: subprocess.Popen[bytes] | None = None

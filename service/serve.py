@@ -184,6 +184,7 @@ def prepare(config: ServeConfig) -> Prepared:
         conversation_tokens=config.conversation_tokens,
         drain_delay_s=config.drain_delay,
         grace_s=config.shutdown_grace,
+        closes_objects=not config.allow_additional_properties,
         checks_grammars_soon=True,
     )
     worker = replace(_worker_config(config, path, facts, machine), speculation=speculation)

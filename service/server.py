@@ -122,6 +122,8 @@ class ServerConfig:
     """How long running requests may go on after SIGTERM."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
+    closes_objects: bool = True
+    """Whether objects have only the properties that their schema declares, unless it says otherwise."""
     checks_grammars_soon: bool = False
     """Whether the process that checks grammars starts with the service, and not with the first of them."""
     stats_interval_s: float = INTERVAL_S
@@ -308,7 +310,7 @@ class _Running:
             max_prompt_tokens=facts.max_model_len - 1,
             num_threads=config.tokenizer_threads,
         )
-        self.grammars = GrammarChecks(tokenizer)
+        self.grammars = GrammarChecks(tokenizer, config.closes_objects)
         if config.checks_grammars_soon:
             self.grammars.warm()
         self._config = config

@@ -9,8 +9,10 @@ from penstock.clients.gateway.field_names import CHAT_NAMES, Names
 from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
 from penstock.clients.gateway.schemas_chat import ChatRequest, Message, MessageToolCall, TextPart
 from penstock.clients.gateway.service_link import Caller
+from penstock.clients.gateway.settings import NONE
 from penstock.clients.gateway.start import check_model, new_start
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """The second and third are what Responses call it."""
@@ -42,6 +44,8 @@ def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Call
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fill_output(start.output, body, logprobs, body.prompt_logprobs)
     fill_constraint(start, body)
+    if start.HasField("constraint") and caller.settings.reasoning_parser == NONE:
+        start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
     return start
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.clients.constraint_option import is_gbnf
+from penstock.clients.constraint_option import STARTS, is_gbnf
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas_chat import ChatRequest, ResponseFormat
@@ -23,6 +23,8 @@ def fill_constraint(start: pb.Start, body: GenerationBody) -> None:
         raise invalid(second, f"not together with {first}: send one of them")
     for constraint in found.values():
         start.constraint.CopyFrom(constraint)
+        if body.constrained_decoding_start is not None:
+            start.constraint.start = STARTS[body.constrained_decoding_start]
 
 
 def _named(body: GenerationBody) -> list[tuple[str, constraint_pb2.Constraint]]:
@@ -97,6 +99,12 @@ def _grammar(text: str) -> constraint_pb2.Constraint:
 def constraint_field(body: GenerationBody) -> str | None:
     """The field of a body that has its constraint, if one has. Raises GatewayError."""
     return next((name for name, _ in _named(body)), None)
+
+
+def is_constrained(body: ChatRequest) -> bool:
+    """Whether anything says what the answer must match: a field, a forced call, or a strict tool. Raises GatewayError."""
+    is_strict = body.tool_choice != "none" and any(tool.function.strict for tool in body.tools or ())
+    return is_strict or body.tool_choice not in (None, "auto", "none") or constraint_field(body) is not None
 
 
 def constraint_names(body: GenerationBody) -> Names:

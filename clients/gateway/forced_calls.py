@@ -6,8 +6,10 @@ from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.formats import answer_shape, formats_of
 from penstock.clients.gateway.schemas_chat import ChatRequest, FunctionTool
 from penstock.clients.gateway.service_link import Caller
+from penstock.clients.gateway.settings import AUTO
 from penstock.clients.gateway.tool_grammar import MARKED_FORMATS, CannotBeHeld, Tool, call_grammar, text_grammar
 from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
 
 
 async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None:
@@ -36,6 +38,8 @@ async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None
         start.constraint.lark = write(formats.tool, tools, one=one, shape=await answer_shape(formats, caller))
     except CannotBeHeld as error:
         raise invalid("tools", str(error)) from None
+    if caller.settings.reasoning_parser != AUTO or body.constrained_decoding_start == "first_token":
+        start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
 
 
 def _held(tool: FunctionTool) -> Tool:

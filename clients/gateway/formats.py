@@ -14,6 +14,7 @@ import grpc
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.answer import AnswerParser, make_parser, shows_special_tokens
 from penstock.clients.gateway.chat_request import content_text, template_variables, uses_tools
+from penstock.clients.gateway.constraints import is_constrained
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.schemas_chat import ChatRequest
@@ -91,6 +92,8 @@ async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
     elif reasoning != NONE and body.add_generation_prompt is not False:
         prompt = await _prompt(caller, template_variables(body), uses_tools(body))
         opened = prompt.text.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
+    if body.constrained_decoding_start == "first_token" and is_constrained(body):
+        opened = False
     return Formats(_or_none(tool), _or_none(reasoning), opened)
 
 
@@ -102,7 +105,9 @@ async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
         ids = {*call.token_ids, *prompt.token_ids}
         known = await caller.describe(ids)
         specials = {known[each].text.decode(errors="replace"): each for each in ids if known[each].is_special}
-    return AnswerShape(call.text, specials, formats.reasoning, formats.in_reasoning)
+    # What the template shows the service sees too: there a constraint begins after the reasoning.
+    reasoning = None if caller.settings.reasoning_parser == AUTO else formats.reasoning
+    return AnswerShape(call.text, specials, reasoning, formats.in_reasoning)
 
 
 async def _tool_format(caller: Caller) -> str:

@@ -154,6 +154,11 @@ class SamplingBody(Body):
     guided_regex: str | None = Field(None, description="Of structured_outputs.regex.")
     guided_choice: FewTexts | None = Field(None, description="Of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="Of structured_outputs.grammar.")
+    constrained_decoding_start: Literal["after_reasoning", "first_token"] | None = Field(
+        None,
+        description="Where what the output must match begins to hold: after the model's reasoning, which is free, or "
+        "with the first token, so that there is no reasoning. Default: after_reasoning.",
+    )
 
 
 class GenerationBody(SamplingBody):

@@ -115,7 +115,7 @@ class _Lark:
             opens = "" if self._shape.in_reasoning else self.marker(form.opens)
             self.add(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
         else:
-            opens = "" if self._shape.in_reasoning else rf"\s*{_escaped(form.opens)}"
+            opens = "" if self._shape.in_reasoning else rf"[ \n]{{0,2}}{_escaped(form.opens)}"
             self.add(f"thought[lazy]: /{opens}(?s:.*){_escaped(form.closes)}/")
         self.add(r"space: /[ \n]{0,2}/")
 

@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/constraint.proto\x12\x0bpenstock.v1\"\xaf\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12(\n\x08\x61ny_json\x18\x02 \x01(\x0b\x32\x14.penstock.v1.AnyJsonH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12\x0e\n\x04gbnf\x18\x05 \x01(\tH\x00\x12\'\n\x07\x63hoices\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ChoicesH\x00\x42\x06\n\x04kind\"\t\n\x07\x41nyJson\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/constraint.proto\x12\x0bpenstock.v1\"\xdc\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12(\n\x08\x61ny_json\x18\x02 \x01(\x0b\x32\x14.penstock.v1.AnyJsonH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x04 \x01(\tH\x00\x12\x0e\n\x04gbnf\x18\x05 \x01(\tH\x00\x12\'\n\x07\x63hoices\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ChoicesH\x00\x12+\n\x05start\x18\x07 \x01(\x0e\x32\x1c.penstock.v1.ConstraintStartB\x06\n\x04kind\"\t\n\x07\x41nyJson\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t*{\n\x0f\x43onstraintStart\x12 \n\x1c\x43ONSTRAINT_START_UNSPECIFIED\x10\x00\x12$\n CONSTRAINT_START_AFTER_REASONING\x10\x01\x12 \n\x1c\x43ONSTRAINT_START_FIRST_TOKEN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.constraint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CONSTRAINTSTART']._serialized_start=306
+  _globals['_CONSTRAINTSTART']._serialized_end=429
   _globals['_CONSTRAINT']._serialized_start=46
-  _globals['_CONSTRAINT']._serialized_end=221
-  _globals['_ANYJSON']._serialized_start=223
-  _globals['_ANYJSON']._serialized_end=232
-  _globals['_CHOICES']._serialized_start=234
-  _globals['_CHOICES']._serialized_end=259
+  _globals['_CONSTRAINT']._serialized_end=266
+  _globals['_ANYJSON']._serialized_start=268
+  _globals['_ANYJSON']._serialized_end=277
+  _globals['_CHOICES']._serialized_start=279
+  _globals['_CHOICES']._serialized_end=304
 # @@protoc_insertion_point(module_scope)

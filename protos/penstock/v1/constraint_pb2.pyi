@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,40 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ConstraintStart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ConstraintStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConstraintStart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONSTRAINT_START_UNSPECIFIED: _ConstraintStart.ValueType  # 0
+    """Means CONSTRAINT_START_AFTER_REASONING."""
+    CONSTRAINT_START_AFTER_REASONING: _ConstraintStart.ValueType  # 1
+    """After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is what the prompt has
+    opened and not closed, with <think> or [THINK], or what the model opens itself as the first thing in its output,
+    where its chat template shows one of these. Any token may come in it, except for the model's end of sequence. A
+    quarter of `max_tokens`, but no more than 1,024, is kept for the answer: reasoning that fills the rest is closed, if
+    the model has a token for that. Without reasoning the constraint holds from the first token on.
+    """
+    CONSTRAINT_START_FIRST_TOKEN: _ConstraintStart.ValueType  # 2
+    """With the first token: the output has no reasoning, also where the prompt has opened it."""
+
+class ConstraintStart(_ConstraintStart, metaclass=_ConstraintStartEnumTypeWrapper):
+    """Where a constraint begins to hold."""
+
+CONSTRAINT_START_UNSPECIFIED: ConstraintStart.ValueType  # 0
+"""Means CONSTRAINT_START_AFTER_REASONING."""
+CONSTRAINT_START_AFTER_REASONING: ConstraintStart.ValueType  # 1
+"""After the model's reasoning, if there is any, and up to two spaces or line breaks. Reasoning is what the prompt has
+opened and not closed, with <think> or [THINK], or what the model opens itself as the first thing in its output,
+where its chat template shows one of these. Any token may come in it, except for the model's end of sequence. A
+quarter of `max_tokens`, but no more than 1,024, is kept for the answer: reasoning that fills the rest is closed, if
+the model has a token for that. Without reasoning the constraint holds from the first token on.
+"""
+CONSTRAINT_START_FIRST_TOKEN: ConstraintStart.ValueType  # 2
+"""With the first token: the output has no reasoning, also where the prompt has opened it."""
+Global___ConstraintStart: _TypeAlias = ConstraintStart  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
@@ -34,6 +69,7 @@ class Constraint(_message.Message):
     LARK_FIELD_NUMBER: _builtins.int
     GBNF_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that a schema describes: the schema's JSON text. At most 256 KiB."""
     regex: _builtins.str
@@ -42,6 +78,8 @@ class Constraint(_message.Message):
     """A context-free grammar in the form of Lark, whose rule `start` the output matches. At most 256 KiB."""
     gbnf: _builtins.str
     """The same in the form of llama.cpp, GBNF, with the rule `root`. At most 256 KiB."""
+    start: Global___ConstraintStart.ValueType
+    """Where it begins to hold. Default: CONSTRAINT_START_AFTER_REASONING."""
     @_builtins.property
     def any_json(self) -> Global___AnyJson:
         """Any JSON object."""
@@ -59,10 +97,11 @@ class Constraint(_message.Message):
         lark: _builtins.str = ...,
         gbnf: _builtins.str = ...,
         choices: Global___Choices | None = ...,
+        start: Global___ConstraintStart.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "any_json", "regex", "lark", "gbnf", "choices"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

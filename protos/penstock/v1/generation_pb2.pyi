@@ -754,8 +754,9 @@ class Sampling(_message.Message):
     less. A service's operator may set a limit that cuts it as well.
     """
     min_tokens: _builtins.int
-    """No stop token is chosen before this many output tokens: 0 to max_tokens. Default: 0. At a position where this and
-    `bad_words` would leave no token at all, both are passed over.
+    """No stop token is chosen before this many output tokens, and no stop string that is complete within them ends the
+    output: 0 to max_tokens. Default: 0. At a position where this and `bad_words` would leave no token at all, both are
+    ignored. An output that matches its `constraint`, and can't go on, ends before it.
     """
     ignore_eos: _builtins.bool
     """Goes on past the model's own end-of-sequence tokens. Default: false."""
@@ -765,7 +766,9 @@ class Sampling(_message.Message):
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Output ends before any of these strings; at most 64, each 1 to 1,024 bytes."""
+        """Output ends before any of these strings; at most 64, each 1 to 1,024 bytes. One that contains the text of a special
+        token matches that token, also where the output's text leaves special tokens out.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
