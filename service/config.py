@@ -223,8 +223,8 @@ class ServeConfig:
     )
     allow_additional_properties: bool = flag(
         False,
-        "in output that a JSON schema constrains, objects may have properties that the schema does not declare; without "
-        "it, only where the schema has additionalProperties",
+        "output that matches a JSON schema may have properties that the schema does not declare; without this flag it "
+        "may only where the schema has additionalProperties",
     )
     enable_prefix_caching: bool = flag(True, "keep the KV of prompts for requests that begin alike")
     gpu_memory_utilization: float | None = flag(

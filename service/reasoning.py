@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MAX_RESERVED_TOKENS = 1024
-"""A quarter of ``max_tokens`` is kept for the answer, but no more than this: reasoning that fills the rest is closed."""
+"""Kept for the answer, or a quarter of ``max_tokens`` if that is less: reasoning that fills the rest is closed."""
 
 
 class Marks(NamedTuple):

@@ -102,7 +102,7 @@ def constraint_field(body: GenerationBody) -> str | None:
 
 
 def is_constrained(body: ChatRequest) -> bool:
-    """Whether anything says what the answer must match: a field, a forced call, or a strict tool. Raises GatewayError."""
+    """Whether a field, a forced call or a strict tool says what the answer must match. Raises GatewayError."""
     is_strict = body.tool_choice != "none" and any(tool.function.strict for tool in body.tools or ())
     return is_strict or body.tool_choice not in (None, "auto", "none") or constraint_field(body) is not None
 

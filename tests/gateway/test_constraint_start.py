@@ -1,0 +1,208 @@
+"""Where constraints begin to hold, live: a model of random weights whose chat template opens reasoning, over gRPC and
+HTTP."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import jsonschema
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken
+
+from penstock.models.families import spec_from_config
+from penstock.service.local import local_service
+from penstock.service.tokenizer import Tokenizer
+from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN, Choices, Constraint, ConstraintStart
+
+OPENS, CLOSES = 258, 259
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "dtype": "float32", "eos_token_id": 256,
+}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{% if not loop.last or add_generation_prompt %}<|end|>"
+    "{% endif %}{% if m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}\n'
+    "</tool_call>{% endif %}{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif wait is not defined %}<think>\n{% endif %}{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+SOON = {str(CLOSES): 4.5}
+"""Closes the reasoning after some tokens."""
+
+
+def _write_model(path: Path) -> Path:
+    byte_tokens = json.loads((path / "tokenizer.json").read_text())
+    library = tokenizers.Tokenizer.from_str(json.dumps(byte_tokens))
+    library.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    library.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.normal(float(name.endswith("norm.weight")), 0.1, size, generator=generator)
+        for name, size in spec_from_config(CONFIG).tensors()
+    }
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("thinker")
+    (path / "tokenizer.json").write_text((byte_tokenizer.directory / "tokenizer.json").read_text())
+    with local_service(_write_model(path), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
+        yield target
+
+
+async def _ask(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    """The message."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 120, "seed": 1, "logit_bias": SOON}
+    answer = await http.post("/v1/chat/completions", json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    message: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return message
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "response_format": {"response_format": FORMAT},
+    "json_object": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "regex": {"guided_regex": "[ab]{3}"},
+    "lark": {"guided_grammar": 'start: "x" | "y"'},
+    "gbnf": {"guided_grammar": 'root ::= "x" | "y"'},
+    "forced call": {"tools": [TOOL], "tool_choice": "required"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_reasoning_is_free_and_the_answer_is_held(target: str, http_before: Any, kind: str) -> None:
+    async with http_before(target) as (_, http):
+        free = await _ask(http)
+        message = await _ask(http, **KINDS[kind])
+        switched_off = await _ask(http, **KINDS[kind], chat_template_kwargs={"enable_thinking": False})
+        first = await _ask(http, **KINDS[kind], constrained_decoding_start="first_token")
+    # As without a constraint, which lets it go on after the end of the reasoning.
+    assert message["reasoning"] == free["reasoning"] != ""
+    for held in (message, switched_off, first):
+        if kind == "json_object":
+            assert held["content"].startswith("{")
+        elif kind == "forced call":
+            jsonschema.validate(json.loads(held["tool_calls"][0]["function"]["arguments"]), SCHEMA)
+        elif kind in ("response_format", "structured_outputs"):
+            jsonschema.validate(json.loads(held["content"]), SCHEMA)
+        else:
+            assert held["content"] in ("yes", "no", "x", "y") or set(held["content"]) <= {"a", "b"}
+    assert not switched_off.get("reasoning")
+    assert not first.get("reasoning")
+
+
+async def test_the_answer_has_room(target: str, http_before: Any) -> None:
+    """Also where the model would reason for ever, and where one of many choices would."""
+    async with http_before(target) as (_, http):
+        never = {str(CLOSES): -100}
+        message = await _ask(http, **KINDS["response_format"], logit_bias=never, max_tokens=160)
+        short = await _ask(http, **KINDS["response_format"], logit_bias=never, max_tokens=3)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 160, "n": 3, "logit_bias": never}
+        answer = await http.post("/v1/chat/completions", json={**body, **KINDS["choice"], "min_tokens": 130})
+    assert message["reasoning"]
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    assert not short["content"]
+    assert {choice["message"]["content"] for choice in answer.json()["choices"]} <= {"yes", "no"}
+
+
+async def test_a_model_may_open_reasoning_itself(target: str, http_before: Any) -> None:
+    async with http_before(target) as (_, http):
+        ask: dict[str, Any] = {**KINDS["choice"], "chat_template_kwargs": {"wait": True}}
+        reasoned = await _ask(http, **ask, logit_bias={str(OPENS): 100, str(CLOSES): 4.5})
+        straight = await _ask(http, **ask, logit_bias={str(OPENS): -100})
+    assert reasoned["reasoning"]
+    assert reasoned["content"] in ("yes", "no")
+    assert not straight.get("reasoning")
+    assert straight["content"] in ("yes", "no")
+
+
+async def test_strict_tools_leave_reasoning_free(target: str, http_before: Any) -> None:
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    async with http_before(target) as (_, http):
+        free, held = await _ask(http, tools=[TOOL]), await _ask(http, tools=[strict])
+    assert held["reasoning"] == free["reasoning"] != ""
+
+
+def _complete(target: str, start: pb.Start) -> str:
+    start.sampling.MergeFrom(pb.Sampling(max_tokens=100, seed=2, logit_bias={CLOSES: 4.5}))
+    with grpc.insecure_channel(target) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
+    return answer.choices[0].text
+
+
+def _held(start: "ConstraintStart.ValueType" = 0) -> Constraint:  # type: ignore[assignment]
+    return Constraint(choices=Choices(values=["yes", "no"]), start=start)
+
+
+def _ids(text: str) -> pb.TokenIds:
+    bytes_of = {char: index for index, char in enumerate(map(chr, range(128)))}
+    ids: list[int] = []
+    for part in text.replace("<think>", "\0O").replace("</think>", "\0C").split("\0"):
+        marks = {"O": OPENS, "C": CLOSES}
+        ids += [marks[part[0]]] * (part[:1] in marks) + [bytes_of[char] for char in part[part[:1] in marks :]]
+    return pb.TokenIds(ids=ids)
+
+
+def _chat(*contents: str, **fields: Any) -> pb.Chat:
+    roles = ("user", "assistant")
+    messages = [pb.ChatMessage(role=roles[at % 2], content=content) for at, content in enumerate(contents)]
+    return pb.Chat(messages=messages, **fields)
+
+
+OPEN = [
+    pb.Start(chat=_chat("hi")),
+    pb.Start(text="Q: hi\n<think>\n"),
+    pb.Start(text="Q: hi\n<think>\nSo far, so"),
+    pb.Start(token_ids=_ids("q<think>")),
+    pb.Start(token_ids=_ids("<think>a</think>b<think>c")),
+    pb.Start(chat=_chat("hi", "<think>I am", continue_final_message=True)),
+]
+CLOSED = [
+    pb.Start(chat=_chat("hi", template_variables='{"enable_thinking": false}')),
+    pb.Start(text="Q: hi\n<think>\nSo.\n</think>\n\n"),
+    pb.Start(token_ids=_ids("<think>a</think>")),
+    pb.Start(chat=_chat("hi", "<think>I am</think>The answer is ", continue_final_message=True)),
+    pb.Start(chat=_chat("hi", "The answer is ", continue_final_message=True)),
+]
+
+
+@pytest.mark.parametrize("start", OPEN, ids=range(len(OPEN)))
+def test_prompts_that_open_reasoning(target: str, start: pb.Start) -> None:
+    first, after = pb.Start(), pb.Start()
+    first.CopyFrom(start)
+    after.CopyFrom(start)
+    first.constraint.CopyFrom(_held(CONSTRAINT_START_FIRST_TOKEN))
+    after.constraint.CopyFrom(_held())
+    reasoning, _, answer = _complete(target, after).partition("</think>")
+    assert reasoning
+    assert answer.lstrip(" \n") in ("yes", "no")
+    assert _complete(target, first) in ("yes", "no")
+
+
+@pytest.mark.parametrize("start", CLOSED, ids=range(len(CLOSED)))
+def test_prompts_that_closed_it(target: str, start: pb.Start) -> None:
+    held = pb.Start()
+    held.CopyFrom(start)
+    held.constraint.CopyFrom(_held())
+    held.sampling.logit_bias[OPENS] = -100
+    assert _complete(target, held) in ("yes", "no")
