@@ -79,7 +79,8 @@ class Reasoning:
         if closes in self._ids:
             most = max(0, max_tokens - min(max_tokens // 4, MAX_RESERVED_TOKENS) - 1)
             ids = ",".join(map(str, sorted({self._ids[closes], *self._eos_token_ids})))
-            rules.append(f"thought: (<[^{ids}]>){{0,{most}}} <[{self._ids[closes]}]>")
+            free = f"(<[^{ids}]>){{0,{most}}} " if most else ""
+            rules.append(f"thought: {free}<[{self._ids[closes]}]>")
         else:
             rules.append(f"thought[lazy]: /(?s:.*){_escaped(closes)}/")
         before = "thought space"

@@ -84,3 +84,11 @@ def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
     assert (last.token_ids, last.text, last.end) == ([3, EOS], "xxx", end)
     assert (last.logprobs, last.text_lengths) == (logprobs(-1.5, -2.5), [3, length])
     assert (delivery.num_tokens, delivery.num_in_text) == (3, 2)
+
+
+@pytest.mark.parametrize(("ends", "num_tokens"), [((EOS,), 2), ((), 4)], ids=["of a grammar", "others"])
+def test_the_end_of_a_grammar_ends_before_min_tokens(ends, num_tokens):
+    delivery = Delivery(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=ends)
+    delivery.take([1, EOS, 5, EOS, 1], None)
+    assert delivery.num_tokens == num_tokens
+    assert delivery.end == Matched(FinishReason.STOP, stop_token_id=EOS)
