@@ -231,3 +231,36 @@ def test_choices_with_penalties_are_as_they_are_alone(complete: Complete) -> Non
         assert choice.end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
         if choice.end.reason == pb.FINISH_REASON_STOP:
             jsonschema.validate(json.loads(choice.text), json.loads(SCHEMA))
+
+
+@pytest.mark.parametrize("drafts", [{}, {"max_draft_tokens": 0}], ids=["drafts", "no drafts"])
+def test_a_complete_output_ends_before_min_tokens(target: str, drafts: dict[str, int]) -> None:
+    """It is the one without them: nothing could follow. Where something can, it does."""
+    cases = {
+        "a{2}": "aa",
+        "(ab|ba)c": "(ab|ba)c",
+        "a+": "a{10,}",
+    }
+    with grpc.insecure_channel(target) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        for regex, expected in cases.items():
+            sampling = pb.Sampling(seed=1, min_tokens=10, max_tokens=40, stop=["zz"])
+            start = pb.Start(text="x", constraint=constraint_pb2.Constraint(regex=regex), sampling=sampling, **drafts)
+            choice = stub.Complete(pb.CompleteRequest(start=start), timeout=60).choices[0]
+            assert re.fullmatch(expected, choice.text)
+            assert choice.end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
+            assert choice.end.reason == pb.FINISH_REASON_STOP or regex == "a+"
+
+
+def test_stop_strings_wait_for_min_tokens(complete: Complete) -> None:
+    digits = constraint_pb2.Constraint(regex="[0-9]{60}")
+    answer = complete(digits, min_tokens=25, max_tokens=60, stop=[str(digit) for digit in range(10)])
+    assert answer.finished.usage.output_tokens == 26
+    assert answer.choices[0].end.reason == pb.FINISH_REASON_STOP
+
+
+def test_a_dead_end_is_the_callers(complete: Complete) -> None:
+    """The same request would fail again."""
+    with pytest.raises(grpc.RpcError, match="nothing can follow it: correct the constraint") as failed:
+        complete(constraint_pb2.Constraint(lark='start: /[a-z]{3}/ "-" C\nC: /c/ & ~/c/'), max_tokens=20)
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
