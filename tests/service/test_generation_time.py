@@ -17,6 +17,8 @@ ENDLESS = 4000
 LONGER = (150, 1500, 6000)
 """Milliseconds for a request that has to begin and must not end: more are given where a busy machine needs them."""
 HELLO = "fghij"
+TOO_LONG = pb.Start(text="xx", sampling=pb.Sampling(min_tokens=4095))
+"""Refused once it is known how many tokens the prompt leaves."""
 """What the worker says to a prompt of five tokens."""
 
 
@@ -99,7 +101,7 @@ class TestDeadlines:
         assert not finished.HasField("status")
         assert len(dict(error.value.trailing_metadata())["grpc-status-details-bin"]) < 1024
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=4095).start))
+            await service.generation.Complete(pb.CompleteRequest(start=TOO_LONG))
         assert "Finished" not in details_of(error.value)
 
     async def test_a_deadline_that_passes_during_preparation(
@@ -155,7 +157,7 @@ class TestPreparation:
         """It would commit the call, which then could not be tried again."""
         executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.1)
         service = await start_service(executor, heartbeat_s=0.02)
-        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(text="xx", max_tokens=4095).start))
+        call = service.generation.GenerateOne(pb.GenerateOneRequest(start=TOO_LONG))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

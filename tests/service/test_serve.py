@@ -391,7 +391,7 @@ SLOW_TOKENIZER = """
 import sys, time
 from penstock.service import command, tokenizer
 
-def encode(self, text, add_special_tokens=True):
+def encode(self, text, *arguments):
     print("a thread is busy", file=sys.stderr, flush=True)
     time.sleep(60)
 

@@ -95,7 +95,7 @@ async def test_logs_have_the_id_and_not_what_was_said(start_service, caplog):
     ("sampling", "reason", "where"),
     [
         ({"top_p": 3.25}, "INVALID_FIELD", "sampling.top_p"),  # found at once
-        ({"max_tokens": 4090}, "CONTEXT_LENGTH", "sampling.max_tokens"),  # found when the prompt's length is known
+        ({"min_tokens": 4095}, "INVALID_FIELD", "sampling.min_tokens"),  # found when the prompt's length is known
     ],
 )
 async def test_a_refusal_is_logged_and_traced_by_its_reason(start_service, spans, caplog, sampling, reason, where):
@@ -111,7 +111,7 @@ async def test_a_refusal_is_logged_and_traced_by_its_reason(start_service, spans
     assert error.value.details() not in caplog.text
     assert "3.25" not in caplog.text
     requests = spans()[:-1]
-    assert len(requests) == (where == "sampling.max_tokens")
+    assert len(requests) == (where == "sampling.min_tokens")
     for span in requests:
         assert span.attributes["gen_ai.response.finish_reasons"] == (reason.lower(),)
 

@@ -1,5 +1,6 @@
 """Prompts that are cut to a number of tokens: which are kept, and what counts."""
 
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -10,7 +11,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError
 from penstock.service.tokenizer import Tokenizer
-from penstock.service.tokenizer_files import TokenizerFiles
 from penstock.service.truncation import Truncation
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
@@ -46,8 +46,9 @@ def with_both_ends():
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<s>", "</s>"])
     library.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)])
-    files = TokenizerFiles(Path("tokenizer.json"), library, {"type": "ByteLevel"}, frozenset(), frozenset(), None)
-    return Tokenizer(files)
+    with tempfile.TemporaryDirectory() as directory:
+        library.save(f"{directory}/tokenizer.json")
+        return Tokenizer.load(Path(directory))
 
 
 @pytest.mark.parametrize(
