@@ -64,7 +64,7 @@ def _write_model(path: Path) -> Path:
 def target(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[str]:
     path = tmp_path_factory.mktemp("thinker")
     (path / "tokenizer.json").write_text((byte_tokenizer.directory / "tokenizer.json").read_text())
-    with local_service(_write_model(path), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
+    with local_service(str(_write_model(path)), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
         yield target
 
 

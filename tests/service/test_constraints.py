@@ -233,8 +233,8 @@ def test_choices_with_penalties_are_as_they_are_alone(complete: Complete) -> Non
             jsonschema.validate(json.loads(choice.text), json.loads(SCHEMA))
 
 
-@pytest.mark.parametrize("drafts", [{}, {"max_draft_tokens": 0}], ids=["drafts", "no drafts"])
-def test_a_complete_output_ends_before_min_tokens(target: str, drafts: dict[str, int]) -> None:
+@pytest.mark.parametrize("drafts", [None, 0], ids=["drafts", "no drafts"])
+def test_a_complete_output_ends_before_min_tokens(target: str, drafts: int | None) -> None:
     """It is the one without them: nothing could follow. Where something can, it does."""
     cases = {
         "a{2}": "aa",
@@ -245,7 +245,9 @@ def test_a_complete_output_ends_before_min_tokens(target: str, drafts: dict[str,
         stub = pb_grpc.GenerationServiceStub(channel)
         for regex, expected in cases.items():
             sampling = pb.Sampling(seed=1, min_tokens=10, max_tokens=40, stop=["zz"])
-            start = pb.Start(text="x", constraint=constraint_pb2.Constraint(regex=regex), sampling=sampling, **drafts)
+            start = pb.Start(text="x", constraint=constraint_pb2.Constraint(regex=regex), sampling=sampling)
+            if drafts is not None:
+                start.max_draft_tokens = drafts
             choice = stub.Complete(pb.CompleteRequest(start=start), timeout=60).choices[0]
             assert re.fullmatch(expected, choice.text)
             assert choice.end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)

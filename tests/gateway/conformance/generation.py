@@ -136,6 +136,11 @@ SAMPLING = (
             ("guided_regex", "ver[y] first", "very first"),
         )
     ),
+    Case("constrained_decoding_start", "after_reasoning: structured_outputs and the like hold for the answer",
+         {"constrained_decoding_start": "after_reasoning", "guided_choice": ["first"]}, is_said("first")),
+    Case("constrained_decoding_start", "first_token: there is no reasoning",
+         {"constrained_decoding_start": "first_token", "guided_choice": ["first"]}, is_said("first")),
+    Case("constrained_decoding_start", "others", {"constrained_decoding_start": "later"}, support=REFUSED),
     *(
         Case(name, "", {name: value}, support=REFUSED)
         for name, value in {
