@@ -104,7 +104,9 @@ async def test_tls_where_there_is_none(new_service, look):
 async def test_files_that_do_not_belong_together(new_service, credentials, certificate):
     flags = ["--tls-cert", str(certificate / "ours.pem"), "--tls-key", str(certificate / "strange.key")]
     async with new_service().serving(credentials=credentials(False)) as fake:
-        with pytest.raises(PenstockError, match="--tls-cert, --tls-key: .* cannot be used; they must be a certificate"):
+        with pytest.raises(
+            PenstockError, match=r"--tls-cert, --tls-key: .* cannot be used; they must be a certificate"
+        ):
             await asyncio.to_thread(doctor.main, ["--target", fake.target, *flags])
 
 
