@@ -76,3 +76,11 @@ def test_chat_and_generate_send_it(files, tool, threaded_service):
     chat, first, second = (start.constraint for start in threaded_service.starts)
     assert chat == first == constraint_pb2.Constraint(json_schema=SCHEMA)
     assert second == constraint_pb2.Constraint(regex="b")
+
+
+def test_where_a_constraint_begins() -> None:
+    constraint = constraint_pb2.Constraint()
+    set_constraint(constraint, {"regex": "a", "start": "first_token"})
+    assert constraint == constraint_pb2.Constraint(regex="a", start=constraint_pb2.CONSTRAINT_START_FIRST_TOKEN)
+    with pytest.raises(InvalidOption, match=r"constraint\.start: expected after_reasoning or first_token"):
+        set_constraint(constraint, {"regex": "a", "start": "later"})
