@@ -1,7 +1,7 @@
 """Which blocks the waiting sequences need, and which of these are not in the cache. Knows hashes, never plans.
 
 Each block is counted once, however many sequences need it: the first of them computes it, and the others find it. The
-counts follow the cache, so that nobody has to look up the prefixes of a whole queue again.
+counts follow the cache, so that the prefixes of a whole queue need not be looked up again.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -31,7 +31,7 @@ class WantedBlocks:
         self.num_missing = 0
         """Blocks to be computed that no sequence is charged for, because the one that was has left the queue."""
         self._locate = locate
-        # Hashes are chained: whoever needs a block needs all before it, so counts never rise along a sequence.
+        # Hashes are chained: a sequence that needs a block needs all before it, so counts never rise along a sequence.
         self._counts: dict[bytes, int] = {}
         self._owners: dict[bytes, Hashable] = {}
         # Only of blocks that are not at hand.

@@ -1,4 +1,4 @@
-"""The warning that a gateway is open to other machines, and that nobody asks its callers for a key."""
+"""The warning that other machines can reach a gateway whose callers need no key."""
 
 import asyncio
 import logging

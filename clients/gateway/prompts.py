@@ -80,7 +80,7 @@ async def _as_it_is(prompt: Prompt) -> Prompt:
 
 
 def _may_lack_room(prompt: Prompt, context: int) -> bool:
-    """Whether a text may have so many tokens that they leave too few for the default of max_tokens."""
+    """Whether a text may leave too few tokens of the context for the default of max_tokens."""
     return prompt.text is not None and _MAX_CHAR_BYTES * len(prompt.text) + _MAX_ADDED + DEFAULT_MAX_TOKENS > context
 
 
