@@ -48,6 +48,11 @@ class GrpcCaller:
         self._resend_context = resend_context
 
     async def __aenter__(self) -> Self:
+        """Connects, so that the first requests do not wait for it. Each request reports a service that is not there."""
+        state = self._channel.get_state(try_to_connect=True)
+        while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state()
         return self
 
     async def __aexit__(

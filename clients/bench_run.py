@@ -83,8 +83,13 @@ class _Sender:
                 if self.load.concurrency is None:
                     await self._send_at_times(conversations, group)
                 else:
+                    # Drawn before the first is sent, or the others' prompts would count as time of the service's.
+                    first = list(itertools.islice(conversations, self.load.concurrency))
+                    conversations = itertools.chain(first, conversations)
+                    self.began_s = time.perf_counter()
                     for _ in range(self.load.concurrency):
                         group.create_task(self._send_in_turn(conversations))
+                        await asyncio.sleep(0)  # what was sent must get its turns of the loop
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
