@@ -64,7 +64,8 @@ class Delivery:
         num_top_logprobs: int | None,
         end_token_ids: Collection[int] = (),
     ) -> None:
-        """``end_token_ids`` are stop tokens that end the choice before ``min_tokens`` too."""
+        """``end_token_ids`` are stop tokens that end the choice before ``min_tokens`` too. There the output is complete
+        as its grammar has it and no token was chosen, so the token is neither counted nor shown."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -87,17 +88,15 @@ class Delivery:
         num_released = 0
         text = ""
         for index, token_id in enumerate(token_ids):
-            self.num_tokens += 1
-            self._held.append(token_id)
-            if self._held_logprobs is not None:
-                assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
-                self._held_logprobs.add(logprobs, index)
-            if token_id in self._stop_token_ids and (
-                self.num_tokens > self._min_tokens or token_id in self._end_token_ids
-            ):
-                released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+            is_early, is_stop = self.num_tokens < self._min_tokens, token_id in self._stop_token_ids
+            if is_early and is_stop and token_id in self._end_token_ids:
+                released = self._end(Matched(FinishReason.STOP))
             else:
-                released = self._note(self._text.feed(token_id))
+                self._hold(token_id, logprobs, index)
+                if is_stop and not is_early:
+                    released = self._end(Matched(FinishReason.STOP, stop_token_id=token_id))
+                else:
+                    released = self._note(self._text.feed(token_id))
             num_released += released.num_tokens
             text += released.text
             if self.num_tokens >= self.max_tokens and released.stop is None and self.end is None:
@@ -119,6 +118,13 @@ class Delivery:
         delta = self._release(released.num_tokens, released.text)
         assert delta is not None
         return delta
+
+    def _hold(self, token_id: int, logprobs: TokenLogprobs | None, index: int) -> None:
+        self.num_tokens += 1
+        self._held.append(token_id)
+        if self._held_logprobs is not None:
+            assert logprobs is not None, "an answer lacks the log-probabilities that its row asked for"
+            self._held_logprobs.add(logprobs, index)
 
     def _end(self, end: Matched) -> Released:
         self.end = end

@@ -133,7 +133,7 @@ class WaitingQueue:
             choice.num_wanted = min(len(choice.hashes), (num_tokens - 1) // self._block_size)
             hashes = choice.hashes[: choice.num_wanted]
             num_shared = self._wanted.add(choice, hashes, lambda other: cast(Choice, other).rank > choice.rank)
-        choice.num_shared = max(num_shared, len(choice.pinned))
+        choice.num_shared = num_shared
         choice.work = self._work(choice)
         choice.is_queued = True
 
@@ -141,8 +141,11 @@ class WaitingQueue:
         choice = cast(Choice, owner)
         choice.num_missing += num_missing
         choice.num_evicted += num_evicted
-        if not choice.is_queued:
-            return
+        if choice.is_queued:
+            self.update_work(choice)
+
+    def update_work(self, choice: Choice) -> None:
+        """What a choice lacks has changed while it waits: blocks have moved, or those that it kept were taken."""
         before, choice.work = choice.work, self._work(choice)
         change = choice.work.minus(before)
         self._lanes[self._lane(choice)].change_work(choice, change)
@@ -159,7 +162,7 @@ class WaitingQueue:
             is_pooled=choice.is_pooled,
             num_forks=0 if live.forked else live.request.n - 1,
             num_evicted=choice.num_evicted,
-            num_shared=choice.num_shared,
+            num_shared=max(choice.num_shared, len(choice.pinned)),
         )
 
     def _count(self, choice: Choice, sign: int) -> None:

@@ -1,5 +1,7 @@
 """Blocks of the prompt that forked choices keep while they wait for a row. Knows no rows."""
 
+from collections.abc import Callable
+
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.choice import Choice
 
@@ -7,8 +9,10 @@ from penstock.scheduler.choice import Choice
 class Pins:
     """Who keeps blocks."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, on_taken: Callable[[Choice], None]) -> None:
+        """``on_taken`` is called with each choice that waits on without its blocks."""
         self._kv = kv
+        self._on_taken = on_taken
         self._choices: list[Choice] = []
 
     def __bool__(self) -> bool:
@@ -32,6 +36,7 @@ class Pins:
         victims = [choice for choice in self._choices if choice is not but]
         for choice in victims:
             self.remove(choice)
+            self._on_taken(choice)
         return bool(victims)
 
     def forget(self) -> None:

@@ -80,7 +80,7 @@ class Planner:
         self._model = model
         self._suspects = suspects
         self._clock = clock
-        self._pins = Pins(kv)
+        self._pins = Pins(kv, self.waiting.update_work)
         self.restoring = Restoring(kv, model, facts)
         self.beginnings = Beginnings(
             kv, self.waiting, self.running, self.rows, self._pins, suspects, self.restoring, clock

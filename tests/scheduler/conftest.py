@@ -467,6 +467,9 @@ class World:
             assert [lane.num_before(lane._key(choice)) for choice in choices] == list(range(len(choices)))
         for choice in waiting:
             assert 0 < choice.work.tokens <= len(choice.token_ids) + BLOCK_SIZE * choice.live.request.n
+            work = queue._work(choice)
+            if choice.work.length == work.length:  # a plan in flight may still bring a preempted one a token
+                assert choice.work == work, "a choice lacks something else now, and its work is old"
 
     def drain(self) -> None:
         """Runs until everything is finished, and checks every end."""

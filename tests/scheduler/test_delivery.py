@@ -86,9 +86,29 @@ def test_the_tokens_that_end_a_choice_come_with_its_end(stop_at, end, length):
     assert (delivery.num_tokens, delivery.num_in_text) == (3, 2)
 
 
-@pytest.mark.parametrize(("ends", "num_tokens"), [((EOS,), 2), ((), 4)], ids=["of a grammar", "others"])
-def test_the_end_of_a_grammar_ends_before_min_tokens(ends, num_tokens):
-    delivery = Delivery(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=ends)
-    delivery.take([1, EOS, 5, EOS, 1], None)
-    assert delivery.num_tokens == num_tokens
-    assert delivery.end == Matched(FinishReason.STOP, stop_token_id=EOS)
+@pytest.mark.parametrize(
+    ("ends", "shown", "end"),
+    [
+        ((EOS,), [1], Matched(FinishReason.STOP)),
+        ((), [1, EOS, 5, EOS], Matched(FinishReason.STOP, stop_token_id=EOS)),
+    ],
+    ids=["of a grammar", "others"],
+)
+def test_the_end_of_a_grammar_ends_before_min_tokens_and_is_no_token_of_the_output(ends, shown, end):
+    delivery = Delivery(0, Echo(), [EOS, 5], min_tokens=3, max_tokens=9, num_top_logprobs=1, end_token_ids=ends)
+    delta = delivery.take([1, EOS, 5, EOS, 1], logprobs(-1.0, -2.0, -3.0, -4.0, -5.0))
+    assert delta is not None
+    assert (delta.token_ids, delta.logprobs, delta.end) == (
+        shown,
+        logprobs(*[-1.0, -2.0, -3.0, -4.0][: len(shown)]),
+        end,
+    )
+    assert delivery.num_tokens == len(shown)
+
+
+def test_a_grammar_that_is_complete_at_once_ends_an_output_without_tokens():
+    delivery = Delivery(0, Echo(), [EOS], min_tokens=3, max_tokens=9, num_top_logprobs=None, end_token_ids=(EOS,))
+    delta = delivery.take([EOS], None)
+    assert delta is not None
+    assert (delta.token_ids, delta.text, delta.end) == ([], "", Matched(FinishReason.STOP))
+    assert delivery.num_tokens == 0

@@ -756,7 +756,7 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """No stop token is chosen before this many output tokens, and no stop string that is complete within them ends the
     output: 0 to max_tokens. Default: 0. At a position where this and `bad_words` would leave no token at all, both are
-    ignored. An output that matches its `constraint`, and can't go on, ends before it.
+    ignored. An output that matches its `constraint`, and can't go on, ends before it, without a stop token.
     """
     ignore_eos: _builtins.bool
     """Goes on past the model's own end-of-sequence tokens. Default: false."""
@@ -784,7 +784,7 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Doesn't complete any of these strings' token sequences; at most 256, each 1 to 256 bytes. Passed over at a position
+        """Doesn't complete any of these strings' token sequences; at most 256, each 1 to 256 bytes. Ignored at a position
         where it and `min_tokens` would leave no token at all.
         """
 
