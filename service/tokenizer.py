@@ -5,7 +5,6 @@ puts around a prompt, alone. Knows neither requests nor streams.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from penstock.service.identity import DEFAULT_TENANT, Caller, current_caller
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
-from penstock.service.reasoning import MARKS, Reasoning
+from penstock.service.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.specials import Specials
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer_config import TokenizerError
@@ -69,7 +68,7 @@ class Tokenizer:
             [template.source for template in files.templates.values()],
             {
                 mark: files.vocabulary[mark]
-                for mark in chain(*MARKS)
+                for mark in REASONING_MARKS
                 if files.vocabulary.get(mark, facts.vocab_size) < facts.vocab_size
             },
             facts.special_tokens,

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -170,10 +169,8 @@ class WholeResponse:
 
 
 def _settled(body: ResponsesRequest, model: GetModelResponse) -> Json:
-    """What the request settles of a response. Most of it is the request's own. Raises UnicodeEncodeError for what is no
-    text: later the stream would break."""
+    """Returns the fields of a response that the request determines; most are copies of the request's."""
     given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
-    msgspec.json.encode(given)
     return {
         "object": "response",
         "created_at": int(time.time()),
