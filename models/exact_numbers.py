@@ -39,7 +39,7 @@ class Real(float):
     @property
     def is_rounded(self) -> bool:
         """Whether a double is another number, and one that matters: decimal fractions are always rounded."""
-        return not abs(self) <= MAX_EXACT and (abs(self) == float("inf") or Decimal(self.text) != Decimal(float(self)))
+        return not abs(self) < MAX_EXACT and (abs(self) == float("inf") or Decimal(self.text) != Decimal(float(self)))
 
 
 def read_integer(text: str) -> int:

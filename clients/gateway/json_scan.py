@@ -11,6 +11,8 @@ from dataclasses import dataclass
 _BRACKETS = re.compile(rb"([\[\]{}])")
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _MAYBE_LARGE = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
+_MANY_DIGITS = re.compile(rb"[0-9]{6}")
+"""Numbers without such a run have at most 15 digits, also where a piece ends within one."""
 _MAX_NAME_BYTES = 256
 _MAX_INT_DIGITS = 4300
 """The parser's bound, as Python has it."""
@@ -48,6 +50,8 @@ class JsonScan:
         self.commas_of: Counter[str] = Counter()
         self.large_number: str | None = None
         """The path of the first number with too many digits, or beyond a double's range, if it is looked for."""
+        self.has_many_digits = False
+        """Whether a number may have 16 digits or more, which a double need not keep."""
         self._seeks_number = seeks_number
         self._accounted = (0, 0)
         self._open: list[_Open] = []
@@ -135,6 +139,7 @@ class JsonScan:
     def _advance(self, text: bytes) -> None:
         num_commas = text.count(b",")
         self.num_commas += num_commas
+        self.has_many_digits = self.has_many_digits or _MANY_DIGITS.search(text) is not None
         if not self._open:
             return
         last = self._open[-1]

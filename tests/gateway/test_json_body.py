@@ -84,6 +84,27 @@ TOO_MUCH = [
 ]
 
 
+NUMBERS = {
+    "9007199254740993.0": 2**53 + 1,
+    "-9007199254740993.0": -(2**53) - 1,
+    "9007199254740993e0": 2**53 + 1,
+    "9007199254.740993e6": 2**53 + 1,
+    "123456789012345678901e-1": 12345678901234567890.1,
+    "9007199254740992.0": 2.0**53,
+    "1e23": 1e23,
+    "1.7976931348623157e308": 1.7976931348623157e308,
+    "0.12345678901234567890": 0.12345678901234568,
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+async def test_integers_with_a_fraction_or_an_exponent_are_not_rounded(text):
+    for padding in (0, *range(2 * json_body._SCAN_BYTES * 4, 2 * json_body._SCAN_BYTES * 4 + 24)):
+        body = b'{"x":"%s","a":[%s]}' % (b"p" * padding, text.encode())
+        [value] = (await parse_json(body))["a"]
+        assert (value, type(value)) == (NUMBERS[text], type(NUMBERS[text]))
+
+
 @pytest.mark.parametrize(("body", "field"), TOO_MUCH, ids=lambda value: str(value)[:20])
 async def test_what_holds_too_much_is_refused_before_it_is_parsed(body, field, monkeypatch):
     monkeypatch.setattr("msgspec.json.decode", None)

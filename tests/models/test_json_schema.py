@@ -79,6 +79,7 @@ EXACT = {
     "anyOf": ({"anyOf": [{"const": P}, {"type": "boolean"}]}, ["true", str(P)], ["1"]),
     "inside a const": ({"const": {"a": [P, 1.5]}}, [f'{{"a":[{P}, 1.5]}}'], ['{"a":[1,1.5]}']),
     "no double": ('{"enum":[1e400, 9007199254740993.0]}', ["1e400", "9007199254740993.0"], ["1"]),
+    "a double of 2^53 once rounded": ('{"const":9007199254740993.0}', ["9007199254740993.0"], ["9007199254740992"]),
     "a default": ({"default": 2**70, "type": "integer", "minimum": 0}, ["5"], ["-1"]),
 }
 
