@@ -11,8 +11,7 @@ from dataclasses import dataclass
 _BRACKETS = re.compile(rb"([\[\]{}])")
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _MAYBE_LARGE = re.compile(rb"[0-9]{300}|[eE]\+?[0-9]{3}")
-_MANY_DIGITS = re.compile(rb"[0-9]{6}")
-"""Numbers without such a run have at most 15 digits, also where a piece ends within one."""
+_EXPONENT = re.compile(rb"[0-9][eE]")
 _MAX_NAME_BYTES = 256
 _MAX_INT_DIGITS = 4300
 """The parser's bound, as Python has it."""
@@ -48,12 +47,13 @@ class JsonScan:
         self.parts_of: Counter[str] = Counter()
         """``num_parts`` by the field of the outermost object."""
         self.commas_of: Counter[str] = Counter()
+        self.reals_of: Counter[str] = Counter()
         self.large_number: str | None = None
         """The path of the first number with too many digits, or beyond a double's range, if it is looked for."""
-        self.has_many_digits = False
-        """Whether a number may have 16 digits or more, which a double need not keep."""
+        self.num_reals = 0
+        """Numbers with a fraction or an exponent. One with both counts twice."""
         self._seeks_number = seeks_number
-        self._accounted = (0, 0)
+        self._accounted = (0, 0, 0)
         self._open: list[_Open] = []
         self._in_string = False
         self._is_escaped = False
@@ -104,7 +104,8 @@ class JsonScan:
     def _account(self, field: str) -> None:
         self.parts_of[field] += self.num_parts - self._accounted[0]
         self.commas_of[field] += self.num_commas - self._accounted[1]
-        self._accounted = self.num_parts, self.num_commas
+        self.reals_of[field] += self.num_reals - self._accounted[2]
+        self._accounted = self.num_parts, self.num_commas, self.num_reals
 
     def _read_structure(self, text: bytes) -> None:
         for piece in _BRACKETS.split(text):
@@ -139,7 +140,9 @@ class JsonScan:
     def _advance(self, text: bytes) -> None:
         num_commas = text.count(b",")
         self.num_commas += num_commas
-        self.has_many_digits = self.has_many_digits or _MANY_DIGITS.search(text) is not None
+        self.num_reals += text.count(b".")
+        if b"e" in text or b"E" in text:
+            self.num_reals += len(_EXPONENT.findall(text))
         if not self._open:
             return
         last = self._open[-1]

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.clients.gateway import json_body
 from penstock.clients.gateway.errors import GatewayError
-from penstock.clients.gateway.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, parse_json
+from penstock.clients.gateway.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, MAX_REALS, parse_json
 from penstock.clients.gateway.json_scan import JsonScan
 
 LONG = b'"' + b"p" * 70_000 + b'"'
@@ -79,6 +79,8 @@ TOO_MUCH = [
     (b'{"stop":[' + b'"",' * MAX_PARTS + b'""],"prompt":""}', "stop"),
     (b'{"input":[' + b"5," * (MAX_COMMAS + 1) + b"5]}", "input"),
     (b'{"prompt":[' + b"[5]," * MAX_PARTS + b"[5]]}", "prompt"),
+    (b'{"a":1.5,"metadata":[' + b"0.1," * MAX_REALS + b"1]}", "metadata"),
+    (b'{"metadata":[true,' + b"1E3,2e-1," * (MAX_REALS // 2 + 50) + b"1e0]}", "metadata"),
     (b"{" + b",".join(b'"%d":1' % i for i in range(MAX_PARTS)) + b"}", None),
     (b"[" + b"[]," * MAX_PARTS + b"1]", None),
 ]
@@ -99,26 +101,25 @@ NUMBERS = {
 
 @pytest.mark.parametrize("text", NUMBERS)
 async def test_integers_with_a_fraction_or_an_exponent_are_not_rounded(text):
-    for padding in (0, *range(2 * json_body._SCAN_BYTES * 4, 2 * json_body._SCAN_BYTES * 4 + 24)):
-        body = b'{"x":"%s","a":[%s]}' % (b"p" * padding, text.encode())
-        [value] = (await parse_json(body))["a"]
+    for padding in (b"1", LONG):
+        [value] = (await parse_json(b'{"x":%s,"a":[%s]}' % (padding, text.encode())))["a"]
         assert (value, type(value)) == (NUMBERS[text], type(NUMBERS[text]))
 
 
 @pytest.mark.parametrize(("body", "field"), TOO_MUCH, ids=lambda value: str(value)[:20])
 async def test_what_holds_too_much_is_refused_before_it_is_parsed(body, field, monkeypatch):
-    monkeypatch.setattr("msgspec.json.decode", None)
+    monkeypatch.setattr(json_body, "_DECODER", None)
     with pytest.raises(GatewayError) as raised:
         await parse_json(body)
     assert (raised.value.status, raised.value.code) == (413, "request_too_large")
-    assert f"{MAX_COMMAS:,}" in raised.value.message or f"{MAX_PARTS:,}" in raised.value.message
+    assert any(f"{bound:,}" in raised.value.message for bound in (MAX_COMMAS, MAX_PARTS, MAX_REALS))
     if field is not None:
         assert raised.value.param == field
 
 
 async def test_what_is_just_not_too_much_is_parsed():
     texts = [["a"]] * ((MAX_PARTS - 10) // 2)
-    body = {"input": [5] * (MAX_COMMAS - len(texts)), "s": texts}
+    body = {"input": [5] * (MAX_COMMAS - len(texts) - MAX_REALS), "s": texts, "r": [0.5] * MAX_REALS}
     assert await parse_json(json.dumps(body).encode()) == body
 
 

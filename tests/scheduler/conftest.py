@@ -1,224 +1,33 @@
-"""What the tests of the scheduler share: text states, requests whose output is known beforehand, and ``World``, a
-scheduler with a fake worker that checks everything after every operation."""
+"""What the tests of the scheduler share: ``World``, a scheduler with a fake worker that checks everything after every
+operation."""
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from known_requests import (
+    BLOCK_SIZE,
+    HIDDEN_SIZE,
+    MAX_MODEL_LEN,
+    TEXTS,
+    VOCAB_SIZE,
+    PlainText,
+    Received,
+    make_request,
+)
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.scheduler.choice import ChoiceState, sampling_of_choice
+from penstock.scheduler.choice import ChoiceState
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history, vector_of
+from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
 from penstock.scheduler.lane import total_work
 from penstock.scheduler.lineup import WaitingQueue
-from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, TokenLogprobs, WorkerFacts
+from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, WorkerFacts
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.request import (
-    Accepted,
-    Change,
-    Delta,
-    Embedded,
-    Event,
-    Finished,
-    FinishReason,
-    Matched,
-    Prompt,
-    PromptLogprobs,
-    Refused,
-    Released,
-    Request,
-)
+from penstock.scheduler.request import Change, FinishReason, Prompt, Refused, Request
 from penstock.scheduler.scheduler import Scheduler
-
-VOCAB_SIZE, BLOCK_SIZE = 7, 4
-MAX_MODEL_LEN = 44
-HIDDEN_SIZE = 3
-
-
-class PlainText:
-    """Lets every token go at once."""
-
-    def feed(self, token_id: int) -> Released:
-        return Released(1, chr(97 + token_id))
-
-    def finish(self) -> Released:
-        return Released(0, "")
-
-
-class HoldingText:
-    """Holds tokens back until it has three, as if they made one character together."""
-
-    def __init__(self) -> None:
-        self.held = ""
-
-    def feed(self, token_id: int) -> Released:
-        self.held += chr(97 + token_id)
-        return self.finish() if len(self.held) == 3 else Released(0, "")
-
-    def finish(self) -> Released:
-        text, self.held = self.held, ""
-        return Released(len(text), text)
-
-
-class StoppingText(HoldingText):
-    """Stops at "ab"; holds an "a" back."""
-
-    def feed(self, token_id: int) -> Released:
-        self.held += chr(97 + token_id)
-        if self.held == "ab":
-            return Released(0, "", stop="ab")
-        if self.held.endswith("a"):
-            text, self.held = self.held[:-1], "a"
-            return Released(len(text), text)
-        return self.finish()
-
-
-TEXTS = (PlainText, HoldingText, StoppingText)
-
-
-@dataclass
-class Expected:
-    """What one choice must bring, worked out without a scheduler."""
-
-    token_ids: list[int]
-    end: Matched
-    num_tokens: int
-
-
-def expected_choice(
-    request: Request, index: int, max_model_len: int, vocab_size: int = VOCAB_SIZE, max_tokens: int | None = None
-) -> Expected:
-    next_token = token_of_history(vocab_size)
-    sampling = sampling_of_choice(request.sampling, index)
-    history = list(request.prompt_token_ids)
-    max_tokens = min(max_tokens or request.max_tokens, max_model_len - len(history))
-    text = request.make_text()
-    for num_before in range(max_tokens):
-        token = next_token(history, sampling)
-        if num_before < sampling.min_tokens:
-            while token in sampling.stop_token_ids:
-                token = (token + 1) % vocab_size
-        history.append(token)
-        if token in sampling.stop_token_ids:
-            end = Matched(FinishReason.STOP, stop_token_id=token)
-            break
-        released = text.feed(token)
-        if released.stop is not None:
-            end = Matched(FinishReason.STOP, stop=released.stop)
-            break
-    else:
-        end = Matched(FinishReason.LENGTH)
-    token_ids = history[len(request.prompt_token_ids) :]
-    return Expected(token_ids, end, len(token_ids))
-
-
-@dataclass
-class Received:
-    """A request and all that its sink got."""
-
-    request: Request
-    max_model_len: int = MAX_MODEL_LEN
-    vocab_size: int = VOCAB_SIZE
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    chosen: dict[int, list[float]] = field(default_factory=dict)
-    ends: dict[int, Matched] = field(default_factory=dict)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    vectors: dict[int, bytes] = field(default_factory=dict)
-    limits: dict[int, int] = field(default_factory=dict)
-    """What the choices' max_tokens came to be, where they were changed."""
-    most_tokens: int = 0
-    """The most that they ever were changed to: plans made while they were so are in flight after a later change."""
-    accepted: Accepted | None = None
-    finished: Finished | None = None
-
-    def __post_init__(self) -> None:
-        self.request.sink = self.sink
-
-    def sink(self, event: Event) -> None:
-        assert self.finished is None, "an event after the end"
-        match event:
-            case Accepted():
-                assert self.accepted is None
-                self.accepted = event
-            case Delta():
-                assert event.choice not in self.ends, "a delta after a choice's end"
-                self.token_ids.setdefault(event.choice, []).extend(event.token_ids)
-                self.text[event.choice] = self.text.get(event.choice, "") + event.text
-                self._take_logprobs(event.choice, event.token_ids, event.logprobs)
-                if event.end is not None:
-                    self.ends[event.choice] = event.end
-            case PromptLogprobs():
-                assert event.start == len(self.prompt_logprobs) + 1, "a gap or a repetition"
-                self.prompt_logprobs += event.logprobs.chosen
-            case Embedded():
-                assert event.choice not in self.vectors, "a vector for the second time"
-                self.vectors[event.choice] = event.vector
-            case Finished():
-                self.finished = event
-
-    def _take_logprobs(self, choice: int, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
-        assert (logprobs is None) == (self.request.sampling.logprobs is None)
-        if logprobs is not None:
-            assert len(logprobs.chosen) == len(token_ids)
-            assert len(logprobs.top) == len(logprobs.top_token_ids) == len(token_ids) * logprobs.num_top
-            self.chosen.setdefault(choice, []).extend(logprobs.chosen)
-
-    def check_end(self) -> None:
-        """Finished, with exactly what was to be expected, or with a part of it if it was ended early."""
-        request = self.request
-        assert self.finished is not None, "a request without an end"
-        whole = self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if request.pooling is not None:
-            self._check_vectors(request.pooling, whole)
-            return
-        num_tokens = 0
-        for index in range(request.n):
-            limit = self.limits.get(index)
-            expected = expected_choice(request, index, self.max_model_len, self.vocab_size, limit)
-            got = self.token_ids.get(index, [])
-            assert got == expected.token_ids[: len(got)], f"choice {index}: {got} differs from {expected.token_ids}"
-            assert not whole or got == expected.token_ids, f"choice {index}: {got} lacks of {expected.token_ids}"
-            assert "".join(chr(97 + token) for token in got).startswith(self.text.get(index, "")), "text without tokens"
-            assert self.ends.get(index, expected.end) == expected.end
-            assert not whole or index in self.ends
-            num_tokens += expected.num_tokens
-            position = len(request.prompt_token_ids)
-            logprobs = [-float(position + offset) - token / 1e6 for offset, token in enumerate(got)]
-            assert request.sampling.logprobs is None or self.chosen.get(index, []) == logprobs
-        usage = self.finished.usage
-        assert usage.prompt_tokens == len(request.prompt_token_ids)
-        assert usage.output_tokens == num_tokens if whole else usage.output_tokens <= num_tokens
-        prompt = request.prompt_token_ids
-        known_to = 0 if request.sampling.prompt_logprobs is None else len(prompt)
-        known = [-float(position) - prompt[position] / 1e6 for position in range(1, known_to)]
-        assert self.prompt_logprobs == known[: len(self.prompt_logprobs)]
-        assert not whole or self.prompt_logprobs == known
-
-    def _check_vectors(self, pooling: Pooling, whole: bool) -> None:
-        request, finished = self.request, self.finished
-        assert finished is not None
-        assert finished.context is None
-        assert not self.token_ids
-        for index, vector in self.vectors.items():
-            token_ids = request.prompt(index).token_ids
-            assert vector == vector_of([token_ids[at] for at in pooling.positions(len(token_ids))], HIDDEN_SIZE)
-        assert not whole or set(self.vectors) == set(range(request.n))
-        assert finished.usage.prompt_tokens == request.num_prompt_tokens
-        assert finished.usage.output_tokens == 0
-        assert finished.usage.cached_tokens == 0 or pooling is Pooling.LAST
-
-
-def make_request(
-    name: str, prompt: list[int], tenant: str = "default", block_size: int = BLOCK_SIZE, **fields: Any
-) -> Request:
-    salt = tenant_salt("fake", tenant)
-    defaults: dict[str, Any] = {"sampling": SamplingParams(), "max_tokens": 4, "make_text": PlainText}
-    hashes = hash_blocks(prompt, block_size, salt)
-    return Request(name, prompt, hashes, sink=lambda _: None, tenant=tenant, hash_salt=salt, **defaults | fields)
 
 
 class World:
