@@ -1,10 +1,11 @@
-"""Predicts when a request's first and last token will come, by a fluid model of the queue. Knows only counts and times.
+"""Predicts when a request's first and last token will come, with a fluid model of the queue. It sees only counts and
+times.
 
 Everything ahead of a request is work for the same worker, so the times add up:
 
-- Steps pass until the prompts ahead and the request's own are computed, chunk by chunk, and until a row and its blocks
-  are free, whichever takes longer. Each step costs a constant, and the time of the rows that decode in it.
-- Added to that are the tokens of the prompts that have to be computed, each once: what is cached costs nothing.
+- The request waits for the steps that compute the prompts ahead and its own, chunk by chunk, and for a free row and
+  blocks; the longer wait counts. Each step costs a constant, plus the time of the rows that decode in it.
+- To that, the prompt tokens that must be computed are added, each once. Cached tokens cost nothing.
 """
 
 import math
@@ -17,31 +18,29 @@ from penstock.scheduler.lane import NO_WORK, QueuedWork
 from penstock.scheduler.step_model import StepModel, StepWork
 
 _PRUDENCE = 0.05
-"""A request's own output is taken to be so long that only this share of the outputs known was longer."""
+"""A request's own output is assumed to be longer than all but this share of the known outputs."""
 _NUM_RATIOS = 64
-"""Requests that ended last, whose times are compared with what was predicted for them."""
+"""The latest requests to end; their times are compared with the predictions."""
 _NUM_LATER = 4
 """The latest that is predicted is by the second worst of these."""
 _USUAL_LATENESS, _MAX_LATENESS = 1.3, 3.0
 _MAX_KNOWN = 512
-"""Outputs that are known; then they count half, so that new ones show."""
+"""After this many outputs the known ones count half, so that new ones have an effect."""
 _PRIOR = 0.1
-"""Outputs, half of which ended by themselves, that every length is taken to have been known by before the first."""
-
-
+"""The weight of a prior for each length: this many outputs, half of which ended by themselves."""
 _RECENT_OUTPUTS = 64
-"""That the mean output is about of: what ends a row now is what came lately."""
+"""The mean output is over about this many: rows that end now are like those that began lately."""
 _BIAS_RATE = 0.1
-"""Of the error of a time to the first token, what is corrected at once."""
+"""The share of an error in the time to the first token that one observation corrects."""
 _MAX_BIAS_STEP = 0.7
 _ARRIVAL_RATE = 0.125
-"""Of what a new prompt takes, what goes into the mean at once."""
+"""The weight of a new prompt's time in the mean."""
 _MAX_BIAS = 4.0
-"""However wrong predictions are."""
+"""The largest correction factor, however wrong the predictions are."""
 _MAX_PARTS = 4
-"""Of a long time of prompts: in each of them, the number of rows that decode is taken to be even."""
+"""A long time of prompts is divided into this many parts; in each, the number of decoding rows is constant."""
 _LEAST_S = 1e-6
-"""Of a time that others are held against: a model that knows little may predict none at all."""
+"""The smallest time to divide by: a model with few observations may predict zero."""
 
 
 @dataclass(slots=True)
@@ -49,26 +48,26 @@ class Load:
     """What there is to do when a request arrives."""
 
     in_flight_s: float
-    """Until the plans in flight are answered, as predicted."""
+    """The predicted time until the plans in flight are answered."""
     decodes: int
     decode_kv: int
     """The number of rows that decode, and the sum of their lengths."""
     remaining: Sequence[int]
-    """Output tokens that each row that runs may still have at most, in any order."""
+    """For each running row, the most output tokens it may still have, in any order."""
     free_rows: int
     max_rows: int
     free_blocks: int
     num_blocks: int
     block_size: int
     prefill_tokens: int = 0
-    """Of the rows that run: what is not planned yet of their histories."""
+    """Tokens of the running rows' histories that are not planned yet."""
     prefill_kv: int = 0
-    """How many tokens each of ``prefill_tokens`` attends to, summed."""
+    """The tokens that each of ``prefill_tokens`` attends to, summed."""
     prefill_rows: int = 0
     prefill_context: int = 0
-    """How many rows have prompt tokens that are not planned yet, and the lengths of their histories summed."""
+    """The number of rows with prompt tokens that are not planned yet, and the sum of the lengths of their histories."""
     ahead: QueuedWork = NO_WORK
-    """What waits and will have a row sooner."""
+    """The queued work that gets a row sooner."""
 
 
 class Prediction(NamedTuple):
@@ -79,13 +78,13 @@ class Prediction(NamedTuple):
     total_s: float
     """To the last."""
     latest_s: float
-    """To the last, in all but a few cases."""
+    """To the last, exceeded only in a few cases."""
     modelled_ttft_s: float
-    """To the first token, before what earlier predictions were worth is taken into account."""
+    """To the first token, before the correction by earlier predictions' errors."""
 
 
 class Forecast:
-    """Predicts; and learns how long outputs are, which is often less than they may be."""
+    """Predicts times, and learns how long outputs are: often they are shorter than ``max_tokens``."""
 
     def __init__(self, model: StepModel, budget: int, target_itl_s: float | None) -> None:
         self._model = model
@@ -100,18 +99,18 @@ class Forecast:
         self._num_outputs = 0
 
     def configure(self, budget: int, target_itl_s: float | None) -> None:
-        """The limits of a step have changed."""
+        """Sets new limits of a step."""
         self._budget = budget
         self._target_itl_s = target_itl_s
 
     def learn(self, num_output: int, max_tokens: int) -> None:
-        """An output that might have had ``max_tokens`` ended, by itself or because of that limit."""
+        """Records the length of an output that ended, by itself or at ``max_tokens``."""
         self._lengths.learn(num_output, num_output < max_tokens)
         self._num_outputs = min(self._num_outputs + 1, _RECENT_OUTPUTS)
         self._mean_output += (num_output - self._mean_output) / self._num_outputs
 
     def learn_arrival(self, own: QueuedWork) -> None:
-        """A request with so much work came: more like it may follow."""
+        """Records a new request's work: more requests like it may follow."""
         seconds = self._model.predict(_own_work(own, 1, 0, 0), 0)
         if seconds is not None:
             is_cached = _is_cached(own)
@@ -119,11 +118,11 @@ class Forecast:
             self._mean_prompt_s[is_cached] = mean + _ARRIVAL_RATE * (seconds - mean)
 
     def learn_ttft(self, own: QueuedWork, modelled_s: float, took_s: float) -> None:
-        """A request's first token took so long from its admission, for which the model alone predicted so much then.
+        """Records the time from a request's admission to its first token, and what the model predicted at admission.
 
-        What the model of steps does not cover (the way to the worker and back, later requests in the same step) shows
-        as a factor, of which a little is corrected each time. Of a burst all predictions are made before the first is
-        put to the test, so the factor of that time does not matter.
+        Costs that the step model does not cover (the way to the worker and back, later requests in the same step)
+        appear as a factor, which each request corrects a little. In a burst, all predictions are made before the first
+        one is tested, so the error is measured against the current factor, not against the one used then.
         """
         is_cached = _is_cached(own)
         bias = self._bias[is_cached]
@@ -132,21 +131,21 @@ class Forecast:
         self._bias[is_cached] = max(1 / _MAX_BIAS, min(_MAX_BIAS, bias * math.exp(_BIAS_RATE * error)))
 
     def learn_total(self, own: QueuedWork, predicted_s: float, took_s: float) -> None:
-        """A request took so long from its admission to its last token, for which so much was predicted then."""
+        """Records the time from a request's admission to its last token, and what was predicted at admission."""
         kind = self._lateness.setdefault(_kind(own, predicted_s), _Lateness())
         kind.learn(took_s / max(predicted_s, _LEAST_S))
 
     def lateness(self, own: QueuedWork, predicted_s: float) -> float:
-        """By which factor requests for which about as much was predicted are late, in all but a few cases.
+        """Returns the factor by which similar requests are late, in all but a few cases.
 
-        The first ones of a burst take much longer than predicted, since nobody knows what will follow, and the last
-        ones do not; and what follows a prompt that is cached is likely to be cached. So each is compared with its
-        like."""
+        The first requests of a burst take much longer than predicted, because the requests that follow are unknown; the
+        last ones do not. Requests after one with a cached prompt are likely to be cached too. So each request is
+        compared only with those of about the same prediction and kind of prompt."""
         known = self._lateness.get(_kind(own, predicted_s))
         return _USUAL_LATENESS if known is None else known.factor
 
     def forget_lateness(self) -> None:
-        """What was learned of whole requests' times is old."""
+        """Discards what was learned about the times of whole requests."""
         self._lateness.clear()
 
     def predict(self, load: Load, own: QueuedWork, max_tokens: int, forks: QueuedWork = NO_WORK) -> Prediction | None:
@@ -162,7 +161,7 @@ class Forecast:
         own_chunks = math.ceil(own.tokens / prefill.chunk)
         num_turns = math.ceil((ahead.pooled + own.pooled) / load.max_rows)
         steps = max(prefill.steps, num_turns, self._steps_to_row(load, own) + own_chunks)
-        # Until there is a row for it, those that run go on.
+        # The running rows continue until one is free for it.
         decodes = prefill.decodes + (steps - prefill.steps) * rows
         num_splits = max(0, prefill.steps - 1)
         work = StepWork(
@@ -171,7 +170,7 @@ class Forecast:
             decodes,
             decodes * kv_each,
             load.prefill_rows + ahead.chunks + own.chunks + num_splits,
-            # A prompt that is split between two steps is read by the first of them in part.
+            # The first of two steps that share a prompt computes only a part of it.
             load.prefill_context + _lengths(ahead) + _lengths(own) + num_splits * own.length / 2,
             ahead.evicted_blocks + own.evicted_blocks,
         )
@@ -186,11 +185,11 @@ class Forecast:
         total_s = ttft_s + self._decoding_s(rows, kv_each * rows, long, prompt_s)
         if forks.rows:
             total_s += self._model.predict(_own_work(forks, 1, 0, 0)) or 0.0
-        # What is reported is as true as can be; what is admitted by has its own measure of lateness.
+        # The reported time is the best estimate. Admission uses the latest time, which has its own margin.
         return Prediction(self._bias[_is_cached(own)] * ttft_s, total_s, total_s * self.lateness(own, total_s), ttft_s)
 
     def service_s(self, decodes: int, decode_kv: int, own: QueuedWork, max_tokens: int) -> float | None:
-        """How long a request takes, first step to last token, if it begins now beside so many decoding rows."""
+        """Returns the time from a request's first step to its last token if it begins now, beside these decodes."""
         steps = math.ceil(own.tokens / self._chunk(decodes, decode_kv, own.length))
         seconds = self._model.predict(_own_work(own, steps, decodes * steps, decode_kv * steps), steps)
         if seconds is None:
@@ -200,7 +199,7 @@ class Forecast:
         return seconds + self._decoding_s(decodes + max(1, own.rows), decode_kv + own.context, length, prompt_s)
 
     def alone_s(self, own: QueuedWork, max_tokens: int) -> float | None:
-        """How long a request takes, first step to last token, with no other beside it."""
+        """Returns the time from a request's first step to its last token when it runs alone."""
         chunks = math.ceil(own.tokens / self._chunk(0, 0, own.length))
         output = max(0.0, self._lengths.expected(max_tokens) - 1)
         steps = output / self._model.tokens_each
@@ -209,8 +208,8 @@ class Forecast:
         return self._model.predict(_own_work(own, chunks, decodes, kv), chunks + steps)
 
     def _prefill(self, load: Load, num_tokens: float, kv_each: float, length: float) -> "_Prefill":
-        """The steps until all these tokens of prompts are computed, and the rows that are ahead decode."""
-        # What begins in the next step does not slow that step down.
+        """Returns the steps until all these prompt tokens are computed and the rows ahead decode."""
+        # Rows that begin in the next step do not slow it down.
         chunk = self._chunk(load.decodes, load.decode_kv, length)
         steps, decodes = 1.0, float(load.decodes)
         left = max(0.0, num_tokens - chunk)
@@ -222,7 +221,7 @@ class Forecast:
             part, joined = left / num_parts, joining * left / num_tokens / num_parts
             chunk = self._chunk(running, running * kv_each, length)
             part_steps = part / chunk
-            # As some rows begin to decode, others have all of their output.
+            # While some rows begin to decode, others end.
             ended = part_steps / output_steps if output_steps else 0.0
             after = min(load.max_rows, (running + joined) / (1 + ended))
             decodes += part_steps * (running + after) / 2
@@ -232,7 +231,7 @@ class Forecast:
         return _Prefill(rounded, decodes * rounded / steps, chunk, running)
 
     def _chunk(self, decodes: float, decode_kv: float, length: float) -> int:
-        """Tokens of prompts in a step."""
+        """Returns the number of prompt tokens in a step."""
         budget = max(1, self._budget - int(decodes))
         if int(decodes) == 0:
             return budget
@@ -240,9 +239,9 @@ class Forecast:
         return self._model.max_prefill(int(decodes), int(decode_kv), context, self._target_itl_s, budget)
 
     def _steps_to_row(self, load: Load, own: QueuedWork) -> int:
-        """Until enough of the rows that run have ended for a request to begin that has so many others ahead of it."""
+        """Returns the steps until enough running rows have ended for the request, behind others, to begin."""
         num_ahead = int(load.ahead.rows)
-        # Those ahead that have a row at once run as well.
+        # Requests ahead that get a row at once run as well.
         remaining = [*load.remaining, *[self._mean_output] * min(load.free_rows, num_ahead)]
         num_rows = len(remaining)
         if not num_rows:
@@ -256,12 +255,12 @@ class Forecast:
         return math.ceil(self._tokens_to_end(remaining, missing) / self._model.tokens_each)
 
     def _tokens_to_end(self, remaining: Sequence[float], num_ends: int) -> float:
-        """Of each row, until so many have ended, of those that run and of those that take their places one after
-        another."""
+        """Returns the tokens that each row gets until ``num_ends`` rows have ended: running ones, and those that take
+        their places one after another."""
         num_rows = len(remaining)
         mean = sum(remaining) / num_rows
         shorter = self._lengths.expected(round(mean)) / mean if mean >= 1 else 1.0
-        # Once it goes round evenly, as many end in the time of a whole output as there are rows.
+        # In the steady state, as many rows end in the time of a whole output as there are.
         cycles = max(0, (num_ends - 1) // num_rows - 1)
         index = num_ends - 1 - cycles * num_rows
         successors = range(2 + index // num_rows)
@@ -277,7 +276,7 @@ class Forecast:
             return 0.0
         others_s = seconds * (self._model.slowdown - 1)
         if self._mean_output:
-            # A row that ends may be followed by another prompt, which may be cached now. Half of them are taken to be.
+            # Another prompt may follow a row that ends, and may be cached by then. The model assumes that half are.
             others_s = min(others_s, rows / 2 * prompt_s * length / self._mean_output)
         return seconds + others_s
 
@@ -296,7 +295,7 @@ class OutputLengths:
         self._ended = [_PRIOR / 2] * self._NUM_OCTAVES
 
     def learn(self, length: int, ended: bool) -> None:
-        """An output of ``length`` ended by itself, or was cut short there."""
+        """Records an output of ``length``, which ended by itself or was cut there."""
         octave = max(1, length).bit_length() - 1
         for index in range(octave + 1):
             self._entered[index] += 1
@@ -306,7 +305,7 @@ class OutputLengths:
             self._ended = [count / 2 for count in self._ended]
 
     def expected(self, limit: int) -> float:
-        """The mean length of outputs that ``limit`` cuts short."""
+        """Returns the mean length of outputs under ``limit``."""
         mean, alive, begin = 0.0, 1.0, 1
         for entered, ended in zip(self._entered, self._ended, strict=True):
             if begin > limit:
@@ -320,7 +319,7 @@ class OutputLengths:
         return mean
 
     def long(self, limit: int, longer: float) -> int:
-        """The length, at most ``limit``, that a share ``longer`` of the outputs exceeds."""
+        """Returns the length, at most ``limit``, that a share ``longer`` of the outputs exceeds."""
         alive, begin = 1.0, 1
         for entered, ended in zip(self._entered, self._ended, strict=True):
             if begin > limit:
@@ -340,20 +339,20 @@ def _kind(own: QueuedWork, predicted_s: float) -> tuple[int, bool]:
 
 
 def _is_cached(own: QueuedWork) -> bool:
-    """Whether most of its prompt is cached, or shared with those ahead."""
+    """Returns whether most of the prompt is cached, or shared with requests ahead."""
     return own.tokens < _lengths(own) / 2
 
 
 class _Lateness:
-    """How much later than predicted requests ended."""
+    """Measures how much later than predicted requests end."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque([_USUAL_LATENESS] * _NUM_RATIOS, maxlen=_NUM_RATIOS)
         self.factor = _USUAL_LATENESS
-        """For all but a few of them."""
+        """The factor that all but a few of them stay below."""
 
     def learn(self, ratio: float) -> None:
-        """A request took so many times as long as predicted."""
+        """Records the ratio of a request's time to the predicted one."""
         self._ratios.append(min(ratio, _MAX_LATENESS))
         self.factor = max(1.0, sorted(self._ratios)[-_NUM_LATER])
 
@@ -363,11 +362,11 @@ class _Prefill(NamedTuple):
 
     steps: int
     decodes: float
-    """Rows that are continued in these steps, summed."""
+    """Rows continued in these steps, summed over the steps."""
     chunk: int
-    """Tokens of prompts in the last of them."""
+    """Prompt tokens in the last step."""
     rows: float
-    """Rows that decode after them."""
+    """Rows that decode after these steps."""
 
 
 def _lengths(work: QueuedWork) -> float:
