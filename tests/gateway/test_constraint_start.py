@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import httpx
 import jsonschema
+import psutil
 import pytest
 import tokenizers
 import torch
@@ -149,6 +150,48 @@ def _complete(target: str, start: pb.Start) -> str:
         stub = pb_grpc.GenerationServiceStub(channel)
         answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
     return answer.choices[0].text
+
+
+def _worker_of(target: str) -> psutil.Process:
+    """The process that computes for the service."""
+    services = [
+        each for each in psutil.process_iter(["cmdline"]) if f"--listen={target}" in (each.info["cmdline"] or ())
+    ]
+    [worker] = [
+        child
+        for service in services
+        for child in service.children()
+        if any("penstock.models.worker" in part for part in child.cmdline())
+    ]
+    return worker
+
+
+@pytest.mark.parametrize("where", ["reasoning", "answer"])
+def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) -> None:
+    """Within reasoning, which then has as many tokens as it would have had, or after it."""
+    sampling = pb.Sampling(max_tokens=400, seed=2, logit_bias={CLOSES: -100.0, 256: -100.0})
+    constraint = Constraint(regex="[ab]{90}")
+    output = pb.Output(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
+    start = pb.Start(chat=_chat("hi"), sampling=sampling, constraint=constraint, output=output)
+    kill_after = 60 if where == "reasoning" else 340
+    token_ids: list[int] = []
+    is_killed = False
+    worker = _worker_of(target)
+    with grpc.insecure_channel(target) as channel:
+        for message in pb_grpc.GenerationServiceStub(channel).GenerateOne(
+            pb.GenerateOneRequest(start=start), timeout=120
+        ):
+            token_ids += [each for delta in message.deltas for each in delta.token_ids]
+            if not is_killed and len(token_ids) >= kill_after:
+                worker.kill()
+                is_killed = True
+    num_reasoning = token_ids.index(CLOSES)
+    assert len(token_ids) >= kill_after
+    assert is_killed
+    assert num_reasoning == 400 - 100 - 1
+    assert re.fullmatch(
+        r"[ \n]{0,2}[ab]{90}", bytes(each for each in token_ids[num_reasoning + 1 :] if each < 256).decode()
+    )
 
 
 def _held(start: "ConstraintStart.ValueType" = 0) -> Constraint:  # type: ignore[assignment]
