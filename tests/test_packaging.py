@@ -198,7 +198,8 @@ def test_no_file_needs_a_table_of_contents() -> None:
     sources += [file.relative_to(ROOT) for folder in ("tests", "models") for file in (ROOT / folder).rglob("*.py")]
     written = {file for file in sources if "_pb2" not in file.name}
     assert len(written) > 100
-    assert [str(file) for file in sorted(written) if len((ROOT / file).read_text().splitlines()) > 500] == []
+    most = {file: 550 if file.suffix == ".proto" else 500 for file in written}  # a contract is mostly comments
+    assert [str(file) for file in sorted(most) if len((ROOT / file).read_text().splitlines()) > most[file]] == []
 
 
 @pytest.mark.soak
