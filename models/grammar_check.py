@@ -25,12 +25,13 @@ from penstock.models.grammar import GrammarError, compile_grammar, discreet, one
 
 CPU_S = 0.3
 """For one grammar. The worker takes as long for it, once, and its first batch may have to wait."""
-WALL_S = 0.8
-"""The same where others want the cores: whoever asks is answered within a second."""
+WALL_S = 4.0
+"""How long to wait for a child that gets no processor. That says nothing of its grammar."""
 MEMORY_BYTES = 256 << 20
 """Besides what the process has."""
 
 TOO_COSTLY = f"it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB to compile: make it smaller"
+TOO_BUSY = "the machine is too busy to compile the constraint; try again"
 
 
 def main() -> None:
@@ -61,7 +62,8 @@ def _answer(answers: IO[bytes], answer: dict[str, str]) -> None:
 
 
 def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str], str]) -> dict[str, str]:
-    """What a child says, or what its end says."""
+    """Returns the child's answer, or what its end says of the grammar. ``busy``: the child had no time to find out, and
+    may succeed if asked again."""
     deadline = time.monotonic() + WALL_S
     reading, writing = os.pipe()
     child = os.fork()
@@ -72,11 +74,12 @@ def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str],
         finally:
             os._exit(1)  # whatever happens, nothing of the parent's runs here
     os.close(writing)
-    said = b""
+    said, has_ended = b"", False
     try:
         while (left := deadline - time.monotonic()) > 0 and select.select([reading], [], [], left)[0]:
             part = os.read(reading, 1 << 20)
             if not part:
+                has_ended = True
                 break
             said += part
     finally:
@@ -86,7 +89,7 @@ def _checked(tokenizer: Any, kind: str, text: str, convert: Callable[[str, str],
     with contextlib.suppress(ValueError):
         answer: dict[str, str] = json.loads(said)
         return answer
-    return {"error": TOO_COSTLY}
+    return {"error": TOO_COSTLY} if has_ended else {"busy": TOO_BUSY}
 
 
 def _in_child(tokenizer: LLTokenizer, kind: str, text: str, convert: Callable[[str, str], str], writing: int) -> None:

@@ -58,7 +58,7 @@ def make_router() -> APIRouter:
         check_chat(body, caller)
         allowed = with_allowed_tools(body)
         body = allowed.chat
-        names = (*allowed.names, *chat_names(body))
+        names = (*allowed.names, *chat_names(body, allowed.places))
         new_parser, shows_specials = await parser_maker(body, caller)
         start = build_chat_start(body, request.headers, caller)
         await fill_calls(start, body, caller)

@@ -1,7 +1,7 @@
 """A chat request's body as the contract's ``Start``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.clients.gateway.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.errors import invalid
@@ -89,10 +89,11 @@ def max_tokens_name(body: ChatRequest) -> str:
     return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def chat_names(body: ChatRequest) -> Names:
-    """The caller's names of the contract's fields."""
+def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> Names:
+    """The caller's names of the contract's fields. ``tool_places`` has those of the functions, where some were left
+    out."""
     return (
-        *constraint_names(body),
+        *constraint_names(body, tool_places),
         (r"sampling\.max_tokens", max_tokens_name(body)),
         *sampling_names(body),
         *CHAT_NAMES,

@@ -2,7 +2,7 @@
 it can be kept is the service's to say."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.clients.constraint_option import STARTS, is_gbnf
@@ -73,6 +73,8 @@ def _response_format(given: ResponseFormat) -> constraint_pb2.Constraint | None:
         case "text":
             return None
         case "json_object":
+            if given.object_schema is not None:
+                return _schema("response_format.schema", given.object_schema)
             return constraint_pb2.Constraint(any_json=constraint_pb2.AnyJson())
         case "json_schema":
             if given.json_schema is None:
@@ -107,22 +109,44 @@ def is_constrained(body: ChatRequest) -> bool:
     return is_strict or body.tool_choice not in (None, "auto", "none") or constraint_field(body) is not None
 
 
-def constraint_names(body: GenerationBody) -> Names:
-    """The caller's names of the contract's constraint."""
+def constraint_names(body: GenerationBody, tool_places: Sequence[str] | None = None) -> Names:
+    """The caller's names of the contract's constraint. ``tool_places`` has the caller's names of a chat's functions."""
     choice = body.tool_choice if isinstance(body, ChatRequest) else None
     field = constraint_field(body)
     if field == "structured_outputs":
         return _STRUCTURED_NAMES
     if choice not in (None, "auto", "none"):
-        return ((_CONSTRAINT, "tool_choice"),)
-    if field == "response_format":
-        return _FORMAT_NAMES
-    return ((_CONSTRAINT, field or "tools"),)
+        return ((_CONSTRAINT, _tools_name(body, tool_places)),)
+    if isinstance(body, ChatRequest) and body.response_format is not None and field == "response_format":
+        return _OBJECT_NAMES if body.response_format.type == "json_object" else _FORMAT_NAMES
+    return ((_CONSTRAINT, field or _tools_name(body, tool_places)),)
+
+
+def _tools_name(body: GenerationBody, places: Sequence[str] | None) -> str:
+    """The schema that calls are held to. Which of several is at fault is not known."""
+    if not isinstance(body, ChatRequest):
+        return "tools"
+    choice = body.tool_choice
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    is_any = choice not in (None, "auto", "none") and name is None
+    held = [
+        at
+        for at, tool in enumerate(body.tools or ())
+        if is_any or (tool.function.name == name if name is not None else tool.function.strict)
+    ]
+    if len(held) != 1:
+        return "tools"
+    return f"{places[held[0]] if places is not None else f'tools[{held[0]}].function'}.parameters"
 
 
 _CONSTRAINT = r"constraint(\.choices\.values|\.\w+)?"
 _FORMAT_NAMES: Names = (
     (r"constraint\.json_schema", "response_format.json_schema.schema"),
+    (_CONSTRAINT, "response_format"),
+)
+_OBJECT_NAMES: Names = (
+    (r"constraint\.json_schema", "response_format.schema"),
     (_CONSTRAINT, "response_format"),
 )
 _STRUCTURED_NAMES: Names = (

@@ -20,9 +20,9 @@ def make_router() -> APIRouter:
     this_version = Version(version=version("penstock"))
     router = APIRouter(tags=["probes"], responses={503: {"description": "The service takes no requests."}})
 
-    @router.get("/health")
-    @router.get("/ping")
-    @router.post("/ping")
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
+    @router.post("/ping", response_class=Response)
     async def health(request: Request) -> Response:
         """200 when the service behind the gateway takes requests."""
         link: ServiceLink = request.app.state.link

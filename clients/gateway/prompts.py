@@ -121,10 +121,10 @@ async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller, nam
                 return Prompt(prompt.text, tokens.token_ids, tokens.text_offsets)
             prompt = Prompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
             shows_specials = False
-        if not body.echo:
-            return prompt
         assert prompt.token_ids is not None
         token_ids = truncated(prompt.token_ids, body, caller)
+        if not body.echo:
+            return Prompt(token_ids=token_ids)
         request = DetokenizeRequest(
             token_ids=token_ids, include_special_tokens=shows_specials, include_text_offsets=shows_places
         )

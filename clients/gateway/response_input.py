@@ -122,7 +122,7 @@ class ChatOfResponse:
 
     def _names(self) -> Names:
         """Where they are not those of the conversation and of the tools."""
-        of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(self.chat)]
+        of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(self.chat, self._tool_places)]
         return (*of_format, *_NAMES, *sampling_names(self.chat), *CHAT_NAMES)
 
 
@@ -168,7 +168,9 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise invalid("text.format.type", "must be text, json_object or json_schema")
-    return ResponseFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema))
+    return ResponseFormat(
+        type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema), object_schema=wanted.json_schema
+    )
 
 
 def _conversation(body: ResponsesRequest) -> _Conversation:

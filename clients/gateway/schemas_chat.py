@@ -103,10 +103,13 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """What form the answer must have."""
 
-    model_config = _LENIENT
+    model_config = ConfigDict(**_LENIENT, populate_by_name=True)
 
     type: str = Field(description="text, json_object or json_schema.")
     json_schema: JsonSchema | None = Field(None, description="The answer is held to it, with or without `strict`.")
+    object_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="Of json_object: the answer is held to it. An extension of llama.cpp's."
+    )
 
 
 class ChatRequest(GenerationBody):

@@ -76,7 +76,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = Field(
-        True, description="Whether a last chunk, without choices, has the usage. Default: true, as in vLLM."
+        None, description="Whether a last chunk, without choices, has the usage. Default: false."
     )
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: whether every chunk has the usage so far. An extension of vLLM's."

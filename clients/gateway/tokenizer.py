@@ -31,7 +31,7 @@ def make_router() -> APIRouter:
     """Both endpoints."""
     router = APIRouter(route_class=CallerRoute, tags=["tokenizer"], responses=ERRORS)
 
-    @router.post("/tokenize", response_model_exclude_none=True)
+    @router.post("/tokenize")
     async def tokenize(request: TokenizeRequest, caller: CallerDep) -> TokenizeResponse:
         """Tells the tokens of a text or of a conversation, exactly as a request would have them."""
         check_model(request.model, caller)

@@ -26,6 +26,11 @@ class AllowedTools:
         """The caller's names of the contract's tools."""
         return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
 
+    @property
+    def places(self) -> Sequence[str]:
+        """The caller's names of the functions."""
+        return [f"tools[{index}].function" for index in self.indices]
+
 
 def with_allowed_tools(body: ChatRequest) -> AllowedTools:
     """The same request without the tools that a choice of ``allowed_tools`` leaves out; its mode becomes the choice.

@@ -190,12 +190,13 @@ async def test_usage_so_far_in_every_chunk(gateway):
     ("options", "last", "each"),
     [
         (None, False, False),
-        ({}, True, False),
+        ({}, False, False),
         ({"include_usage": True}, True, False),
         ({"include_usage": False}, False, False),
         ({"include_usage": None}, False, False),
-        ({"continuous_usage_stats": True}, True, True),
-        ({"continuous_usage_stats": None}, True, False),
+        ({"continuous_usage_stats": True}, False, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"include_usage": True, "continuous_usage_stats": None}, True, False),
         ({"include_usage": False, "continuous_usage_stats": True}, False, False),
     ],
 )
@@ -232,6 +233,18 @@ async def test_the_default_of_max_tokens_must_fit(gateway, prompt):
     assert "leaves 15 tokens of the model's context, 4,096" in response.json()["error"]["message"]
     assert (await whole_of(gateway, prompt=longer, max_tokens=16))["usage"]["completion_tokens"] in (15, 31)
     assert (await whole_of(gateway, prompt=longer, truncate_prompt_tokens=-1))["usage"]["completion_tokens"] in (15, 31)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["abcdef", [97, 98, 99, 100, 101, 102]])
+@pytest.mark.parametrize(("side", "kept"), [("left", [101, 102]), ("right", [97, 98]), (None, [101, 102])])
+async def test_the_answer_shows_the_tokens_that_a_truncated_prompt_keeps(gateway, echo, prompt, side, kept):
+    fields = {"prompt": prompt, "truncate_prompt_tokens": 2, "truncation_side": side, "echo": echo, "max_tokens": 1}
+    answer = await whole_of(gateway, **fields, return_token_ids=True, prompt_logprobs=0)
+    choice = answer["choices"][0]
+    assert choice["prompt_token_ids"] == kept
+    assert [list(entry) for entry in choice["prompt_logprobs"][1:]] == [[str(kept[1])]]
+    assert answer["usage"]["prompt_tokens"] == 2
 
 
 async def test_without_stream_options_no_chunk_has_usage(gateway):

@@ -16,6 +16,13 @@ def test_a_service_that_takes_requests_is_healthy(scripted, method, path):
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+def test_the_description_says_that_probes_answer_without_a_body(scripted):
+    """Clients that are made from it would parse one."""
+    paths = httpx.get(f"{scripted}/openapi.json", timeout=120).json()["paths"]
+    for method, path in (("get", "/health"), ("get", "/ping"), ("post", "/ping")):
+        assert "content" not in paths[path][method]["responses"]["200"]
+
+
 def test_the_version_is_told(scripted):
     assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": version("penstock")}
 

@@ -3,9 +3,12 @@
 import asyncio
 import os
 import signal
+import time
 
+import grpc
 import pytest
 
+from penstock.models import grammar_check
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.grammars import GrammarChecks
 from penstock.v1 import constraint_pb2
@@ -46,6 +49,34 @@ async def test_what_takes_too_long_is_refused_and_the_process_goes_on(checks):
     process = checks._process
     assert await checks.grammar(constraint_pb2.Constraint(regex="a{100}"), "one")
     assert checks._process is process
+
+
+async def test_a_busy_machine_is_no_verdict_on_a_grammar(checks):
+    """The same constraint is taken as soon as the machine has time for it."""
+    answer = checks._answer
+    checks._answer = lambda question: {"busy": "the machine is too busy; try again"}
+    with pytest.raises(ServiceError, match="too busy") as refused:
+        await checks.grammar(constraint_pb2.Constraint(regex="a+"), "one")
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refused.value.retry_after_ms
+    checks._answer = answer
+    assert await checks.grammar(constraint_pb2.Constraint(regex="a+"), "one")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_gets_no_processor_is_told_from_one_that_takes_too_much(monkeypatch):
+    """Only the latter says anything about the grammar."""
+
+    def waits(kind, text):
+        time.sleep(60)
+
+    def computes(kind, text):
+        while True:
+            pass
+
+    assert "takes more than" in grammar_check._checked(None, "regex", "a", computes)["error"]
+    monkeypatch.setattr(grammar_check, "WALL_S", 0.1)
+    assert "try again" in grammar_check._checked(None, "regex", "a", waits)["busy"]
 
 
 async def test_a_tokenizer_that_is_none_for_grammars_is_said_so(checks, tmp_path):

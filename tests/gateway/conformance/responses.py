@@ -75,6 +75,8 @@ OWN = (
     Case("text", "format: text", {"text": {"format": {"type": "text"}}}, has_no_logprobs),
     Case("text", "format: json_schema", {"text": SCHEMA}, is_said('"first"')),
     Case("text", "format: json_object", {"text": {"format": {"type": "json_object"}}}),
+    Case("text", "format: json_object with a schema",
+         {"text": {"format": {"type": "json_object", "schema": {"const": "first"}}}}, is_said('"first"')),
     Case("text", "format: others", {"text": {"format": {"type": "xml"}}}, support=REFUSED),
     Case("text", "verbosity: a variable of the template", {"text": {"verbosity": "low"}},
          comes_back("text", {"format": {"type": "text"}, "verbosity": "low"})),
