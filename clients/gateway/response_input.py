@@ -169,7 +169,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise invalid("text.format.type", "must be text, json_object or json_schema")
     return ResponseFormat(
-        type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema), object_schema=wanted.json_schema
+        type=wanted.type, json_schema=JsonSchema(schema=wanted.json_schema), schema=wanted.json_schema
     )
 
 

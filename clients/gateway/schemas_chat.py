@@ -103,7 +103,7 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """What form the answer must have."""
 
-    model_config = ConfigDict(**_LENIENT, populate_by_name=True)
+    model_config = _LENIENT
 
     type: str = Field(description="text, json_object or json_schema.")
     json_schema: JsonSchema | None = Field(None, description="The answer is held to it, with or without `strict`.")
