@@ -1,6 +1,7 @@
 """Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
 
-Tenants take turns, a job each: whoever sends more than its share waits for itself alone.
+Tenants take turns, a job each: whoever sends more than its share waits for itself alone. A job that waits for another
+process gives way to the next meanwhile.
 """
 
 import asyncio
@@ -8,7 +9,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,8 +18,25 @@ from penstock.service.errors import Reason, ServiceError
 _BYTES_PER_JOB = 1024
 """What waiting costs besides the input."""
 
+_current = threading.local()
+"""The ``lane`` whose thread this is."""
+
 T = TypeVar("T")
 _Job = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """Lets another job run while this one waits for another process. Outside of a lane this does nothing."""
+    lane: Lane | None = getattr(_current, "lane", None)
+    if lane is None:
+        yield
+        return
+    lane.pause()
+    try:
+        yield
+    finally:
+        lane.resume()
 
 
 class Lane:
@@ -27,14 +45,21 @@ class Lane:
     A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting_bytes: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_waiting_bytes: int, num_giving_way: int = 0) -> None:
+        """``num_giving_way``: jobs that wait for other processes, besides ``num_threads`` that work."""
+        self._num_threads = num_threads
+        self._num_jobs = num_threads + num_giving_way
+        self._num_working = 0
+        """Threads that work or are about to. The lock's."""
+        self._running: Counter[str] = Counter()
+        """Jobs that have begun, by tenant. The lock's."""
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: Counter[str] = Counter()
         """By tenant; what is being worked at included."""
         self._queues: dict[str, dict[Future[Any], _Job]] = {}
         """By tenant, without empty ones; whose turn it is comes first. The lock's."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(self._num_jobs, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str) -> T:
         """Runs ``work`` in a thread, when it is the tenant's turn; ``num_bytes`` is how much input it holds while it
@@ -52,7 +77,9 @@ class Lane:
         done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), tenant, num_bytes))
         with self._lock:
             self._queues.setdefault(tenant, {})[done] = work
-        self._threads.submit(self._do_next)
+            is_needed = self._take_turn()
+        if is_needed:
+            self._threads.submit(self._do_jobs)
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
@@ -63,19 +90,60 @@ class Lane:
         for done in waiting:
             done.cancel()
 
-    def _do_next(self) -> None:
-        """In a thread, once for each job; nothing is left to do for one that was cancelled."""
+    def pause(self) -> None:
+        """In a thread whose job waits for another process: lets the next job begin."""
         with self._lock:
-            if not self._queues:
-                return
-            tenant, queue = next(iter(self._queues.items()))
+            self._num_working -= 1
+            is_needed = self._take_turn()
+        if is_needed:
+            with contextlib.suppress(RuntimeError):  # the lane was closed meanwhile
+                self._threads.submit(self._do_jobs)
+
+    def resume(self) -> None:
+        """In the same thread: the job goes on, beside the one that began."""
+        with self._lock:
+            self._num_working += 1
+
+    def _take_turn(self) -> bool:
+        """Whether one more thread is to do what is queued; it counts as working from here on. The lock is held."""
+        is_needed = bool(self._queues) and self._num_working < self._num_threads
+        self._num_working += is_needed
+        return is_needed
+
+    def _do_jobs(self) -> None:
+        """In a thread: one job after the other, while there are any that may begin."""
+        _current.lane = self
+        while (taken := self._take()) is not None:
+            tenant, done, work = taken
+            try:
+                if done.set_running_or_notify_cancel():
+                    _work(done, work)
+            finally:
+                del done, work, taken
+                self._end(tenant)
+
+    def _take(self) -> tuple[str, Future[Any], _Job] | None:
+        """The next job that may begin; None ends the thread's turn."""
+        with self._lock:
+            free = self._num_jobs - self._running.total()
+            tenant = next((tenant for tenant in self._queues if self._running[tenant] < free), None)
+            if tenant is None or self._num_working > self._num_threads:
+                self._num_working -= 1
+                return None
+            queue = self._queues[tenant]
             done = next(iter(queue))
             work = queue.pop(done)
             del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
-        if done.set_running_or_notify_cancel():
-            _work(done, work)
+            self._running[tenant] += 1
+            return tenant, done, work
+
+    def _end(self, tenant: str) -> None:
+        with self._lock:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
     def _release(self, loop: asyncio.AbstractEventLoop, tenant: str, num_bytes: int, done: Future[Any]) -> None:
         if done.cancelled():

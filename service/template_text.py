@@ -157,18 +157,23 @@ def own_text(text: str) -> str:
     return _made(TemplateText, text, _OWN * len(text))
 
 
+def with_marks(text: str, marks: str) -> str:
+    """A text whose ``marks_of`` another process sent."""
+    return _made(TemplateText, text, marks)
+
+
 def concat(pieces: Iterable[str]) -> str:
     """The pieces put together."""
     pieces = list(pieces)
     text = "".join(pieces)
     if not any(isinstance(piece, TemplateText) for piece in pieces):
         return text
-    return _made(TemplateText, text, "".join(map(_marks_of, pieces)))
+    return _made(TemplateText, text, "".join(map(marks_of, pieces)))
 
 
 def runs(text: str) -> Iterator[tuple[str, bool]]:
     """The longest parts of ``text`` that have one origin, in order, and whether that is the template."""
-    marks, plain, start = _marks_of(text), str.__str__(text), 0
+    marks, plain, start = marks_of(text), str.__str__(text), 0
     while start < len(marks):
         end = marks.find(_OTHER if marks[start] == _OWN else _OWN, start)
         end = len(marks) if end < 0 else end
@@ -176,7 +181,8 @@ def runs(text: str) -> Iterator[tuple[str, bool]]:
         start = end
 
 
-def _marks_of(text: str) -> str:
+def marks_of(text: str) -> str:
+    """The origin of each character, for ``with_marks``."""
     return text._marks if isinstance(text, TemplateText) else _OTHER * len(text)  # noqa: SLF001 - hidden from templates
 
 

@@ -20,6 +20,7 @@ from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
 from penstock.service.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.specials import Specials
+from penstock.service.template_renderers import DEFAULT_TIMEOUT_S
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.tokenizer_config import TokenizerError
 from penstock.service.tokenizer_files import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerFiles, read_tokenizer
@@ -29,6 +30,9 @@ __all__ = ["Chat", "Message", "Prompt", "Tokenizer", "TokenizerError", "Tokenize
 
 _LONG_BYTES = 64 << 10
 """What has more takes so long, up to seconds, that nothing short should wait for it."""
+_NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
+"""Conversations whose templates take long: this many at a time let others pass them, with short prompts and with long
+ones."""
 _NOBODY = Caller(DEFAULT_TENANT)
 """Outside of a call."""
 
@@ -76,14 +80,20 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, directory: Path, chat_template: Path | None = None, num_rows: int | None = None) -> "Tokenizer":
+    def load(
+        cls,
+        directory: Path,
+        chat_template: Path | None = None,
+        num_rows: int | None = None,
+        template_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> "Tokenizer":
         """Of a directory in Hugging Face's layout. ``chat_template`` is a file that takes the place of the model's own
         template, or the name of one of those. ``num_rows``: of the model, where it may have fewer than the tokenizer
-        has tokens.
+        has tokens. ``template_timeout_s``: the processor time for rendering a conversation.
 
         Raises TokenizerError.
         """
-        return cls(read_tokenizer(directory, chat_template, num_rows))
+        return cls(read_tokenizer(directory, chat_template, num_rows, template_timeout_s))
 
     @property
     def has_chat_template(self) -> bool:
@@ -215,8 +225,8 @@ class TokenizerPool:
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
         self._context = max_prompt_tokens + 1
-        self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes)
-        self._long = Lane("tokenizer-long", 1, max_waiting_bytes)
+        self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes, _NUM_RENDERING)
+        self._long = Lane("tokenizer-long", 1, max_waiting_bytes, _NUM_RENDERING_LONG)
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits. ``tenant``: whose work it

@@ -9,7 +9,8 @@ import msgspec
 import tokenizers
 
 from penstock.models.tokenizer_json import Vocabulary
-from penstock.service.chat_template import ChatTemplate, TemplateSyntaxError
+from penstock.service.chat_template import ChatTemplate, TemplateError, compile_templates
+from penstock.service.template_renderers import DEFAULT_TIMEOUT_S
 from penstock.service.tokenizer_config import (
     ADDED_TOKENS,
     CONFIG,
@@ -24,6 +25,7 @@ DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template of conversations with tools, as transformers has it."""
 _GIVE_TEMPLATE = "give the path of a Jinja template"
+_ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,15 @@ def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFact
     return _facts(directory, config, own, ids, num_rows)
 
 
-def read_tokenizer(directory: Path, chat_template: Path | None = None, num_rows: int | None = None) -> TokenizerFiles:
+def read_tokenizer(
+    directory: Path,
+    chat_template: Path | None = None,
+    num_rows: int | None = None,
+    template_timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> TokenizerFiles:
     """Reads tokenizer.json and what stands beside it; ``chat_template`` is a file that takes the place of the model's
-    own template, or the name of one of those. ``num_rows``: of the model.
+    own template, or the name of one of those. ``num_rows``: of the model. ``template_timeout_s``: the processor time
+    for rendering a conversation.
 
     Raises TokenizerError.
     """
@@ -101,7 +109,9 @@ def read_tokenizer(directory: Path, chat_template: Path | None = None, num_rows:
         decoder=decoder,
         vocabulary=vocabulary,
         facts=_facts(directory, config, own, vocabulary, num_rows),
-        templates=_read_templates(directory, chat_template, dict(config.fields), dict(config.named)),
+        templates=_read_templates(
+            directory, chat_template, dict(config.fields), dict(config.named), template_timeout_s
+        ),
     )
 
 
@@ -239,7 +249,7 @@ class _Source:
 
 
 def _read_templates(
-    directory: Path, chosen: Path | None, config: dict[str, Any], named: dict[str, str]
+    directory: Path, chosen: Path | None, config: dict[str, Any], named: dict[str, str], timeout_s: float
 ) -> dict[str, ChatTemplate]:
     if chosen is None:
         sources = _template_sources(directory, config)
@@ -251,7 +261,7 @@ def _read_templates(
             names = f", or one of the model's own by its name: {', '.join(sorted(own))}" if len(own) > 1 else ""
             raise TokenizerError(f"{chosen}: is missing: {_GIVE_TEMPLATE}{names}")
         sources = {DEFAULT_TEMPLATE: own[str(chosen)]}
-    return {name: _compile(source, named) for name, source in sources.items()}
+    return _compile(sources, named, timeout_s)
 
 
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
@@ -276,16 +286,17 @@ def _read_text(path: Path) -> str:
     return read_bytes(path, _GIVE_TEMPLATE).decode(errors="replace")
 
 
-def _compile(source: _Source, named: dict[str, str]) -> ChatTemplate:
-    where = source.where
-    if not isinstance(source.text, str):
-        raise TokenizerError(f"{where}: chat_template is no text: correct it, or give another with --chat-template")
+def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: float) -> dict[str, ChatTemplate]:
+    texts = {}
+    for name, source in sources.items():
+        if not isinstance(source.text, str):
+            raise TokenizerError(f"{source.where}: chat_template is no text: {_ANOTHER_TEMPLATE}")
+        texts[name] = source.text
     try:
-        return ChatTemplate(source.text, named)
-    except TemplateSyntaxError as error:
-        raise TokenizerError(
-            f"{where}: the chat template is no valid Jinja, {error}: correct it, or give another with --chat-template"
-        ) from error
+        return compile_templates(texts, named, timeout_s)
+    except TemplateError as error:
+        where = sources[error.name].where
+        raise TokenizerError(f"{where}: the chat template {error}: {_ANOTHER_TEMPLATE}") from error
 
 
 def _eos_token_ids(directory: Path, config: TokenizerConfig, ids: Mapping[str, int]) -> Iterator[tuple[Path, object]]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.service.chat_request import MAX_JSON_DEPTH, check_chat, parse_chat
-from penstock.service.chat_template import ChatTemplate
+from penstock.service.chat_template import compile_templates
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.text_size import MAX_TEXT_BYTES
 from penstock.v1 import generation_pb2 as pb
@@ -17,7 +17,7 @@ ANSWER = pb.ChatMessage(role="assistant", content="Yes")
 CALL = pb.ChatMessage(role="assistant", content="x", tool_calls=[pb.ToolCall(name="get_weather")])
 
 
-TEMPLATE = ChatTemplate("{{ tools }}{{ messages }}", {})
+TEMPLATE = compile_templates({"default": "{{ tools }}{{ messages }}"}, {})["default"]
 
 
 def checked(chat):

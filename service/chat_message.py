@@ -1,0 +1,37 @@
+"""A conversation as a chat template gets it. Imports nothing of gRPC: what renders templates uses it too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class ToolCall(NamedTuple):
+    """A call that an answer of the assistant's made."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+    """As the model wrote them, where that is not the JSON text of an object."""
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str | None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, and what else its template is to see. ``tools`` and ``variables`` are plain data of JSON."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+    """The prompt ends where the last message does, within the assistant's turn."""
