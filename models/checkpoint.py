@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.models.errors import ModelError
 from penstock.models.families import ignored_layer_types, spec_from_config
+from penstock.models.model_files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, open_model_file, read_model_file
 from penstock.models.quantization import (
     AT_LOAD,
     METHODS,
@@ -53,8 +54,8 @@ _BASE, _TABLE = "model.", "embed_tokens.weight"
 _EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
 _COMPARED_BYTES = 1 << 24
 """How much of two tensors is compared at a time."""
-
-MAX_JSON_BYTES = 64 << 20
+_MAX_COMPARED_BYTES = 1 << 34
+"""Larger ones count as different: no model's is as large, and a file may have holes that take no room on a disk."""
 
 HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
 """What the weights are usually called; else the index names them."""
@@ -120,13 +121,18 @@ class CheckpointInfo:
         return requested if self.quantization is None and requested in AT_LOAD else None
 
 
-def resolve_model(name: str, weights: bool = True) -> Path:
+def resolve_model(name: str, weights: bool = True, revision: str | None = None) -> Path:
     """The directory of a model: a path, ``demo`` or one of its drafters, or the id of a repository on the Hugging Face
     hub.
 
     An id is fetched into huggingface_hub's cache unless it is there, if ``weights`` with its weights; HF_HUB_OFFLINE=1
-    asks the cache alone. Raises ModelError.
+    asks the cache alone. ``revision`` is a branch, a tag or a commit of its repository. Raises ModelError.
     """
+    is_local = name in (DEMO, *DEMO_DRAFTERS) or Path(name).expanduser().exists()
+    if is_local and revision is not None:
+        raise ModelError(
+            f"--revision {revision}: {name} is not on the hub, and only a model there has revisions: leave it out"
+        )
     if name in (DEMO, *DEMO_DRAFTERS):
         return Path(__file__).parent / name
     path = Path(name).expanduser()
@@ -137,7 +143,7 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         raise ModelError(f"{name}: is a file: give the directory that holds {CONFIG}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
-    return _from_hub(name, weights)
+    return _from_hub(name, weights, revision)
 
 
 def _refuse_other(where: object, names: Iterable[str]) -> None:
@@ -149,40 +155,48 @@ def _refuse_other(where: object, names: Iterable[str]) -> None:
             raise ModelError(f"{at}: {remedy}")
 
 
-def _from_hub(name: str, weights: bool) -> Path:
+def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
     # The library costs half a second to import, and a local directory needs nothing of it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    at = name if revision is None else f"{name} at {revision}"
     try:
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
-        path = Path(snapshot_download(name, allow_patterns=files))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         if weights and (path / INDEX).is_file():
             missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
             if missing:
                 snapshot_download(name, revision=path.name, allow_patterns=[glob.escape(shard) for shard in missing])
         elif weights and not (path / SINGLE).exists():
-            _refuse_other_repository(name)
+            _refuse_other_repository(name, revision)
         return path
     except HFValidationError as error:
         raise ModelError(f"{name}: neither a directory nor a repository id: give one of the two") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{name}: not in the Hugging Face cache, and the hub cannot be reached: fetch it where there is a network, "
+            f"{at}: not in the Hugging Face cache, and the hub cannot be reached: fetch it where there is a network, "
             "or give a directory"
         ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit: give another") from error
     except HfHubHTTPError as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{name}: the hub refused ({reason}): check the id, and HF_TOKEN for a gated model") from error
 
 
-def _refuse_other_repository(name: str) -> None:
+def _refuse_other_repository(name: str, revision: str | None) -> None:
     """Raises ModelError for a repository that has only weights that cannot be loaded, unless the hub is out of
     reach."""
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().list_repo_files(name)
+        files = HfApi().list_repo_files(name, revision=revision)
     except Exception:  # whatever keeps the hub from answering: the missing file is named later
         return
     _refuse_other(name, [Path(file).name for file in files])
@@ -233,13 +247,15 @@ def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
     head, embedding = entries[_HEAD], entries[_EMBEDDING]
     if (head.file, head.offset) == (embedding.file, embedding.offset):
         return False
-    return (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or _differ(head, embedding)
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or head.num_bytes > _MAX_COMPARED_BYTES:
+        return True
+    return _differ(head, embedding)
 
 
 def _differ(one: TensorEntry, other: TensorEntry) -> bool:
     """Whether two tensors of the same size hold different bytes. Raises ModelError."""
     try:
-        with one.file.open("rb") as first, other.file.open("rb") as second:
+        with open(open_model_file(one.file), "rb") as first, open(open_model_file(other.file), "rb") as second:
             for begin in range(0, one.num_bytes, _COMPARED_BYTES):
                 first.seek(one.offset + begin)
                 second.seek(other.offset + begin)
@@ -251,12 +267,10 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
     return False
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """A file that holds an object. Raises ModelError."""
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB: this is no such file")
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_model_file(file, max_bytes))
     except FileNotFoundError as error:
         raise ModelError(f"{file}: is missing: give a directory in Hugging Face's layout") from error
     except OSError as error:
@@ -281,7 +295,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 def _weight_map(path: Path) -> dict[str, str]:
     """The file of each tensor, beside the index. Raises ModelError."""
     index = path / INDEX
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is missing or empty: download it again")
     for name, shard in weight_map.items():

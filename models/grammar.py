@@ -20,6 +20,7 @@ from penstock.models.exact_numbers import (
     without_annotations,
 )
 from penstock.models.json_schema import ObjectCloser, without_covered_patterns
+from penstock.models.model_files import MAX_TOKENIZER_BYTES, read_model_file
 from penstock.models.tokenizer_json import Vocabulary
 
 LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
@@ -45,7 +46,8 @@ def read_tokenizer(
     """What matchers know of a vocabulary, from a model's directory. Masks have ``num_ids`` bits; ``special_tokens``
     are special even where tokenizer.json only has them in its vocabulary; ``added_tokens`` are ids and contents of
     those that it lacks. Raises ValueError for a tokenizer whose tokens the library cannot tell the bytes of."""
-    described = _with_tokens((Path(directory) / "tokenizer.json").read_bytes(), special_tokens, added_tokens)
+    content = read_model_file(Path(directory) / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    described = _with_tokens(content, special_tokens, added_tokens)
     return LLTokenizer(described, n_vocab=num_ids, eos_token=list(eos_token_ids))
 
 

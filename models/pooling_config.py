@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.errors import ModelError
+from penstock.models.model_files import MAX_CONFIG_BYTES, read_model_file
 from penstock.scheduler.plan import Pooling
 
 MODULES = "modules.json"
@@ -69,9 +70,10 @@ def _pooling(file: Path) -> Pooling:
         raise ModelError(f"{file}: is no JSON object: {REMEDY}")
     mode = config.get("pooling_mode")
     if mode is not None:
-        if mode in _MODES:
+        if isinstance(mode, str) and mode in _MODES:
             return _MODES[mode]
-        raise ModelError(f"{file}: pooling_mode is {mode!r}, and must be one of {', '.join(_MODES)}: {REMEDY}")
+        shown = str(mode)[:60]
+        raise ModelError(f"{file}: pooling_mode is {shown!r}, and must be one of {', '.join(_MODES)}: {REMEDY}")
     chosen = [name for name, value in config.items() if name.startswith(_FLAG_PREFIX) and value]
     if len(chosen) != 1 or chosen[0] not in _FLAGS:
         what = " and ".join(chosen) or "no pooling mode"
@@ -81,7 +83,7 @@ def _pooling(file: Path) -> Pooling:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(read_model_file(file, MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); check its rights, or {REMEDY}") from error
     except (ValueError, RecursionError) as error:

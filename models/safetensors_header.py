@@ -1,16 +1,23 @@
 """Reads and checks the headers of safetensors files without reading the tensors. Knows no model."""
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from penstock.models.errors import ModelError
+from penstock.models.model_files import open_model_file
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+
+MAX_TENSORS = 1 << 20
+"""In one file; a model of a trillion parameters has a tenth in all of its files."""
+MAX_DIMENSIONS = 16
+MAX_NAME_CHARS = 1024
+_MAX_SHOWN = 60
 
 ELEMENT_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
@@ -38,39 +45,45 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one file. Raises ModelError unless the header is whole and its offsets cover the file exactly."""
     try:
-        length = file.stat().st_size
-        with file.open("rb") as stream:
+        with open(open_model_file(file), "rb") as stream:
+            length = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, length - 8):
                 raise _damaged(file, f"it is {length} bytes long, and its header claims {header_bytes}")
-            header = json.loads(stream.read(header_bytes))
+            header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, msgspec.Raw])
     except OSError as error:
         raise ModelError(
             f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check the path and its rights"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, "its header is no valid JSON") from error
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is no JSON object")
+        raise _damaged(file, "its header is no JSON object") from error
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise _damaged(file, f"it has {len(header):,} tensors, and a file may have {MAX_TENSORS:,}")
     spans = []
     entries = {}
     for name, value in header.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise _damaged(file, f"tensor {name[:_MAX_SHOWN]}... has a name of {len(name):,} characters")
         begin, end, entries[name] = _entry(file, name, value, 8 + header_bytes)
         spans.append((begin, end, name))
     _check_spans(file, spans, length - 8 - header_bytes)
     return entries
 
 
-def _entry(file: Path, name: str, value: Any, data_offset: int) -> tuple[int, int, TensorEntry]:
+def _entry(file: Path, name: str, raw: msgspec.Raw, data_offset: int) -> tuple[int, int, TensorEntry]:
     """Begin and end of a tensor in the data, which starts at ``data_offset`` of the file, and its entry."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
         raise _damaged(file, f"the header's entry {name} is no JSON object")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in ELEMENT_BITS:
-        raise _damaged(file, f"tensor {name} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BITS:
+        raise _damaged(file, f"tensor {name} has the unknown dtype {repr(dtype)[:_MAX_SHOWN]}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
         raise _damaged(file, f"tensor {name} has the shape {str(shape)[:60]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise _damaged(file, f"tensor {name} has the data_offsets {str(offsets)[:60]}")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.errors import ModelError
+from penstock.models.model_files import open_model_file
 from penstock.models.safetensors_header import TensorEntry
 
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
@@ -25,7 +26,7 @@ class TensorFiles:
         for file in sorted(set(files)):
             try:
                 # Not copy on write: the system would count a file larger than its memory as memory, and refuse it.
-                with file.open("rb") as stream:
+                with open(open_model_file(file), "rb") as stream:
                     self._mapped[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise ModelError(f"{file}: cannot be read ({error}): check the path and its rights") from error

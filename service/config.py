@@ -23,6 +23,7 @@ from penstock.service.host_flags import DEFAULT_HOST, check_listeners, host_port
 from penstock.service.identity_flags import check_identity
 from penstock.service.sampling_defaults import check_override
 from penstock.service.speculation import parse_speculation
+from penstock.service.template_renderers import DEFAULT_TIMEOUT_S
 
 PROGRAM = "penstock serve"
 _FLAGS_LISTED = f"{PROGRAM} --help lists them"
@@ -76,6 +77,10 @@ class ServeConfig:
     model: str = flag(
         "demo", "a directory in Hugging Face's layout, the id of a model on the hub, or demo", group="the model"
     )
+    revision: str | None = flag(
+        None, "the branch, tag or commit of a model on the hub; only a commit always means the same files",
+        metavar="NAME", shown="the main branch",
+    )  # fmt: skip
     served_model_name: str | None = flag(
         None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
     )
@@ -94,6 +99,10 @@ class ServeConfig:
         metavar="FILE|NAME",
         shown="the model's own",
     )
+    chat_template_timeout: float = flag(
+        DEFAULT_TIMEOUT_S, "processor time that the chat template may take for one conversation; a request that needs "
+        "more fails", metavar="SECONDS", low=0.01, high=600,
+    )  # fmt: skip
     max_model_len: int | None = flag(
         None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
     )

@@ -15,11 +15,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from msgspec.structs import replace
 
+from penstock.clients.command_parser import shortened
 from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
@@ -141,7 +143,7 @@ def prepare(config: ServeConfig) -> Prepared:
     files = OperatorFiles.load(config)
     tenants = Tenants() if files.tenants is None else files.tenants.value
     has_weights = config.load_format != "dummy"
-    path = resolve_model(config.model, has_weights)
+    path = resolve_model(config.model, has_weights, config.revision)
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
@@ -152,7 +154,7 @@ def prepare(config: ServeConfig) -> Prepared:
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
-    load_tokenizer, facts = _find_tokenizer(path, config.chat_template, checkpoint.spec.vocab_size)
+    load_tokenizer, facts = _find_tokenizer(path, config, checkpoint.spec.vocab_size)
     for warning in facts.warnings:
         _log.warning("%s", warning)
     scheduler = SchedulerConfig(
@@ -191,18 +193,17 @@ def prepare(config: ServeConfig) -> Prepared:
     return Prepared(server, worker, load_tokenizer, http, http_options(config))
 
 
-def _find_tokenizer(
-    path: Path, chat_template: Path | None, num_rows: int
-) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
+def _find_tokenizer(path: Path, config: ServeConfig, num_rows: int) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
     """What reads the tokenizer, and what the worker is told of it, which mostly can be known before. ``num_rows``: of
     the model."""
     facts = foresee_facts(path, num_rows)
+    read = partial(Tokenizer.load, path, config.chat_template, num_rows, config.chat_template_timeout)
     if facts is None:
-        tokenizer = Tokenizer.load(path, chat_template, num_rows)
+        tokenizer = read()
         return lambda: tokenizer, tokenizer.facts
 
     def load() -> Tokenizer:
-        tokenizer = Tokenizer.load(path, chat_template, num_rows)
+        tokenizer = read()
         if tokenizer.facts != facts:  # the worker was told something else
             raise TokenizerError(
                 f"{path / 'tokenizer.json'}: its tokens have other ids than it says: "
@@ -403,10 +404,16 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def _say(config: ServeConfig, level: int, message: str) -> None:
     """To whoever started the command; where programs read the log, in the log."""
     if config.log_format == JSON:
-        _log.log(level, "%s", " ".join(message.split()))
+        _log.log(level, "%s", _one_line(message))
     else:
         _tell(message)
 
 
 def _tell(message: str) -> None:
-    sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
+    sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
+
+
+def _one_line(message: str) -> str:
+    """A message may quote a model's files: at any length, and with what would command a terminal."""
+    line = shortened(" ".join(message.split()))
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)

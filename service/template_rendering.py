@@ -37,7 +37,7 @@ class TemplateSyntaxError(Exception):
 
 
 class CompiledTemplate:
-    """A compiled template. What it renders is ``TemplateText``, which tells the template's own text from the caller's."""
+    """A compiled template. It renders ``TemplateText``."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens`` are the template's variables ``bos_token``, ``eos_token`` and so on.

@@ -65,7 +65,12 @@ class Tokenizer:
             raise TokenizerError(f"{files.path}: decoder {error} is not supported: use another model") from error
         self.longest_token_bytes = longest_token_bytes(library, files.vocabulary.keys(), specials)
         """The most bytes of a caller's text that one token stands for, where that is known."""
-        self._specials = Specials(library, specials)
+        try:
+            self._specials = Specials(library, specials)
+        except (RecursionError, OverflowError) as error:
+            raise TokenizerError(
+                f"{files.path}: too many special tokens begin with one another: use another model"
+            ) from error
         self._library = library
         self._templates = files.templates
         self.reasoning = Reasoning(

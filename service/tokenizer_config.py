@@ -3,12 +3,16 @@
 claim."""
 
 import json
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
+
+from penstock.models.errors import ModelError
+from penstock.models.model_files import MAX_TOKENIZER_CONFIG_BYTES, read_model_file
 
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -17,6 +21,7 @@ ADDED_TOKENS = "added_tokens.json"
 _STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """In the order in which tokens that tokenizer.json lacks get their ids."""
 _DECODER, _EXTRA, _ADDITIONAL = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+_ID = re.compile("[0-9]{1,10}")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -154,7 +159,7 @@ def _listed(values: object, name: str, where: Path) -> list[AddedToken]:
 
 def _decoder(values: object, where: Path) -> dict[int, AddedToken]:
     """Of ``added_tokens_decoder``."""
-    if not isinstance(values, dict) or not all(name.isdecimal() for name in values):
+    if not isinstance(values, dict) or not all(_ID.fullmatch(name) for name in values):
         raise _wrong(where, _DECODER, "must be an object of ids and tokens")
     return {int(name): _token(value, f"{_DECODER}.{name}", where) for name, value in values.items()}
 
@@ -193,7 +198,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(read_bytes(path, "fetch it again"))
+        value = json.loads(read_bytes(path, "fetch it again", MAX_TOKENIZER_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: is no valid JSON ({error}): fetch it again") from error
     if not isinstance(value, dict):
@@ -201,10 +206,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_bytes(path: Path, remedy: str) -> bytes:
-    """A file's content. Raises TokenizerError with the remedy where there is none."""
+def read_bytes(path: Path, remedy: str, max_bytes: int, within: Path | None = None) -> bytes:
+    """A file's content, of at most ``max_bytes``; a link must not lead out of ``within``. Raises TokenizerError with
+    the remedy where there is none."""
     try:
-        return path.read_bytes()
+        return read_model_file(path, max_bytes, within)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
     except FileNotFoundError as error:
         raise TokenizerError(f"{path}: is missing: {remedy}") from error
     except OSError as error:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tokenizers
 
-from penstock.models.tokenizer_json import Vocabulary
+from penstock.models.model_files import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
 from penstock.service.chat_template import ChatTemplate, TemplateError, compile_templates
 from penstock.service.template_renderers import DEFAULT_TIMEOUT_S
+from penstock.service.tokenizer_bounds import TokenizerJson, check_names, read_described
 from penstock.service.tokenizer_config import (
     ADDED_TOKENS,
     CONFIG,
@@ -21,9 +21,11 @@ from penstock.service.tokenizer_config import (
     read_tokenizer_config,
 )
 
+TOKENIZER = "tokenizer.json"
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template of conversations with tools, as transformers has it."""
+_MAX_TEMPLATES = 64
 _GIVE_TEMPLATE = "give the path of a Jinja template"
 _ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
 
@@ -67,15 +69,18 @@ def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFact
     """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
     tell, which gives some tokens other ids than the file does. ``num_rows``: of the model. Raises TokenizerError."""
     try:
-        described = msgspec.json.decode(_read_tokenizer_json(directory), type=_Numbered)
-    except (ValueError, RecursionError):  # the library says what is wrong
+        described = read_described(directory / TOKENIZER, _read_tokenizer_json(directory))
+    except ValueError:  # the library says what is wrong
         return None
-    ids = described.ids()
+    ids = _own_ids(described)
     if ids is None:
         return None
     config = read_tokenizer_config(directory)
-    own = _OwnTokens({token.id: token.content for token in described.added_tokens}, described.special_tokens(), {*ids})
-    for token in config.additions(own.added):
+    special = frozenset(token.content for token in described.added_tokens if token.special)
+    own = _OwnTokens({token.id: token.content for token in described.added_tokens}, special, {*ids})
+    additions = config.additions(own.added)
+    check_names(directory / CONFIG, [token.content for token in additions])
+    for token in additions:
         ids.setdefault(token.content, len(ids))
     return _facts(directory, config, own, ids, num_rows)
 
@@ -92,7 +97,7 @@ def read_tokenizer(
 
     Raises TokenizerError.
     """
-    path = directory / "tokenizer.json"
+    path = directory / TOKENIZER
     library, decoder = _load(path, _read_tokenizer_json(directory))
     config = read_tokenizer_config(directory)
     added = library.get_added_tokens_decoder()
@@ -100,6 +105,7 @@ def read_tokenizer(
     before = library.get_vocab()
     own = _OwnTokens({token_id: token.content for token_id, token in added.items()}, special, before.keys())
     additions = config.additions(own.added)
+    check_names(directory / CONFIG, [token.content for token in additions])
     library.add_tokens(additions)
     numbered = ((token.content, library.token_to_id(token.content)) for token in additions)
     vocabulary = before | {content: token_id for content, token_id in numbered if token_id is not None}
@@ -184,55 +190,30 @@ def _others(found: Sized) -> str:
 
 def _read_tokenizer_json(directory: Path) -> bytes:
     remedy = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it"
-    return read_bytes(directory / "tokenizer.json", remedy)
+    return read_bytes(directory / TOKENIZER, remedy, MAX_TOKENIZER_BYTES)
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-    special: bool = False
-
-
-class _Numbered(msgspec.Struct):
-    """What tokenizer.json says of ids."""
-
-    model: Vocabulary
-    added_tokens: list[_AddedToken] = []
-
-    def ids(self) -> dict[str, int] | None:
-        """Of all tokens; None where the file's may not be the library's, which numbers added tokens by itself: each as
-        the model does, or else from its last one on."""
-        ids = self.model.ids()
-        if len(ids) < len(self.model.vocab) or set(ids.values()) != set(range(len(ids))):
+def _own_ids(described: TokenizerJson) -> dict[str, int] | None:
+    """The ids of all tokens of a tokenizer.json; None where the file's may not be the library's, which numbers added
+    tokens by itself: each as the model does, or else from its last one on."""
+    ids = dict(described.model.ids())
+    if len(ids) < len(described.model.vocab) or set(ids.values()) != set(range(len(ids))):
+        return None
+    for token in described.added_tokens:
+        if ids.setdefault(token.content, len(ids)) != token.id:
             return None
-        for token in self.added_tokens:
-            if ids.setdefault(token.content, len(ids)) != token.id:
-                return None
-        return ids
-
-    def special_tokens(self) -> frozenset[str]:
-        """Among the added ones."""
-        return frozenset(token.content for token in self.added_tokens if token.special)
-
-
-class _Model(msgspec.Struct):
-    continuing_subword_prefix: str | None = None
-
-
-class _TokenizerJson(msgspec.Struct):
-    model: _Model
-    decoder: Any = None
+    return ids
 
 
 def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
     """The library's tokenizer, and the description of its decoder."""
     try:
-        described = msgspec.json.decode(data, type=_TokenizerJson)
+        described = read_described(path, data)
         if described.model.continuing_subword_prefix:
             # Its decoder would not be supported, and with a prefix that does not fit the library ends the process.
             raise ValueError("model.continuing_subword_prefix is not supported")
         return tokenizers.Tokenizer.from_buffer(data), described.decoder
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TokenizerError):
         raise
     except BaseException as error:
         # The library raises bare Exceptions for what it does not like in a file, and its panics are not even those.
@@ -269,8 +250,10 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Sou
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     if (beside := directory / "chat_template.jinja").is_file():
         files[DEFAULT_TEMPLATE] = beside
+    if len(files) > _MAX_TEMPLATES:
+        raise TokenizerError(f"{directory}: has {len(files)} chat templates, and may have {_MAX_TEMPLATES}: remove one")
     if files:
-        return {name: _Source(path, _read_text(path)) for name, path in files.items()}
+        return {name: _Source(path, _read_text(path, directory)) for name, path in files.items()}
     where = directory / "tokenizer_config.json"
     source = config.get("chat_template")
     if not isinstance(source, list):
@@ -282,8 +265,8 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Sou
     }
 
 
-def _read_text(path: Path) -> str:
-    return read_bytes(path, _GIVE_TEMPLATE).decode(errors="replace")
+def _read_text(path: Path, within: Path | None = None) -> str:
+    return read_bytes(path, _GIVE_TEMPLATE, MAX_TEMPLATE_BYTES, within).decode(errors="replace")
 
 
 def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: float) -> dict[str, ChatTemplate]:
