@@ -166,15 +166,16 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
     )
 
     at = name if revision is None else f"{name} at {revision}"
+    at_revision = {} if revision is None else {"revision": revision}
     try:
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        path = Path(snapshot_download(name, **at_revision, allow_patterns=files))
         if weights and (path / INDEX).is_file():
             missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
             if missing:
                 snapshot_download(name, revision=path.name, allow_patterns=[glob.escape(shard) for shard in missing])
         elif weights and not (path / SINGLE).exists():
-            _refuse_other_repository(name, revision)
+            _refuse_other_repository(name, at_revision)
         return path
     except HFValidationError as error:
         raise ModelError(f"{name}: neither a directory nor a repository id: give one of the two") from error
@@ -190,13 +191,13 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
         raise ModelError(f"{name}: the hub refused ({reason}): check the id, and HF_TOKEN for a gated model") from error
 
 
-def _refuse_other_repository(name: str, revision: str | None) -> None:
+def _refuse_other_repository(name: str, at_revision: Mapping[str, str]) -> None:
     """Raises ModelError for a repository that has only weights that cannot be loaded, unless the hub is out of
     reach."""
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().list_repo_files(name, revision=revision)
+        files = HfApi().list_repo_files(name, **at_revision)
     except Exception:  # whatever keeps the hub from answering: the missing file is named later
         return
     _refuse_other(name, [Path(file).name for file in files])

@@ -30,8 +30,8 @@ _KINDS = {
 
 
 def open_model_file(file: Path) -> int:
-    """A descriptor of a regular file that is not empty, perhaps behind links. Raises OSError, and ModelError for
-    anything else, which may have no end, or wait for something."""
+    """A descriptor of a regular file, perhaps behind links. Raises OSError, and ModelError for anything else, which may
+    have no end, or make its reader wait."""
     _check_kind(file, os.stat(file))  # first, since opening a device may do something
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -49,7 +49,8 @@ def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> b
         _check_place(file, within)
     descriptor = open_model_file(file)
     with os.fdopen(descriptor, "rb") as stream:
-        content = stream.read(max_bytes + 1)
+        # Files of the kernel's have no size and may have content without end, or wait for it.
+        content = stream.read(max_bytes + 1) if os.fstat(descriptor).st_size else b""
     if len(content) > max_bytes:
         raise ModelError(f"{file}: is larger than {max_bytes // MIB} MiB, which no such file needs: download it again")
     return content
@@ -57,11 +58,8 @@ def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> b
 
 def _check_kind(file: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise ModelError(f"{file}: is {kind}, and must be a regular file: download it again")
-    if not status.st_size:
-        # What has no size may still have content, such as files of the kernel's.
-        raise ModelError(f"{file}: is empty: download it again")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of another kind")
+        raise ModelError(f"{file}: cannot be read: it is {kind}, and must be a regular file: download it again")
 
 
 def _check_place(file: Path, directory: Path) -> None:

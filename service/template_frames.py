@@ -15,8 +15,8 @@ MEMORY_BYTES = 64 << 20
 """For rendering a conversation, besides what a renderer has and ``MEMORY_PER_BYTE``."""
 MEMORY_PER_BYTE = 48
 """More memory for each byte of the conversation: texts are copied a few times, and take up to 4 bytes a character."""
-COMPILE_S = 3.0
-"""Processor time for compiling the templates of a model."""
+COMPILE_S = 2.0
+"""Processor time for compiling the templates of a model and rendering a greeting with each."""
 COMPILE_MEMORY_BYTES = 256 << 20
 MAX_GROWTH, FREE_GROWTH_CHARS = 8, 1 << 20
 """A prompt has at most this many characters for each byte of its conversation, and this many more."""

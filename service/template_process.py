@@ -16,12 +16,14 @@ import socket
 import textwrap  # noqa: F401
 import time
 import unicodedata  # noqa: F401
+from contextlib import suppress
 from pathlib import Path
 
 import jinja2.constants
 import jinja2.debug  # noqa: F401
 import msgspec
 
+from penstock.service.chat_message import Chat, Message
 from penstock.service.template_frames import (
     COMPILE_MEMORY_BYTES,
     COMPILE_S,
@@ -43,6 +45,7 @@ from penstock.service.template_frames import (
 from penstock.service.template_rendering import CompiledTemplate, RenderError, TemplateSyntaxError
 from penstock.service.template_text import marks_of
 
+_GREETING = Chat([Message("user", "hi")])
 _CODECS = ("ascii", "latin_1", "raw_unicode_escape", "unicode_escape", "utf_8", "utf_16", "utf_32", "cp1252")
 
 # The launcher --------------------------------------------------------------------------------------------------------
@@ -146,6 +149,8 @@ class _Renderer:
                 self._templates[name] = CompiledTemplate(source, setup.special_tokens)
             except TemplateSyntaxError as error:
                 return Ready({}, name, str(error))
+            with suppress(RenderError):  # it may refuse a greeting, but not take for ever
+                self._templates[name].render(_GREETING)
         return Ready(
             {name: Compiled(template.shows_tools, template.roles) for name, template in self._templates.items()}
         )
