@@ -25,6 +25,7 @@ from penstock.service.template_frames import (
     COMPILE_S,
     FREE_GROWTH_CHARS,
     LENGTH_BYTES,
+    LONG_FRAME_BYTES,
     MAX_GROWTH,
     Ready,
     Render,
@@ -77,8 +78,8 @@ class Renderers:
         frame = encode(Render(name, chat, after_answer))
         most = _BYTES_PER_CHAR * (MAX_GROWTH * len(frame) + FREE_GROWTH_CHARS) + 1024
         began = time.monotonic()
-        for _ in range(2):  # whatever ended a renderer before its time, perhaps an operator: a new one is tried once
-            connection = self._take()
+        for is_new in (False, True):  # whatever ended a renderer before its time, perhaps an operator
+            connection = self._take(is_new)
             try:
                 answer = _exchange(connection, frame, self._setup.timeout_s, most, Rendered)
             except _Ended:
@@ -89,18 +90,22 @@ class Renderers:
             except BaseException:
                 connection.close()
                 raise
-            self._give_back(connection)
             if len(answer.marks) != len(answer.text):
+                connection.close()
                 break
+            if len(frame) > LONG_FRAME_BYTES:  # the renderer ends
+                connection.close()
+            else:
+                self._give_back(connection)
             return answer
         raise TemplateLimit(
             f"takes more than {self._setup.timeout_s:g} s of processor time, or too much memory, for "
             "it: shorten the conversation"
         )
 
-    def _take(self) -> socket.socket:
+    def _take(self, is_new: bool) -> socket.socket:
         with self._lock:
-            if self._idle:
+            if self._idle and not is_new:
                 return self._idle.pop()
         connection, _ = self._start()
         return connection
