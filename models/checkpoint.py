@@ -170,7 +170,7 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
     try:
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
         path = Path(snapshot_download(name, **at_revision, allow_patterns=files))
-        if weights and (path / INDEX).is_file():
+        if weights and (path / INDEX).exists():
             missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
             if missing:
                 snapshot_download(name, revision=path.name, allow_patterns=[glob.escape(shard) for shard in missing])
@@ -285,9 +285,9 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     """All tensors of all shards, by name. Raises ModelError."""
-    if (path / INDEX).is_file():
+    if (path / INDEX).exists():
         return _indexed_entries(path)
-    if (path / SINGLE).is_file():
+    if (path / SINGLE).exists():
         return read_header(path / SINGLE)
     _refuse_other(path, os.listdir(path))
     raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
@@ -312,7 +312,7 @@ def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
     weight_map = _weight_map(path)
     shards = {}
     for shard in sorted(set(weight_map.values())):
-        if not (path / shard).is_file():
+        if not (path / shard).exists():
             raise ModelError(f"{path / shard}: this shard is missing, and {INDEX} names it: download it")
         shards[shard] = read_header(path / shard)
     for name, shard in weight_map.items():

@@ -49,9 +49,10 @@ def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> b
         _check_place(file, within)
     descriptor = open_model_file(file)
     with os.fdopen(descriptor, "rb") as stream:
-        # Files of the kernel's have no size and may have content without end, or wait for it.
-        content = stream.read(max_bytes + 1) if os.fstat(descriptor).st_size else b""
-    if len(content) > max_bytes:
+        # A file of the kernel's has no size, and may have content without end, or make its reader wait.
+        size = os.fstat(descriptor).st_size
+        content = stream.read(max_bytes + 1) if 0 < size <= max_bytes else b""
+    if max(size, len(content)) > max_bytes:
         raise ModelError(f"{file}: is larger than {max_bytes // MIB} MiB, which no such file needs: download it again")
     return content
 

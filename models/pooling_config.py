@@ -45,13 +45,13 @@ def read_embedding(path: Path, pooling: Pooling | None = None) -> Embedding:
     if unknown:
         raise ModelError(f"{path / MODULES}: has the module {min(unknown)}, which is not supported: {REMEDY}")
     file = path / modules[_POOLING] / "config.json" if _POOLING in modules else path / POOLING
-    return Embedding(_pooling(file) if file.is_file() else Pooling.LAST, normalize)
+    return Embedding(_pooling(file) if file.exists() else Pooling.LAST, normalize)
 
 
 def _modules(path: Path) -> dict[str, str]:
     """The folders of the model's modules, by the last part of their types' names; none where there is no list."""
     file = path / MODULES
-    if not file.is_file():
+    if not file.exists():
         return {}
     listed = _read(file)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.models.errors import ModelError
 from penstock.models.fields import Fields
+from penstock.models.module_patterns import MAX_CHARS, Patterns
 
 CONFIG_FIELD = "quantization_config"
 
@@ -83,7 +84,7 @@ class Names:
         """Raises ``re.error``."""
         names = tuple(names)
         self._exact = frozenset(name for name in names if not name.startswith("re:"))
-        self._patterns = tuple(re.compile(name[3:]) for name in names if name.startswith("re:"))
+        self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
 
     def __contains__(self, module: str) -> bool:
         """Whether the linear of this name is meant."""
@@ -94,7 +95,7 @@ class Names:
         compressed-tensors ranks them; None: not at all."""
         if module in self._exact:
             return 0
-        if any(pattern.match(module) for pattern in self._patterns):
+        if self._patterns.match(module):
             return 1
         return 2 if "Linear" in self._exact else None
 
@@ -350,6 +351,8 @@ def _block(fields: Fields, name: str) -> tuple[int, int]:
 def _not_converted(fields: Fields, name: str = "modules_to_not_convert") -> Names:
     """Names of modules, each of which is a part of dotted names."""
     parts = fields.texts(name) if name in fields else []
+    if any(len(part) > MAX_CHARS // 4 for part in parts):
+        raise fields.wrong(name, f"must name modules in at most {MAX_CHARS // 4} characters each")
     return Names(f"re:(.*\\.)?{re.escape(part.strip('.'))}(\\.|$)" for part in parts)
 
 

@@ -26,6 +26,8 @@ DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template of conversations with tools, as transformers has it."""
 _MAX_TEMPLATES = 64
+_MAX_WARNINGS = 10
+"""Of a kind: a file may have a million reasons."""
 _GIVE_TEMPLATE = "give the path of a Jinja template"
 _ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
 
@@ -145,11 +147,13 @@ def _facts(
     special |= {*config.named.values(), *config.listed, *(own.special & added.keys())}
     warnings = list(_warnings(directory, config, ids, own.special | special))
     eos_token_ids = set()
+    ignored = []
     for file, token_id in _eos_token_ids(directory, config, ids):
         if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
             eos_token_ids.add(token_id)
         else:
-            warnings.append(f"{file}: eos token {str(token_id)[:60]} is ignored: the model has {vocab_size:,} tokens")
+            ignored.append(f"{file}: eos token {str(token_id)[:60]} is ignored: the model has {vocab_size:,} tokens")
+    warnings += ignored[:_MAX_WARNINGS]
     if not eos_token_ids:
         warnings.append(
             f"{directory}: no token ends an output, which goes on to a stop string or max_tokens: name eos_token in "
@@ -248,7 +252,7 @@ def _read_templates(
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
     """The model's own templates by name. Files take the place of what tokenizer_config.json has, as in transformers."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
-    if (beside := directory / "chat_template.jinja").is_file():
+    if (beside := directory / "chat_template.jinja").exists():
         files[DEFAULT_TEMPLATE] = beside
     if len(files) > _MAX_TEMPLATES:
         raise TokenizerError(f"{directory}: has {len(files)} chat templates, and may have {_MAX_TEMPLATES}: remove one")

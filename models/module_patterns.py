@@ -1,0 +1,71 @@
+"""Regular expressions of a config.json, which come from strangers: an expression may take a matcher longer than the
+world has existed. Knows no config."""
+
+import re
+import time
+
+from penstock.models.errors import ModelError
+
+MAX_CHARS = 1024
+MAX_COST = 10_000_000
+"""Of the ways in which an expression may be tried on a name: repeats of parts, options and alternatives multiply."""
+MAX_TOTAL_S = 5.0
+"""Processor time for matching all expressions of a model with all of its modules."""
+_NAME_CHARS = 64
+"""How often a part may repeat in a module's name."""
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[P<:=!]?|[()|]|(?:[*+?]|\{[0-9,]+\})[?+]?|.", re.DOTALL)
+
+
+class Patterns:
+    """Expressions that are tried one after the other."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        """Raises ``re.error``."""
+        self._patterns = tuple(map(_compiled, texts))
+        self._spent_s = 0.0
+
+    def match(self, name: str) -> bool:
+        """Whether one of them matches the beginning of a module's name. Raises ModelError where this takes too long."""
+        if not self._patterns:
+            return False
+        began = time.thread_time()
+        for pattern in self._patterns:
+            if pattern.match(name):
+                return True
+            if self._spent_s + time.thread_time() - began > MAX_TOTAL_S:
+                raise ModelError(
+                    "config.json: quantization_config: its regular expressions take too long: simplify them"
+                )
+        self._spent_s += time.thread_time() - began
+        return False
+
+
+def _compiled(text: str) -> "re.Pattern[str]":
+    if len(text) > MAX_CHARS:
+        raise re.error(f"it has more than {MAX_CHARS} characters")
+    if _cost(text) > MAX_COST:
+        raise re.error("it repeats too much")
+    try:
+        return re.compile(text)
+    except (OverflowError, RecursionError):
+        raise re.error("it is too large") from None
+
+
+def _cost(text: str) -> int:
+    """How many ways there are to try an expression, at most; a group that repeats counts as too many."""
+    cost, alternatives = 1, [1]
+    tokens = _TOKEN.findall(text)
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if token.startswith("("):
+            alternatives.append(1)
+        elif token == "|":
+            alternatives[-1] += 1
+        elif token == ")" and len(alternatives) > 1:
+            cost *= alternatives.pop()
+            if following[:1] in ("*", "+", "{"):
+                return MAX_COST + 1
+        elif token[0] in "*+" or (token[0] == "{" and len(token) > 1):
+            cost *= _NAME_CHARS
+        elif token[0] == "?":
+            cost *= 2
+    return cost * alternatives[0]
