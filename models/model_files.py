@@ -45,10 +45,10 @@ def open_model_file(file: Path) -> int:
 def read_model_file(file: Path, max_bytes: int, within: Path | None = None) -> bytes:
     """The whole of a file that has at most ``max_bytes``. Where it is a link it must not lead out of ``within``.
     Raises OSError and ModelError."""
-    if within is not None:
-        _check_place(file, within)
     descriptor = open_model_file(file)
     with os.fdopen(descriptor, "rb") as stream:
+        if within is not None:
+            _check_place(file, within)
         # A file of the kernel's has no size, and may have content without end, or make its reader wait.
         size = os.fstat(descriptor).st_size
         content = stream.read(max_bytes + 1) if 0 < size <= max_bytes else b""
