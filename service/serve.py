@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
-from penstock.clients.command_parser import shortened
 from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
@@ -64,6 +63,7 @@ _M_ARENA_MAX = -8
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _MIB = 1 << 20
 _HTTP_GRACE_S = 10
+_MAX_LINE = 2000
 
 _REFUSALS = (
     ExecutorError, FileError, GatewayFailed, ListenError, ModelError, TokenizerError
@@ -415,5 +415,7 @@ def _tell(message: str) -> None:
 
 def _one_line(message: str) -> str:
     """A message may quote a model's files: at any length, and with what would command a terminal."""
-    line = shortened(" ".join(message.split()))
+    line = " ".join(message.split())
+    if len(line) > _MAX_LINE:
+        line = f"{line[: _MAX_LINE * 3 // 4]} ... {line[-_MAX_LINE // 4 :]}"
     return "".join(character if character.isprintable() else "\ufffd" for character in line)

@@ -190,6 +190,7 @@ def test_an_id_comes_from_the_cache_alone_when_offline(tiny_model, tmp_path, mon
     refs = tmp_path / "models--owner--tiny" / "refs"
     refs.mkdir()
     (refs / "main").write_text("0" * 40)
+    (refs / "v1").write_text("0" * 40)
     for file in tiny_model("llama").path.iterdir():
         (snapshot / file.name).symlink_to(file)
     code = """
@@ -197,15 +198,19 @@ import sys
 from penstock.models.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 print(check_checkpoint(resolve_model("owner/tiny")).spec.architecture)
-for name in ("owner/absent", "owner/bad name"):
+print(resolve_model("owner/tiny", revision="v1") == resolve_model("owner/tiny"))
+for name, revision in (("owner/absent", None), ("owner/bad name", None), ("owner/tiny", "v2"), ("demo", "v1")):
     try:
-        resolve_model(name)
+        resolve_model(name, revision=revision)
     except ModelError as error:
         print(error)
 """
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PATH": ""}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
-    found, absent, bad = done.stdout.splitlines()
+    found, same, absent, bad, other, local = done.stdout.splitlines()
     assert found == "LlamaForCausalLM"
     assert absent.startswith("owner/absent: not in the Hugging Face cache")
     assert bad.startswith("owner/bad name: neither a directory nor")
+    assert same == "True"
+    assert other.startswith("owner/tiny at v2: not in the Hugging Face cache")
+    assert local.startswith("--revision v1: demo is not on the hub")

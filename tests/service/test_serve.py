@@ -298,6 +298,17 @@ BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
         ("--admin-listen", "0.0.0.0:0"),
         "--admin-listen 0.0.0.0:0: anyone who reaches it could administer the service; give --api-keys-file",
     ),
+    "a local model of a revision": (lambda d: None, ("--revision", "v1"), "--revision v1: "),
+    "a name for a terminal": (
+        lambda d: (d / "config.json").write_text(json.dumps({"architectures": ["\x1b]0;x\x07" + "y" * 10_000]})),
+        (),
+        "architectures",
+    ),
+    "a template without end": (
+        lambda d: (d / "chat_template.jinja").write_text("{{ 'x' * 10**10 }}"),
+        ("--kv-cache-memory-bytes=64M",),
+        "chat_template.jinja: the chat template takes more than",
+    ),
     "no tenants": (lambda d: None, ("--tenants-file", "/nowhere"), "--tenants-file /nowhere: cannot be read"),
     "bad flag": (lambda d: None, ("--max-num-seqs", "no"), "--max-num-seqs"),
     "unknown flag": (lambda d: None, ("--speed", "high"), "--speed"),
@@ -325,6 +336,8 @@ def test_what_is_wrong_is_one_line_that_names_it(what, small_model, tmp_path, ca
     said = capsys.readouterr()
     assert said.out == ""
     assert named in one_line(said.err)
+    assert one_line(said.err).isprintable()
+    assert len(one_line(said.err)) < 3000
 
 
 @pytest.mark.parametrize("what", BAD_STARTS)
