@@ -14,7 +14,7 @@ AS_IN_VLLM = [
     *("--host", "--kv-cache-dtype", "--kv-cache-memory-bytes", "--load-format", "--max-model-len"),
     *("--max-num-batched-tokens", "--max-num-seqs", "--model", "--no-enable-prefix-caching", "--port"),
     *("--quantization", "--scheduling-policy", "--tensor-parallel-size"),
-    "--served-model-name",
+    *("--revision", "--served-model-name"),
 ]
 
 
