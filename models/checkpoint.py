@@ -166,10 +166,10 @@ def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
     )
 
     at = name if revision is None else f"{name} at {revision}"
-    at_revision = {} if revision is None else {"revision": revision}
+    at_revision: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
-        path = Path(snapshot_download(name, **at_revision, allow_patterns=files))
+        path = Path(snapshot_download(name, allow_patterns=files, **at_revision))
         if weights and (path / INDEX).exists():
             missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
             if missing:

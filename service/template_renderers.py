@@ -203,7 +203,7 @@ class _Launcher:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _LAUNCHER],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             )

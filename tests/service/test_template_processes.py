@@ -33,7 +33,9 @@ def connections(template):
 
 
 def renderers():
-    return psutil.Process(template_renderers._launcher()._process.pid).children()
+    process = template_renderers._launcher()._process
+    assert process is not None
+    return psutil.Process(process.pid).children()
 
 
 def end_renderers():
@@ -101,6 +103,7 @@ def test_a_renderer_that_ended_is_replaced():
 def test_a_launcher_that_ended_is_replaced():
     template = compiled(TEMPLATE)
     launcher = template_renderers._launcher()
+    assert launcher._process is not None
     launcher._process.kill()
     launcher._process.wait()
     connections(template).pop().close()
