@@ -15,7 +15,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 @pytest.fixture
 def langchain(scripted):
-    return ChatOpenAI(base_url=f"{scripted}/v1", api_key=SecretStr("none"), model="gpt-4o", max_retries=0, timeout=120)
+    return ChatOpenAI(base_url=f"{scripted}/v1", api_key=SecretStr("none"), model="gpt-4o", max_retries=0, timeout=None)
 
 
 def test_langchain_streams(langchain):
@@ -49,7 +49,7 @@ def test_langchain_calls_tools(langchain):
 
 def test_langchain_calls_tools_of_the_demo_model(demo):
     """Served without any flag: a call that must come, and a conversation with its result."""
-    model = ChatOpenAI(base_url=f"{demo.http}/v1", api_key=SecretStr("none"), model="demo", max_retries=0, timeout=60)
+    model = ChatOpenAI(base_url=f"{demo.http}/v1", api_key=SecretStr("none"), model="demo", max_retries=0, timeout=None)
 
     def weather(city: Literal["Köln", "Bonn"]) -> str:
         """Tells a city's weather."""
@@ -67,7 +67,7 @@ def test_langchain_calls_tools_of_the_demo_model(demo):
 
 @pytest.fixture
 def llama_index(scripted):
-    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=120)
+    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=None)
 
 
 def test_llama_index_streams(llama_index):

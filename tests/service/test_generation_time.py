@@ -1,9 +1,7 @@
 """Deadlines, and what may happen before a request is in the queue; over a real socket."""
 
-import asyncio
 import threading
 import time
-from typing import Any
 
 import grpc
 import pytest
@@ -141,17 +139,32 @@ class TestPreparation:
         assert not reading.outcomes[1].accepted
         assert reading.outcomes[2].text == HELLO
 
-    async def test_a_stream_dropped_during_preparation(self, start_service, slow_tokenizer):
-        service = await start_service(paced())
-        submitted: list[Any] = []
-        service.engine.submit = submitted.append
-        call = service.generation.Generate()
-        for ref in range(10):
-            await call.write(begin(ref, text="x"))
-        await asyncio.sleep(0.02)
-        call.cancel()
-        await asyncio.sleep(0.3)
-        assert not submitted
+    async def test_a_stream_dropped_during_preparation(self, start_service, byte_tokenizer, monkeypatch):
+        encode, held = byte_tokenizer.encode, threading.Event()
+        service = await start_service()
+        submit, submitted = service.engine.submit, []
+        service.engine.submit = lambda request: (submitted.append(request), submit(request))
+        for hold_s in (0.1, 1.0, 10.0, 60.0):  # until the service hears of the cancel in time
+
+            def hold(text, *arguments, hold_s=hold_s):
+                if "x" in text and not held.is_set():
+                    held.set()
+                    time.sleep(hold_s)
+                return encode(text, *arguments)
+
+            monkeypatch.setattr(byte_tokenizer, "encode", hold)
+            call = service.generation.Generate()
+            for ref in range(10):
+                await call.write(begin(ref, text="x"))
+            await until(held.is_set)
+            call.cancel()
+            # Its text is behind theirs in the tokenizer's line.
+            await service.generation.Complete(pb.CompleteRequest(start=begin().start))
+            if len(submitted) == 1:
+                return
+            submitted.clear()
+            held.clear()
+        pytest.fail("requests of a stream that is gone were submitted")
 
     async def test_no_heartbeat_comes_before_accepted(self, start_service, slow_tokenizer):
         """It would commit the call, which then could not be tried again."""

@@ -74,6 +74,7 @@ def test_a_child_that_gets_no_processor_is_told_from_one_that_takes_too_much(mon
         while True:
             pass
 
+    monkeypatch.setattr(grammar_check, "WALL_S", 3600.0)
     assert "takes more than" in grammar_check._checked(None, "regex", "a", computes)["error"]
     monkeypatch.setattr(grammar_check, "WALL_S", 0.1)
     assert "try again" in grammar_check._checked(None, "regex", "a", waits)["busy"]
