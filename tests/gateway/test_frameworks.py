@@ -67,7 +67,7 @@ def test_langchain_calls_tools_of_the_demo_model(demo):
 
 @pytest.fixture
 def llama_index(scripted):
-    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=None)
+    return OpenAI(api_base=f"{scripted}/v1", api_key="none", model="gpt-4o", max_retries=0, timeout=3600.0)
 
 
 def test_llama_index_streams(llama_index):

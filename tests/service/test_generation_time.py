@@ -143,7 +143,12 @@ class TestPreparation:
         encode, held = byte_tokenizer.encode, threading.Event()
         service = await start_service()
         submit, submitted = service.engine.submit, []
-        service.engine.submit = lambda request: (submitted.append(request), submit(request))
+
+        def note(request):
+            submitted.append(request)
+            submit(request)
+
+        service.engine.submit = note
         for hold_s in (0.1, 1.0, 10.0, 60.0):  # until the service hears of the cancel in time
 
             def hold(text, *arguments, hold_s=hold_s):
