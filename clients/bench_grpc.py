@@ -48,7 +48,7 @@ class GrpcCaller:
         self._resend_context = resend_context
 
     async def __aenter__(self) -> Self:
-        """Connects, so that the first requests do not wait for it. Each request reports a service that is not there."""
+        """Connects, so that the first requests do not wait for the connection. If it fails, each request says so."""
         state = self._channel.get_state(try_to_connect=True)
         while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
             await self._channel.wait_for_state_change(state)

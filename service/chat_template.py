@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from penstock.service.chat_message import Chat, Message, ToolCall
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.template_frames import Compiled, Failure
-from penstock.service.template_renderers import DEFAULT_TIMEOUT_S, Renderers, TemplateLimit
+from penstock.service.template_renderers import DEFAULT_TIMEOUT_S, Renderers, TemplateBusy, TemplateLimit
 from penstock.service.template_text import with_marks
 
 __all__ = ["Chat", "ChatTemplate", "Message", "TemplateError", "ToolCall", "compile_templates"]
@@ -35,6 +35,8 @@ def compile_templates(
         renderers = Renderers(sources, special_tokens, timeout_s)
     except TemplateLimit as error:
         raise TemplateError(next(iter(sources)), error.problem) from None
+    except TemplateBusy:
+        raise TemplateError(next(iter(sources)), "could not be compiled: the machine is too busy") from None
     ready = renderers.ready
     if ready.problem:
         raise TemplateError(ready.name, ready.problem)
@@ -71,6 +73,9 @@ class ChatTemplate:
             rendered = self._renderers.render(self._name, chat, after_answer)
         except TemplateLimit as error:
             raise invalid("chat", f"the model's chat template {error.problem}") from None
+        except TemplateBusy:
+            busy = "the machine is too busy to render the conversation; try again"
+            raise ServiceError(Reason.PREPARATION_FULL, busy) from None
         match rendered.failure:
             case None:
                 return with_marks(rendered.text, rendered.marks)

@@ -1,7 +1,7 @@
 """Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
 
-Tenants take turns, a job each: whoever sends more than its share waits for itself alone. A job that waits for another
-process gives way to the next meanwhile.
+Tenants take turns, a job each: one that sends more than its share waits only for its own jobs. A job that waits for
+another process lets the next one run meanwhile.
 """
 
 import asyncio

@@ -149,7 +149,7 @@ class _Renderer:
                 self._templates[name] = CompiledTemplate(source, setup.special_tokens)
             except TemplateSyntaxError as error:
                 return Ready({}, name, str(error))
-            with suppress(RenderError):  # it may refuse a greeting, but not take for ever
+            with suppress(RenderError):  # it may refuse a greeting, but it must end
                 self._templates[name].render(_GREETING)
         return Ready(
             {name: Compiled(template.shows_tools, template.roles) for name, template in self._templates.items()}
@@ -162,7 +162,10 @@ class _Renderer:
         except RenderError as error:
             return Rendered(failure=error.failure, problem=error.problem)
         if len(text) > max_chars:
-            problem = f"the model's chat template makes a text of {len(text):,} characters of it, and may {max_chars:,}"
+            problem = (
+                f"the model's chat template makes {len(text):,} characters of it; at most {max_chars:,} are allowed: "
+                "shorten the conversation"
+            )
             return Rendered(failure=Failure.REFUSED, problem=problem)
         return Rendered(str.__str__(text), marks_of(text))
 
@@ -184,7 +187,7 @@ class _Renderer:
         try:
             content = encode(answer)
         except UnicodeEncodeError:  # half of a surrogate pair, which a template may write as an escape
-            problem = "the model's chat template makes of it what is no text"
+            problem = "the model's chat template renders invalid text"
             content = encode(Rendered(failure=Failure.REFUSED, problem=problem))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         self._connection.sendall(len(content).to_bytes(LENGTH_BYTES, "little") + content)

@@ -60,11 +60,15 @@ class TemplateLimit(Exception):
         """What is wrong, and what to do."""
 
 
+class TemplateBusy(Exception):
+    """A renderer got no processor in time, which says nothing about the template."""
+
+
 class Renderers:
     """Renders with a model's templates, in as many processes as there are threads that ask. Threads may share it."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float) -> None:
-        """Compiles the templates. Raises TemplateLimit; what else is wrong with one ``ready`` says."""
+        """Compiles the templates. Raises TemplateLimit and TemplateBusy; ``ready`` says what else is wrong with one."""
         self._setup = Setup(sources, special_tokens, timeout_s)
         self._setup_frame = encode(self._setup)
         self._lock = threading.Lock()
@@ -74,7 +78,7 @@ class Renderers:
         self._idle.append(connection)
 
     def render(self, name: str, chat: Chat, after_answer: bool = False) -> Rendered:
-        """What a template makes of a conversation. Raises TemplateLimit."""
+        """What a template makes of a conversation. Raises TemplateLimit and TemplateBusy."""
         frame = encode(Render(name, chat, after_answer))
         most = _BYTES_PER_CHAR * (MAX_GROWTH * len(frame) + FREE_GROWTH_CHARS) + 1024
         began = time.monotonic()
@@ -138,11 +142,11 @@ class Renderers:
 
 
 class _Ended(Exception):
-    """A renderer ended, or did not answer in time."""
+    """A renderer ended before it answered."""
 
 
 def _exchange(connection: socket.socket, content: bytes, cpu_s: float, most: int, kind: type[_Answer]) -> _Answer:
-    """A frame there and a frame back, of at most ``most`` bytes. Raises _Ended."""
+    """A frame there and a frame back, of at most ``most`` bytes. Raises _Ended and TemplateBusy."""
     deadline = time.monotonic() + _WALL_S + _WALL_FACTOR * cpu_s
     try:
         connection.settimeout(deadline - time.monotonic())
@@ -158,7 +162,9 @@ def _exchange(connection: socket.socket, content: bytes, cpu_s: float, most: int
         if len(answer) != length or length > most:
             raise _Ended
         return msgspec.msgpack.decode(memoryview(answer)[LENGTH_BYTES:], type=kind)
-    except (OSError, ValueError):  # closed, late, or not what a renderer of ours writes
+    except TimeoutError:
+        raise TemplateBusy from None
+    except (OSError, ValueError):  # closed, or not what a renderer of ours writes
         raise _Ended from None
 
 

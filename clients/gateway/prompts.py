@@ -89,8 +89,8 @@ def _check_room(prompt: Prompt, context: int, param: str) -> None:
     left = context - len(prompt.token_ids or ())
     if 0 < left < DEFAULT_MAX_TOKENS:
         problem = (
-            f"leaves {left:,} tokens of the model's context, {context:,}, and max_tokens is {DEFAULT_MAX_TOKENS} by "
-            "default; send a shorter prompt, or max_tokens"
+            f"leaves room for {left:,} more in the model's context of {context:,} tokens, and max_tokens is "
+            f"{DEFAULT_MAX_TOKENS} by default; send a shorter prompt, or max_tokens"
         )
         raise invalid(param, problem, code="context_length_exceeded")
 

@@ -230,7 +230,7 @@ async def test_the_default_of_max_tokens_must_fit(gateway, prompt):
     longer = [prompt[0], prompt[1] + "a"] if isinstance(prompt[0], str) and len(prompt) == 2 else prompt + prompt[:1]
     response = await gateway.post(PATH, prompt=longer)
     assert response.status_code == 400
-    assert "leaves 15 tokens of the model's context, 4,096" in response.json()["error"]["message"]
+    assert "leaves room for 15 more in the model's context of 4,096 tokens" in response.json()["error"]["message"]
     assert (await whole_of(gateway, prompt=longer, max_tokens=16))["usage"]["completion_tokens"] in (15, 31)
     assert (await whole_of(gateway, prompt=longer, truncate_prompt_tokens=-1))["usage"]["completion_tokens"] in (15, 31)
 

@@ -115,7 +115,7 @@ def test_a_file_of_the_kernels_has_no_content(model, name, target):
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
 def test_a_template_is_no_link_to_a_secret(model, name, tmp_path):
-    """Whoever renders a conversation would see it."""
+    """Any caller could read it in a rendered conversation."""
     (tmp_path / "secret").write_text("sesame")
     place(model, name, lambda file: file.symlink_to(tmp_path / "secret"))
     with pytest.raises(TokenizerError, match=r"jinja: is a link out of the model's directory"):

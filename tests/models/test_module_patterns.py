@@ -42,5 +42,15 @@ def test_expressions_that_would_not_end_are_refused(text):
 
 def test_all_together_have_a_budget(monkeypatch):
     monkeypatch.setattr(module_patterns, "MAX_TOTAL_S", -1.0)
+    for texts in (("x", "y"), ("model.*",)):
+        with pytest.raises(ModelError, match="regular expressions take too long"):
+            Patterns(texts).match(NAME)
+
+
+def test_matches_count_in_the_budget_too(monkeypatch):
+    seconds = iter(range(100))
+    monkeypatch.setattr("time.thread_time", lambda: float(next(seconds)))
+    patterns = Patterns(("model.*",))
+    assert all(patterns.match(NAME) for _ in range(int(module_patterns.MAX_TOTAL_S)))
     with pytest.raises(ModelError, match="regular expressions take too long"):
-        Patterns(("x", "y")).match(NAME)
+        patterns.match(NAME)

@@ -325,8 +325,8 @@ def check_ends(readings):
 
 
 async def sigterm(command, listen, new_reading, short, waits=False):
-    """Runs a service, and ends it under 100 streams, of which half have requests of ``short`` tokens. ``waits``: it is
-    to end only once these have ended, and is told so by a second signal."""
+    """Runs a service, and ends it under 100 streams, of which half have requests of ``short`` tokens. ``waits``: a
+    second signal ends the service, once these have ended."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-c", NOTES_TIME + command.replace("{listen}", listen), stdout=subprocess.PIPE
     )

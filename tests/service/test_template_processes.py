@@ -89,7 +89,7 @@ async def test_one_tenants_loops_leave_room_for_anothers():
 def test_a_text_may_grow_only_so_far():
     template = compiled("{{ messages[0].content * 64 }}")
     assert len(template.render(chat("x" * 1000))) == 64_000
-    with pytest.raises(ServiceError, match="makes a text of 6,400,000 characters of it"):
+    with pytest.raises(ServiceError, match="makes 6,400,000 characters of it"):
         template.render(chat("x" * 100_000))
     assert len(compiled("{{ 'x' * 1000000 }}").render(chat("hi"))) == 1_000_000 < FREE_GROWTH_CHARS
 
@@ -137,7 +137,7 @@ def test_the_origin_of_a_text_crosses_processes():
 
 
 def test_half_a_character_is_no_text():
-    with pytest.raises(ServiceError, match="makes of it what is no text"):
+    with pytest.raises(ServiceError, match="renders invalid text"):
         compiled('{{ "\\ud800" }}').render(chat("hi"))
 
 
@@ -176,3 +176,21 @@ def test_templates_can_open_no_file_and_see_no_key(monkeypatch):
         [line] = [line for line in limits if line.startswith("Max open files")]
     assert line.split()[3:5] == ["0", "0"]
     assert template.render(chat("hi"))
+
+
+def test_a_renderer_without_a_processor_is_no_fault_of_the_conversation(monkeypatch):
+    template = compiled(TEMPLATE)
+    monkeypatch.setattr(template_renderers, "_WALL_FACTOR", 0.0)
+    monkeypatch.setattr(template_renderers, "_WALL_S", 0.1)
+    stopped = renderers()
+    for renderer in stopped:
+        renderer.suspend()
+    try:
+        with pytest.raises(ServiceError, match="too busy to render") as refused:
+            template.render(chat("hi"))
+    finally:
+        for renderer in stopped:
+            renderer.resume()
+    assert refused.value.reason is Reason.PREPARATION_FULL
+    monkeypatch.undo()
+    assert template.render(chat("hi")) == "<|user|>hi"
