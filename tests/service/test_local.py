@@ -40,7 +40,8 @@ def llm():
         assert len(children) >= 2, "the service and its worker"
         yield llm
     assert not directory.exists()
-    assert all(gone(child.pid) for child in children)
+    # Those that render templates end when they see that the service is gone.
+    wait_until(lambda: all(gone(child.pid) for child in children))
 
 
 def socket_of(target):
