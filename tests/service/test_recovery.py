@@ -166,6 +166,10 @@ class Streams:
     def num_tokens(self) -> int:
         return sum(len(outcome.token_ids) for outcome in self.reading.outcomes.values())
 
+    async def until_accepted(self, count: int) -> None:
+        """Waits until the service has accepted ``count`` requests, and one of them has its first token."""
+        await until(lambda: len(self.reading.outcomes) == count and self.num_tokens)
+
     async def outputs(self) -> dict[int, list[int]]:
         """Of those that ended well; waits for all."""
         outcomes = (await self._task).outcomes
@@ -206,16 +210,16 @@ async def test_reliability_figures_4_and_10_killed_stopped_and_killed_amid_its_e
         assert outputs == undisturbed
 
         streams = Streams(life, frames(prompts_of(6), 0.0, 150), new_reading())
-        await until(lambda: streams.num_tokens)
+        await streams.until_accepted(6)
         await life.hurt(signal.SIGSTOP)
         assert await streams.outputs() == undisturbed
 
         streams = Streams(life, frames(prompts_of(6), 0.0, 150), new_reading())
-        await until(lambda: streams.num_tokens)
+        await streams.until_accepted(6)
         life.worker.kill()
         await until(lambda: life.health[-1][1] == Health.NOT_SERVING)
         life.process.terminate()
-        assert await streams.outputs() == undisturbed
+        assert await streams.outputs() == undisturbed, [o.finished for o in streams.reading.outcomes.values()]
         assert await asyncio.wait_for(life.process.wait(), 120) == 0
 
 
