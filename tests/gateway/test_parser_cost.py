@@ -123,7 +123,7 @@ PARTS = [
 parts = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(parts, parts.filter(bool), parts, st.sampled_from([3, 4 * KIB]))
 def test_what_nobody_thought_of(beginning, unit, end, piece_size):
     for name in TOOL_FORMATS:
