@@ -1,5 +1,7 @@
-"""What child processes get and leave: no keys, no cores, and which of them ends first where memory runs out. Two services
-never share a Unix socket, and a service does not end because nobody can read what it says."""
+"""What child processes get and leave: no keys, no cores, and which of them ends first where memory runs out.
+
+Two services never share a Unix socket, and a service does not end because nobody can read what it says.
+"""
 
 import os
 import re
