@@ -279,7 +279,7 @@ def test_without_the_sources_nothing_is_built(sources: Path, tmp_path: Path) -> 
 
 
 def test_what_make_setup_installs_is_locked_by_hash():
-    """All but torch, whose CPU builds have other hashes, and what only its CUDA builds need. Out of date: `make lock`."""
+    """All but torch, whose CPU builds have other hashes, and what its CUDA builds need. `make lock` writes it anew."""
 
     def pins(name):
         lines = (ROOT / name).read_text().splitlines()
