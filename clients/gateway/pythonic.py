@@ -65,8 +65,8 @@ def _json_value(node: ast.expr) -> object:
             return [_json_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _json_value(value) for key, value in zip(keys, values, strict=True)}
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=number)):
-            if type(number) in (int, float):
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)):
+            if not isinstance(number, bool):
                 return -number if isinstance(sign, ast.USub) else number
         case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
             return value

@@ -32,54 +32,54 @@ class Count:
 class CountedText(str):
     """A text whose characters count whenever they are read or copied, as those of its parts do."""
 
-    __slots__ = ("count",)
-    count: Count
+    __slots__ = ("counter",)
+    counter: Count
 
     @classmethod
     def of(cls, text: str, count: Count) -> "CountedText":
         """``text``, counted as copied."""
         new = cls(text)
-        new.count = count
+        new.counter = count
         count.add(len(text) + 1)
         return new
 
     def __add__(self, other):
-        return self.of(str.__add__(self, other), self.count)
+        return self.of(str.__add__(self, other), self.counter)
 
     def __radd__(self, other):
-        return self.of(str.__add__(other, self), self.count)
+        return self.of(str.__add__(other, self), self.counter)
 
     def __getitem__(self, key):
-        return self.of(str.__getitem__(self, key), self.count)
+        return self.of(str.__getitem__(self, key), self.counter)
 
-    def find(self, wanted, start=0):
+    def find(self, wanted, start=0, end=None):
         """Reads up to what is found."""
-        found = str.find(self, wanted, start)
-        self.count.add((len(self) if found < 0 else found) - start + 1)
+        found = str.find(self, wanted, start, end)
+        self.counter.add((len(self) if found < 0 else found) - start + 1)
         return found
 
     def partition(self, wanted):
         """Copies all parts."""
-        return tuple(self.of(part, self.count) for part in str.partition(self, wanted))
+        return tuple(self.of(part, self.counter) for part in str.partition(self, wanted))
 
     def strip(self, *chars):
         """Copies what is left."""
-        self.count.add(len(self))
-        return self.of(str.strip(self, *chars), self.count)
+        self.counter.add(len(self))
+        return self.of(str.strip(self, *chars), self.counter)
 
     def lstrip(self, *chars):
         """Copies what is left."""
-        self.count.add(len(self))
-        return self.of(str.lstrip(self, *chars), self.count)
+        self.counter.add(len(self))
+        return self.of(str.lstrip(self, *chars), self.counter)
 
     def rstrip(self, *chars):
         """Copies what is left."""
-        self.count.add(len(self))
-        return self.of(str.rstrip(self, *chars), self.count)
+        self.counter.add(len(self))
+        return self.of(str.rstrip(self, *chars), self.counter)
 
     def removeprefix(self, prefix):
         """Copies what is left."""
-        return self.of(str.removeprefix(self, prefix), self.count)
+        return self.of(str.removeprefix(self, prefix), self.counter)
 
 
 class _CountedPattern:

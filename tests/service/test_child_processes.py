@@ -90,7 +90,7 @@ def test_children_of_a_service(start):
     kinds = ("models.worker", "gateway_child", "grammar_check")
 
     def found():
-        children = {}
+        children: dict[str, int] = {}
         for child in psutil.Process(process.pid).children(recursive=True):
             line = " ".join(child.cmdline())
             children |= {kind: child.pid for kind in kinds if kind in line}

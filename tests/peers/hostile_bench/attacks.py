@@ -101,7 +101,7 @@ def map_collisions(attack: Attack) -> None:
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(attack.grpc) as channel:
-            call = channel.unary_unary("/penstock.v1.GenerationService/Complete")
+            call: Any = channel.unary_unary("/penstock.v1.GenerationService/Complete")
             await _at_once(attack, len(raw), lambda: call(raw, metadata=_METADATA), 4)
 
     asyncio.run(run())
