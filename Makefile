@@ -30,15 +30,19 @@ help: ## list the verbs
 
 # ----------------------------------------------------------------------------------------------------------- environment
 
-.PHONY: setup native
+.PHONY: setup native lock
 setup: $(ENVIRONMENT) $(LINKS) $(NATIVE) ## make the environment, .venv, with every dependency; the second time it does nothing
 
-$(ENVIRONMENT): pyproject.toml setup.py constraints.txt
+# Everything is checked by its hash but torch, and what CUDA builds of it bring along: a CPU build of the same version comes
+# from another index, or from this machine, and has another hash. It is fixed by its version. The first call resolves
+# nothing: requirements.lock has it all.
+$(ENVIRONMENT): pyproject.toml setup.py constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
 	  || { echo "penstock needs Python 3.11 to 3.13; name one: make setup PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt \
-	  $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") -e '.[server,dev]'
+	$(BIN)/pip install --require-hashes --no-deps -r requirements.lock
+	$(BIN)/pip install -c constraints.txt $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
 # The environment's own installation has built it already, unless a source is newer by now, or there is no compiler.
@@ -49,6 +53,13 @@ $(NATIVE): kernels/build_cpu.py $(wildcard kernels/csrc/*) | $(ENVIRONMENT)
 native: $(ENVIRONMENT) ## build the CPU library, with all that the C++ compiler has to say; CXX=clang++ names one
 	$(BIN)/python -P kernels/build_cpu.py
 	@touch $(NATIVE)
+
+# For every Python and platform at once, with the versions of constraints.txt.
+lock: ## write requirements.lock anew, after a change of pyproject.toml or constraints.txt; needs uv
+	@command -v uv >/dev/null || { echo "uv resolves for all platforms at once: pip install uv" >&2; exit 1; }
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	  --constraints constraints.txt --extra server --extra dev pyproject.toml \
+	  | awk '/^[A-Za-z0-9]/ { keeps = !/^(torch|nvidia-[a-z0-9-]*|cuda-[a-z]*)==/ } keeps' > requirements.lock
 
 # What tools need to see and git need not: the namespace `penstock` as a folder of links, and types of google.rpc, for
 # mypy and pyright; the files of google.rpc that the contract imports, for buf, which would fetch them otherwise.

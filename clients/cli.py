@@ -1,6 +1,7 @@
 """The command ``penstock``: finds a subcommand by name and imports it only then, so that the bare install runs what
 needs no server, and ``penstock --help`` answers at once."""
 
+import contextlib
 import difflib
 import os
 import sys
@@ -52,6 +53,7 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs ``penstock`` with these arguments, or the process's, and returns the exit status."""
+    _open_missing_streams()
     os.environ.setdefault(
         "GRPC_VERBOSITY", "NONE"
     )  # what the library logs of its connections is no news for a terminal
@@ -69,6 +71,19 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         _forget_output()
         return _fail("penstock", f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+
+
+def _open_missing_streams() -> None:
+    """Gives a process that was started without standard streams empty ones: else the first sockets and files that it
+    opens would take their numbers, and what is written to the log with them."""
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # child processes need them too
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - for as long as the process
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _forget_output() -> None:
@@ -118,7 +133,10 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
 def _fail(program: str, message: str, status: int = 1) -> int:
     from penstock.clients.command_parser import shortened
 
-    print(f"{program}: {shortened(message)}", file=sys.stderr)
+    try:
+        print(f"{program}: {shortened(message)}", file=sys.stderr)
+    except OSError:  # a full disk, or nobody reads it: the status says it too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return status
 
 

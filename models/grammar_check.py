@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from llguidance import LLTokenizer
 
+from penstock.models.child_process import FED_BY_STRANGERS, prepare_child
 from penstock.models.grammar import GrammarError, compile_grammar, discreet, one_line, read_tokenizer, to_grammar
 
 CPU_S = 0.3
@@ -39,6 +40,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # Terminals and service managers send these to every process at once; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
+    prepare_child(FED_BY_STRANGERS)
     lines, answers = sys.stdin.buffer, sys.stdout.buffer
     told = json.loads(lines.readline() or "null")
     if told is None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.models.child_process import child_environment
+
 UNINTERRUPTED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 """A terminal interrupts every process at once; one that imports would tell it as a traceback."""
 WORKER = f"{UNINTERRUPTED}; from penstock.models.worker import main; main()"
@@ -31,8 +33,8 @@ class Spawned:
 
 
 def spawn(env: Mapping[str, str] | None = None) -> Spawned:
-    """Starts one, with these variables besides the service's. It ends with the thread that started it. Raises
-    OSError."""
+    """Starts one, with these variables besides those that it needs of the service's. It ends with the thread that
+    started it. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -40,7 +42,7 @@ def spawn(env: Mapping[str, str] | None = None) -> Spawned:
                 [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**QUIET, **os.environ, **(env or {})},
+                env={**QUIET, **child_environment(os.environ), **(env or {})},
             )
     except OSError:
         ours.close()

@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.models.backend import load_backend
+from penstock.models.child_process import WORKER, prepare_child
 from penstock.models.drafters import check_speculation, make_drafting
 from penstock.models.errors import ModelError
 from penstock.models.log_format import set_up_logging
@@ -41,7 +41,6 @@ ALIVE_INTERVAL_S = 0.5
 PEER_LOST_S = 3.0
 """For the service to see which other rank ended, and to end this one too."""
 PR_SET_PDEATHSIG = 1
-OOM_SCORE_ADJ = 500
 
 MAX_PARTS_BYTES = 64 << 10
 """Prompt log-probabilities in one frame, about: the service decodes a frame in one go on its event loop."""
@@ -56,7 +55,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # Terminals and service managers send these to every process at once; the service decides when this one ends.
         signal.signal(number, signal.SIG_IGN)
-    _offer_to_the_oom_killer()
+    prepare_child(WORKER)
     faulthandler.enable()
     with socket.socket(fileno=descriptor) as connection:
         sys.exit(serve(Channel(connection)))
@@ -242,12 +241,6 @@ def _end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _offer_to_the_oom_killer() -> None:
-    """Where memory runs out this process ends before the service, which can replace it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
 def _summary(error: Exception) -> str:

@@ -12,6 +12,7 @@ import threading
 from typing import NoReturn
 
 from penstock.clients.cli import main as penstock
+from penstock.models.child_process import FED_BY_STRANGERS, prepare_child
 
 PARENT_IS_GONE = 1
 
@@ -21,6 +22,7 @@ def main(directory: str, *arguments: str) -> NoReturn:
     # Who sends SIGTERM to all processes of a service, as systemd does, means the service: it says with SIGINT when the
     # gateway is to end. Threads inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    prepare_child(FED_BY_STRANGERS)
     threading.Thread(target=_end_with_parent, args=(directory,), daemon=True, name="parent").start()
     sys.exit(penstock(["gateway", *arguments]))
 

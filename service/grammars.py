@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 
+from penstock.models.child_process import child_environment
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.lane import Lane
 from penstock.service.tokenizer import Tokenizer
@@ -149,7 +150,13 @@ class GrammarChecks:
                 self._end(self._process)
             # Its own standard error is the service's: what it says there is a bug of ours.
             command = [sys.executable, "-P", "-c", CHECKER]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=child_environment(os.environ),
+            )
         answer = self._exchange(self._process, self._told, START_TIMEOUT_S)
         if answer is None or "error" in answer:
             self._end(self._process)

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from penstock.clients.machine import Machine
+from penstock.models.child_process import child_environment
 from penstock.models.launch import ending
 from penstock.service.listen import HTTP_FLAG, Address, ListenError
 from penstock.service.local import private_directory
@@ -167,6 +168,7 @@ class HttpGateway:
                 pass_fds=[listener.fileno(), write_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                env=child_environment(os.environ),
                 process_group=0,  # Ctrl-C in a terminal reaches the service alone, which then says when
             )
         except OSError as error:

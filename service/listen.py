@@ -1,14 +1,17 @@
 """Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
 
+import contextlib
 import errno
 import logging
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.clients.loopback import is_loopback, resolves_to_loopback
+from penstock.clients.socket_lock import PathTaken, socket_lock
 
 MAX_SOCKET_PATH = 107
 """Bytes that Linux has room for."""
@@ -87,6 +90,20 @@ class Address:
         else:
             self._check_path(self.path)
 
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Keeps other services off a Unix socket's path, from before ``check_free`` until all of ours is gone from it:
+        without it two that start at once would both find it free. Raises ListenError."""
+        with contextlib.ExitStack() as lock:
+            try:
+                if self.path is not None:
+                    lock.enter_context(socket_lock(self.path))
+            except PathTaken:
+                raise self._unusable("is in use") from None
+            except OSError as error:
+                raise self._unusable(f"cannot be locked ({error.strerror or error})") from None
+            yield
+
     def remove(self) -> None:
         """Removes a Unix socket's path."""
         if self.path is not None:
@@ -130,7 +147,10 @@ class Address:
                 why = f"cannot be tried ({error.strerror or error})"
             else:
                 why = "is in use"
-        raise ListenError(f"{self.flag} {self}: the socket {why}; stop that service or choose another path")
+        raise self._unusable(why)
+
+    def _unusable(self, why: str) -> ListenError:
+        return ListenError(f"{self.flag} {self}: the socket {why}; stop that service or choose another path")
 
 
 def _explained(error: OSError) -> str:

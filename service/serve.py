@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
+from penstock.models.child_process import offer_service_to_oom_killer
 from penstock.models.errors import ModelError
 from penstock.models.log_format import JSON, log_uncaught, set_up_logging
 from penstock.models.pooling_config import read_embedding
@@ -41,6 +42,7 @@ from penstock.service.flags import ConfigError
 from penstock.service.http_gateway import GatewayFailed, HttpGateway, check_installed
 from penstock.service.identity import Everyone
 from penstock.service.listen import (
+    ADMIN_FLAG,
     Address,
     ListenError,
     admin_address,
@@ -97,16 +99,27 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     raise_open_files_limit()
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
+    offer_service_to_oom_killer()
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         prepared = prepare(config)
         _say(config, logging.INFO, f"loading {config.model} ...")
-        with asyncio.Runner(loop_factory=_new_loop) as runner:
+        with _reserved(prepared.server), asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_Life(prepared, worker).run(lifeline))
     except _REFUSALS as error:
         _say(config, logging.CRITICAL, str(error))
         return 1
+
+
+@contextlib.contextmanager
+def _reserved(config: ServerConfig) -> Iterator[None]:
+    """Keeps other services off the paths of its Unix sockets. Raises ListenError."""
+    with contextlib.ExitStack() as reserved:
+        reserved.enter_context(Address.parse(config.listen).reserved())
+        if config.admin_listen is not None:
+            reserved.enter_context(Address.parse(config.admin_listen, ADMIN_FLAG).reserved())
+        yield
 
 
 def _keep_one_arena() -> None:
@@ -410,7 +423,8 @@ def _say(config: ServeConfig, level: int, message: str) -> None:
 
 
 def _tell(message: str) -> None:
-    sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
+    with contextlib.suppress(OSError):  # a full disk, or nobody reads it: no reason to end
+        sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
 
 
 def _one_line(message: str) -> str:

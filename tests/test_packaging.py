@@ -1,6 +1,7 @@
 """What is installed: every file of every folder, under the name `penstock` and no other, and the CPU library."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -275,3 +276,17 @@ def test_without_the_sources_nothing_is_built(sources: Path, tmp_path: Path) -> 
     (sources / "one.cpp").unlink()
     with pytest.raises(CannotBuild, match="in a checkout"):
         build_cpu.build(tmp_path)
+
+
+def test_what_make_setup_installs_is_locked_by_hash():
+    """All but torch, whose CPU builds have other hashes, and what its CUDA builds need. `make lock` writes it anew."""
+
+    def pins(name):
+        lines = (ROOT / name).read_text().splitlines()
+        return dict(line.partition(" ")[0].split("==") for line in lines if line[:1].isalnum())
+
+    locked, pinned = pins("requirements.lock"), pins("constraints.txt")
+    assert pinned.pop("torch")
+    assert locked.items() >= {re.sub("[-_.]+", "-", name).lower(): version for name, version in pinned.items()}.items()
+    blocks = re.split(r"\n(?=[A-Za-z0-9])", (ROOT / "requirements.lock").read_text())
+    assert all("--hash=sha256:" in block for block in blocks)

@@ -193,6 +193,8 @@ class _WholeChoice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, Json] = {}
+        self._arguments: dict[int, list[str]] = {}
+        """The parts of each call's arguments."""
         self._logprobs: list[Json] | None = None
         self._token_ids: list[int] | None = None
         self._end: Json = {}
@@ -214,7 +216,7 @@ class _WholeChoice:
 
     def result(self, index: int) -> Json:
         content = "".join(self._content)
-        calls = [self._calls[at] for at in sorted(self._calls)]
+        calls = [self._call(at) for at in sorted(self._calls)]
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         if reasoning := "".join(self._reasoning):
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
@@ -225,12 +227,15 @@ class _WholeChoice:
         return choice if self._token_ids is None else choice | {"token_ids": self._token_ids}
 
     def _add_call(self, piece: Json) -> None:
-        function = piece["function"]
-        known = self._calls.get(piece["index"])
-        if known is None:
-            self._calls[piece["index"]] = {"id": piece["id"], "type": "function", "function": dict(function)}
-        else:
-            known["function"]["arguments"] += function["arguments"]
+        index = piece["index"]
+        if index not in self._calls:
+            self._calls[index] = {"id": piece["id"], "type": "function", "function": dict(piece["function"])}
+        self._arguments.setdefault(index, []).append(piece["function"]["arguments"])
+
+    def _call(self, index: int) -> Json:
+        call = self._calls[index]
+        call["function"]["arguments"] = "".join(self._arguments[index])
+        return call
 
 
 class WholeChat:

@@ -8,8 +8,11 @@ from penstock.clients.gateway.json_object import Json
 
 _KEY = "input"
 _OPENING = re.compile(rf'\s*\{{\s*"{_KEY}"\s*:\s*"')
-_CHARACTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_MAX_OPENING_CHARS = 256
+"""Arguments that have not opened the text by then are read when the call is over."""
+_CHARACTERS = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 """Of a JSON string, as far as they are whole."""
+_MAX_CHARACTER = len(r"\ud83d\ude00")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 
@@ -38,6 +41,9 @@ class CustomInput:
     """Reads the input of a custom tool's call out of the function's arguments as they come."""
 
     def __init__(self) -> None:
+        self._unopened: list[str] = []
+        """The arguments, until the text begins."""
+        self._num_unopened = 0
         self._unread = ""
         self._is_open = False
         """Whether the text has begun."""
@@ -48,24 +54,36 @@ class CustomInput:
         if self._is_over:
             return ""
         self._unread += arguments
-        if not self._is_open:
-            opening = _OPENING.match(self._unread)
-            if opening is None:
-                return ""
-            self._is_open = True
-            self._unread = self._unread[opening.end() :]
+        if not self._is_open and not self._open():
+            return ""
         return self._read()
 
     def end(self) -> str:
         """What is left of the input when the call is over: all of it, if the arguments have another form."""
         if self._is_open:
             return ""
+        whole = "".join(self._unopened)
         try:
-            arguments = json.loads(self._unread or "{}")
+            arguments = json.loads(whole or "{}")
         except (ValueError, RecursionError):
-            return self._unread
+            return whole
         text = arguments.get(_KEY, "" if not arguments else None) if isinstance(arguments, dict) else None
-        return _decoded(json.dumps(text)[1:-1]) if isinstance(text, str) else self._unread
+        return _decoded(json.dumps(text)[1:-1]) if isinstance(text, str) else whole
+
+    def _open(self) -> bool:
+        """Whether the text has begun."""
+        may_open = self._num_unopened <= _MAX_OPENING_CHARS
+        self._unopened.append(self._unread)
+        self._num_unopened += len(self._unread)
+        self._unread = ""
+        if not may_open:
+            return False
+        arguments = "".join(self._unopened)
+        opening = _OPENING.match(arguments)
+        if opening is not None:
+            self._is_open = True
+            self._unread = arguments[opening.end() :]
+        return self._is_open
 
     def _read(self) -> str:
         found = _CHARACTERS.match(self._unread)
@@ -75,6 +93,7 @@ class CustomInput:
         if not self._is_over and (half := _HALF_OF_A_PAIR.search(text)) is not None:
             text = text[: half.start()]
         self._unread = self._unread[len(text) :]
+        self._is_over = self._is_over or len(self._unread) >= _MAX_CHARACTER  # an escape that JSON has not
         return _decoded(text)
 
 

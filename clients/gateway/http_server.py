@@ -19,6 +19,7 @@ from penstock.clients.errors import PenstockError
 from penstock.clients.event_loop import calm_collector, loop_factory
 from penstock.clients.gateway.certificate import Certificate
 from penstock.clients.gateway.http_connection import PatientProtocol
+from penstock.clients.socket_lock import PathTaken, socket_lock
 
 _BACKLOG = 2048
 _TICKS_PER_BEAT = 10
@@ -66,7 +67,10 @@ def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
 def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
     """The socket and its address, bound before anything else so that a port in use is told in one line."""
     scheme = "http" if http.certificate is None else "https"
+    lock = contextlib.ExitStack()
     try:
+        if http.unix_path is not None:
+            lock.enter_context(socket_lock(http.unix_path))
         if http.descriptor is not None:
             listener = socket.socket(fileno=http.descriptor)
         elif http.unix_path is not None:
@@ -74,9 +78,13 @@ def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
         else:
             family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+    except PathTaken:
+        lock.close()
+        raise PenstockError(_listen_problem(http, OSError(errno.EADDRINUSE, ""))) from None
     except OSError as error:
+        lock.close()
         raise PenstockError(_listen_problem(http, error)) from None
-    with listener:
+    with lock, listener:
         name = listener.getsockname()
         address = f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{_host(name[0])}:{name[1]}"
         try:

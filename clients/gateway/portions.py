@@ -11,6 +11,8 @@ from penstock.clients.gateway.exchange import Arrival
 
 _MAX_ENTRIES = 2048
 """Tokens and alternatives of a portion: some milliseconds' work."""
+_CHARS_PER_ENTRY = 16
+"""Text that costs a parser as much as an entry costs."""
 _MAX_MEMBERS = 64
 """Of a list of tokens, each with its alternatives, that are encoded at once."""
 _MAX_BYTES = 1 << 18
@@ -25,6 +27,7 @@ def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
     for index, event in arrivals:
         for part in _cut(event) if isinstance(event, PromptLogprobs) else (event,):
             size = _num_entries(part.logprobs) if isinstance(part, PromptLogprobs | Delta) else 0
+            size += len(part.text) // _CHARS_PER_ENTRY if isinstance(part, Delta) else 0
             if portion and num_entries + size > _MAX_ENTRIES:
                 yield portion
                 portion, num_entries = [], 0

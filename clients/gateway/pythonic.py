@@ -12,26 +12,32 @@ from penstock.clients.gateway.source import Reading, Source
 _FLAT = re.compile(r"""[^][(){}"']*""")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+"""Models write JSON's names now and then."""
+_MAX_CODE_CHARS = 1 << 15
+"""Of a call's arguments, outside their strings: Python's parser takes some microseconds for each."""
 
 
-def read_parentheses(source: Source) -> Reading[str]:
-    """Reads from a parenthesis, which is next, to the one that closes it; to wherever that cannot be found."""
-    start = source.at
+def read_parentheses(source: Source) -> Reading[str | None]:
+    """Reads from a parenthesis, which is next, to the one that closes it; to wherever that cannot be found. None if it
+    is too large to be read as Python."""
+    parts: list[str] = []
     closers: list[str] = []
-    while True:
-        yield from source.match(_FLAT)
+    num_chars = 0
+    while num_chars <= _MAX_CODE_CHARS:
+        parts.append((yield from source.match(_FLAT)))
         char = yield from source.char()
         if not char:
             break
-        source.at += 1
+        parts.append(source.take(1))
+        num_chars += len(parts[-2]) + 1
         if char in "'\"":
-            if not (yield from source.to_quote(char)):
+            if not (yield from source.to_quote(char, parts.append)):
                 break
         elif char in _CLOSERS:
             closers.append(_CLOSERS[char])
         elif closers.pop() != char or not closers:
             break
-    return source.between(start, source.at)
+    return "".join(parts) if num_chars <= _MAX_CODE_CHARS else None
 
 
 def arguments_as_json(text: str) -> str | None:
@@ -41,7 +47,7 @@ def arguments_as_json(text: str) -> str | None:
             call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        values = {keyword.arg: ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in call.keywords}
+        values = {keyword.arg: _json_value(keyword.value) for keyword in call.keywords}
         if None in values or len(values) < len(call.keywords):
             return None
         as_json = json.dumps(values, ensure_ascii=False, allow_nan=False)
@@ -51,13 +57,32 @@ def arguments_as_json(text: str) -> str | None:
         return None
 
 
+def _json_value(node: ast.expr) -> object:
+    """The value that JSON has for an expression. Numbers never become keys of a dictionary: a model may write many that
+    have one hash. Raises ValueError for an expression that is no such value."""
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_json_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _json_value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)):
+            if not isinstance(number, bool):
+                return -number if isinstance(sign, ast.USub) else number
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+    raise ValueError("no value that JSON has")
+
+
+def _key(node: ast.expr | None) -> str:
+    """The key of an object, which JSON writes as a string."""
+    value = None if node is None else _json_value(node)
+    if node is None or isinstance(value, list | dict):
+        raise ValueError("no key that JSON has")
+    return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+
+
 def is_argument_name(name: str) -> bool:
     """Whether ``arguments_as_json`` would give an argument of that name back: Python normalises names."""
     return name.isidentifier() and not keyword.iskeyword(name) and unicodedata.is_normalized("NFKC", name)
-
-
-class _JsonNames(ast.NodeTransformer):
-    """Models write JSON's names now and then."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.clients.gateway.piece import Piece
+from penstock.clients.gateway.source import HeldSpace, num_held
 
 if TYPE_CHECKING:
     from penstock.clients.gateway.answer import AnswerParser
@@ -38,7 +39,9 @@ class ReasoningParser:
         self._form = form
         self._answer = answer
         self._held = ""
-        """May be the beginning of a marker, or white space before one."""
+        """May be the beginning of a marker."""
+        self._held_space = HeldSpace()
+        """White space before ``_held``: it is dropped if that becomes a marker."""
         self._may_open = True
         self._in_reasoning = in_reasoning
         self._is_begun = False
@@ -50,45 +53,50 @@ class ReasoningParser:
     def feed(self, text: str) -> Piece:
         """See AnswerParser."""
         self._num_read += len(text)
-        if not self._may_open and not self._in_reasoning:
-            return self._answer_piece(text)
-        self._held += text
+        text, self._held = self._held + text, ""
         if self._may_open:
-            self._open()
+            text = self._open(text)
         if self._may_open:
             return Piece()
-        return self._reasoning_piece() if self._in_reasoning else self._answer_piece(self._take_held())
+        return self._reasoning_piece(text) if self._in_reasoning else self._answer_piece(text)
 
     def end(self) -> Piece:
         """See AnswerParser."""
+        held, self._held = self._held_space.take() + self._held, ""
         if self._in_reasoning:
-            return Piece(reasoning=self._take_held())
+            return Piece(reasoning=held)
         self._is_begun = self._is_begun or self._may_open
-        return self._answer_piece(self._take_held()) + self._placed(self._answer.end())
+        return self._answer_piece(held) + self._placed(self._answer.end())
 
-    def _open(self) -> None:
-        """Decides whether an answer begins with reasoning, once that can be told."""
-        begun = self._held.lstrip()
+    def _open(self, text: str) -> str:
+        """Decides whether an answer begins with reasoning, once that can be told. Returns what is not held back."""
+        begun = text.lstrip()
         if begun.startswith(self._form.opens):
-            self._held = begun.removeprefix(self._form.opens)
+            self._held_space.take()
             self._in_reasoning, self._may_open = True, False
-        elif begun and not self._form.opens.startswith(begun):
-            self._may_open = False
-            self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
+            return begun.removeprefix(self._form.opens)
+        if self._form.opens.startswith(begun):
+            self._held_space.add(text[: len(text) - len(begun)])
+            self._held = begun
+            return ""
+        self._may_open = False
+        self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
+        return self._held_space.take() + text
 
-    def _reasoning_piece(self) -> Piece:
-        reasoning, marker, answer = self._held.partition(self._form.closes)
+    def _reasoning_piece(self, text: str) -> Piece:
+        reasoning, marker, answer = text.partition(self._form.closes)
+        if not marker:
+            end = len(reasoning) - num_held(reasoning, self._form.closes)
+            reasoning, self._held = reasoning[:end], reasoning[end:]
         if not self._is_begun:
             reasoning = reasoning.lstrip()
+        said, _ = self._held_space.add(reasoning)
         if marker:
-            self._held, self._in_reasoning, self._is_begun = "", False, False
-            after = self._answer_piece(answer)
-            return replace(after, reasoning=reasoning.rstrip())
-        end = len(reasoning) - num_held(reasoning, self._form.closes)
-        end = len(reasoning[:end].rstrip())
-        self._held = reasoning[end:]
-        self._is_begun = self._is_begun or end > 0
-        return Piece(reasoning=reasoning[:end])
+            self._held_space.take()
+            self._in_reasoning, self._is_begun = False, False
+            return replace(self._answer_piece(answer), reasoning=said)
+        self._is_begun = self._is_begun or bool(said)
+        return Piece(reasoning=said)
 
     def _answer_piece(self, text: str) -> Piece:
         if not self._is_begun:
@@ -105,15 +113,3 @@ class ReasoningParser:
         at = self._answer_at or 0
         spans = tuple((begin + at, end + at) for begin, end in piece.spans)
         return replace(piece, spans=spans)
-
-    def _take_held(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def num_held(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

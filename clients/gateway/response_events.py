@@ -5,7 +5,9 @@ neither HTTP nor the service.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from penstock.clients.gateway.chat_places import PlacedEntry
 from penstock.clients.gateway.custom_tools import CustomInput
@@ -76,7 +78,8 @@ class ResponseEvents:
             return []
         events = self._turn_to(_Message)
         assert isinstance(self._open, _Message)
-        of_part = [entry for at, entry in logprobs if begin <= at < end]
+        first, last = (bisect_left(logprobs, at, key=itemgetter(0)) for at in (begin, end))
+        of_part = [entry for _, entry in logprobs[first:last]]
         self._open.logprobs += of_part
         return [*events, self._delta(piece.content[begin:end], logprobs=of_part)]
 

@@ -14,8 +14,10 @@ Reading = Generator[None, None, T]
 
 _SPACE = re.compile(r"\s*")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
-_FLAT = re.compile(r'[^][{}"]*')
-_SCALAR = re.compile(r"[^\s,}\]]*")
+_FLAT = re.compile(r"[-+.,:\s0-9Eaeflnrstu]*")
+"""What JSON has outside strings and brackets. No marker of a call begins with it: an attempt at a call ends at the next
+marker, unless that is in a string. So at most two attempts read the same text, and the time is linear in its length."""
+_SCALAR = re.compile(r"[-+.\w]*")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -29,42 +31,61 @@ class Source:
         """Whether no more will come."""
         self._text = ""
         self._base = 0
+        """Where ``_text`` begins in the whole text."""
         self._kept_from: int | None = None
+        self._kept: list[str] = []
+        """The text from ``_kept_from`` up to ``_text``."""
 
     def add(self, text: str) -> None:
-        """More text. What was read is forgotten, unless ``keep`` said otherwise."""
-        start = self.at if self._kept_from is None else self._kept_from
-        self._text = self._text[start - self._base :] + text
-        self._base = start
+        """Adds more text. Drops what was read, unless ``keep`` was called."""
+        index = self._index
+        if self._kept_from is not None:
+            self._kept.append(self._text[max(self._kept_from - self._base, 0) : index])
+        self._text = self._text[index:] + text
+        self._base = self.at
 
     def keep(self) -> None:
-        """Remembers all from here on, so that reading may go back here."""
+        """Keeps all text from here on, so that reading may go back here."""
         self._kept_from = self.at
+        self._kept.clear()
 
     def go_back(self) -> None:
         """Unreads all since the last ``keep``, and ends it."""
         assert self._kept_from is not None
         self.at = self._kept_from
-        self._kept_from = None
+        if self.at < self._base:
+            self._text = "".join([*self._kept, self._text])
+            self._base = self.at
+        self.forget()
 
     def forget(self) -> None:
         """Ends ``keep``."""
         self._kept_from = None
+        self._kept.clear()
 
     @property
-    def rest(self) -> str:
-        """What has come and is not read."""
-        return self._text[self.at - self._base :]
+    def num_unread(self) -> int:
+        """How many characters have come and are not read."""
+        return len(self._text) - self._index
 
-    def between(self, start: int, end: int) -> str:
-        """A part of what has come since ``keep``, or since the last text was added."""
-        assert start >= self._base
-        return self._text[start - self._base : end - self._base]
+    def find(self, marker: str) -> int:
+        """Returns how many characters come before ``marker``; -1 if it has not come."""
+        found = self._text.find(marker, self._index)
+        return found if found < 0 else found - self._index
+
+    def num_held(self, marker: str) -> int:
+        """Returns how many characters at the end may be the beginning of ``marker``."""
+        return num_held(self._text[max(self._index, len(self._text) - len(marker)) :], marker)
+
+    def take(self, length: int) -> str:
+        """Reads ``length`` characters that have come."""
+        start, self.at = self.at, self.at + length
+        return self._since(start)
 
     def char(self) -> Reading[str]:
         """The next character, which stays unread; empty at the end."""
         while True:
-            index = self.at - self._base
+            index = self._index
             if index < len(self._text):
                 return self._text[index]
             if self.ended:
@@ -82,31 +103,31 @@ class Source:
     def starts_with(self, marker: str) -> Reading[bool]:
         """Whether the text goes on with ``marker``, which is then read."""
         while True:
-            rest = self.rest
-            if rest.startswith(marker):
+            if self._text.startswith(marker, self._index):
                 self.at += len(marker)
                 return True
-            if self.ended or not marker.startswith(rest):
+            if self.ended or self.num_unread >= len(marker) or not marker.startswith(self._text[self._index :]):
                 return False
             yield
 
     def match(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Reads what matches, as far as it goes; after ``keep``."""
-        start = self.at
+        """Reads what matches, as far as it goes."""
+        parts: list[str] = []
         while True:
+            start = self.at
             self._pass(pattern)
+            parts.append(self._since(start))
             if self._has_more or self.ended:
-                return self.between(start, self.at)
+                return "".join(parts)
             yield
 
     def string(self) -> Reading[str | None]:
-        """Reads a JSON string, whose quote is next; None if it is none. After ``keep``."""
-        start = self.at
-        self.at += 1
-        if not (yield from self.to_quote('"')):
+        """Reads a JSON string, whose quote is next; None if it is none."""
+        parts = [self.take(1)]
+        if not (yield from self.to_quote('"', parts.append)):
             return None
         try:
-            value = json.loads(self.between(start, self.at), strict=False)
+            value = json.loads("".join(parts), strict=False)
             value.encode()
         except ValueError:  # a bad escape, or half of a surrogate pair
             return None
@@ -119,14 +140,14 @@ class Source:
 
     def nested(self, take: Callable[[str], None]) -> Reading[bool]:
         """Reads a JSON object or array, whose bracket is next, and gives it to ``take`` as it comes. False if it ends
-        before its last bracket, or its brackets don't match: what was read has been taken."""
+        before its last bracket, its brackets don't match, or it has what JSON has not: what was read has been taken."""
         closers: list[str] = []
         in_string = False
         while True:
             start = self.at
             in_string, whole = self._pass_nested(closers, in_string)
             if self.at > start:
-                take(self.between(start, self.at))
+                take(self._since(start))
             if whole is not None:
                 return whole
             if self.ended:
@@ -144,7 +165,7 @@ class Source:
             self._pass(_FLAT)
             if not self._has_more:
                 break
-            char = self._text[self.at - self._base]
+            char = self._text[self._index]
             if char in _CLOSERS:
                 closers.append(_CLOSERS[char])
             elif char == '"':
@@ -156,10 +177,14 @@ class Source:
                 return False, True
         return in_string, None
 
-    def to_quote(self, quote: str) -> Reading[bool]:
-        """Reads the rest of a string, and the quote that ends it; False if there is none."""
+    def to_quote(self, quote: str, take: Callable[[str], None]) -> Reading[bool]:
+        """Reads the rest of a string, and the quote that ends it, and gives it to ``take`` as it comes; False if there
+        is no such quote."""
         while True:
-            if self._pass_string(quote):
+            start = self.at
+            found = self._pass_string(quote)
+            take(self._since(start))
+            if found:
                 return True
             if self.ended:
                 return False
@@ -170,7 +195,7 @@ class Source:
         is there."""
         while True:
             self._pass(_PLAIN[quote])
-            index = self.at - self._base
+            index = self._index
             if index >= len(self._text):
                 return False
             if self._text[index] == quote:
@@ -181,10 +206,52 @@ class Source:
             self.at += 2
 
     def _pass(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self._text, self.at - self._base)
+        found = pattern.match(self._text, self._index)
         assert found is not None, "the patterns match nothing, too"
         self.at = self._base + found.end()
 
+    def _since(self, start: int) -> str:
+        """What was read of the text that came last."""
+        return self._text[start - self._base : self._index]
+
+    @property
+    def _index(self) -> int:
+        return self.at - self._base
+
     @property
     def _has_more(self) -> bool:
-        return self.at - self._base < len(self._text)
+        return self._index < len(self._text)
+
+
+def num_held(text: str, marker: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class HeldSpace:
+    """White space at the end of a text that comes in parts, held back until something else follows it."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._length = 0
+
+    def add(self, text: str) -> tuple[str, int]:
+        """Adds text. Returns what is no longer held back, and how many characters are now."""
+        said = text.rstrip()
+        space = text[len(said) :]
+        if said:
+            said = self.take() + said
+        if space:
+            self._parts.append(space)
+            self._length += len(space)
+        return said, self._length
+
+    def take(self) -> str:
+        """Returns what was held back, which is held no longer."""
+        held = "".join(self._parts)
+        self._parts.clear()
+        self._length = 0
+        return held

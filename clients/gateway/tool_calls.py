@@ -95,7 +95,8 @@ class _PythonicParser(ToolCallParser):
             name = yield from source.match(_NAME)
             if name not in self._tool_names or (yield from source.char()) != "(":
                 return False
-            arguments = arguments_as_json((yield from read_parentheses(source)))
+            code = yield from read_parentheses(source)
+            arguments = None if code is None else arguments_as_json(code)
             if arguments is None:
                 return False
             self._open_call(name)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.clients.gateway.piece import CallPiece, Piece, append_call
-from penstock.clients.gateway.reasoning import num_held
-from penstock.clients.gateway.source import Reading, Source
+from penstock.clients.gateway.source import HeldSpace, Reading, Source
 
 _EXPECTED_KEYS = frozenset({"id", "type"})
 
@@ -45,7 +44,8 @@ class ToolCallParser:
         """Of the content, in the text."""
         self._calls: list[CallPiece] = []
         self._num_calls = 0
-        self._held_space = ""
+        self._content_length = 0
+        self._held_space = HeldSpace()
         """White space after content: it is dropped if a call follows."""
         self._after_call = False
         self._reading = self._read()
@@ -60,8 +60,9 @@ class ToolCallParser:
         """See AnswerParser."""
         self._source.ended = True
         next(self._reading, None)
-        self._add_rest()
-        self._say(self._held_space, self._source.at - len(self._held_space))
+        self._add_rest(self._source.num_unread)
+        space = self._held_space.take()
+        self._say(space, self._source.at - len(space))
         return self._take()
 
     def _read(self) -> Reading[None]:
@@ -71,6 +72,7 @@ class ToolCallParser:
     def _take(self) -> Piece:
         piece = Piece("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
         self._content.clear()
+        self._content_length = 0
         self._spans.clear()
         self._calls.clear()
         return piece
@@ -82,24 +84,21 @@ class ToolCallParser:
         if not text:
             return
         self._after_call = False
-        text = self._held_space + text
-        begin, length = end - len(text), len(text.rstrip())
-        self._held_space = text[length:]
-        self._say(text[:length], begin)
+        said, num_held = self._held_space.add(text)
+        self._say(said, end - num_held - len(said))
 
     def _say(self, text: str, begin: int) -> None:
         if text:
             self._content.append(text)
+            self._content_length += len(text)
             self._spans.append((begin, begin + len(text)))
 
-    def _add_rest(self, length: int | None = None) -> None:
-        """Reads on, by so many characters or to the end: they are content."""
-        text = self._source.rest[:length]
-        self._source.at += len(text)
-        self._add_content(text, self._source.at)
+    def _add_rest(self, length: int) -> None:
+        """Reads ``length`` characters that have come: they are content."""
+        self._add_content(self._source.take(length), self._source.at)
 
     def _open_call(self, name: str, call_id: str = "") -> None:
-        self._held_space = ""
+        self._held_space.take()
         self._after_call = True
         self._num_calls += 1
         self._add_call(CallPiece(self._num_calls - 1, call_id or self._new_id(), name))
@@ -114,20 +113,18 @@ class ToolCallParser:
     def _add_call(self, piece: CallPiece) -> None:
         self._source.keep()
         if self._parallel_calls or piece.index == 0:
-            append_call(self._calls, replace(piece, at=sum(map(len, self._content))))
+            append_call(self._calls, replace(piece, at=self._content_length))
 
     def _read_content(self, marker: str) -> Reading[bool]:
         """Content up to a marker, which is then read; False at the end of the text."""
         source = self._source
         while True:
-            rest = source.rest
-            found = rest.find(marker)
+            found = source.find(marker)
             if found >= 0:
                 self._add_rest(found)
                 source.at += len(marker)
                 return True
-            end = len(rest) if source.ended else len(rest) - num_held(rest, marker)
-            self._add_rest(end)
+            self._add_rest(source.num_unread - (0 if source.ended else source.num_held(marker)))
             if source.ended:
                 return False
             yield
@@ -135,7 +132,7 @@ class ToolCallParser:
     def _read_rest(self) -> Reading[None]:
         """Content, to the end of the text."""
         while not self._source.ended:
-            self._add_rest()
+            self._add_rest(self._source.num_unread)
             yield
 
     def _read_calls(self, attempt: Reading[bool], marker: str = "") -> Reading[bool]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -164,10 +163,3 @@ async def test_a_worker_with_other_facts_is_none(new_worker, monkeypatch):
     with pytest.raises(ExecutorError, match="num_blocks is 1024, and was 9; vocab_size is 256, and was 7; restart the"):
         await process.start()
     assert process._link is None
-
-
-async def test_the_kernel_would_rather_end_the_worker_than_the_service(worker):
-    def score(pid):
-        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
-
-    assert score(worker.pid) > score(os.getpid())

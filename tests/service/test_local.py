@@ -52,7 +52,7 @@ def test_it_is_private(llm):
     socket = socket_of(llm.target)
     assert stat.S_ISSOCK(socket.stat().st_mode)
     assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-    assert {path.name for path in socket.parent.iterdir()} == {"log", "socket"}, "nobody administers it"
+    assert {path.name for path in socket.parent.iterdir()} == {"log", "socket", "socket.lock"}, "nobody administers it"
 
 
 def test_its_target_and_flags_are_for_any_client(llm):

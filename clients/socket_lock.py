@@ -1,0 +1,48 @@
+"""Keeps the path of a Unix socket for one process, from before it looks whether the path is free until it has ended."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class PathTaken(Exception):
+    """Another process has the lock of this path."""
+
+
+@contextlib.contextmanager
+def socket_lock(path: Path) -> Iterator[None]:
+    """Holds the lock of a socket's path: the file ``PATH.lock``, which the kernel unlocks when its holder ends, however
+    it ends. Raises PathTaken, and OSError where the file cannot be made."""
+    name = path.with_name(f"{path.name}.lock")
+    descriptor = _locked(name)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            name.unlink()
+        os.close(descriptor)
+
+
+def _locked(name: Path) -> int:
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(name, descriptor):  # its last holder may have removed it after it was opened here
+                return descriptor
+            os.close(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise PathTaken(str(name)) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+
+
+def _is_at(name: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(name.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,1 @@
+"""A live service, a well-behaved tenant, and attackers: see tests/bench/hostile.py."""
