@@ -349,7 +349,9 @@ class _Running:
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation, defaults),
+            ModelService(
+                config.model_name, version, facts, tokenizer, validator, lambda: engine.config, speculation, defaults
+            ),
             self._server,
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
