@@ -10,7 +10,7 @@ import socket
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+(?:%[\w.~-]+)?\]|[^\s:/?#@\[\]\\]+)(?::[0-9]{0,5})?", re.IGNORECASE)
 _OLD_IPV4 = re.compile(r"(?:0x[0-9a-f]+|[0-9]+)(?:\.(?:0x[0-9a-f]+|[0-9]+)){1,3}")
-"""Fewer than four numbers, or other bases, such as 127.1. Browsers take all names that end in a number for addresses."""
+"""Fewer than four numbers, or other bases, such as 127.1. To a browser all names that end in a number are addresses."""
 _NAME = re.compile(r"(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?|\*")
 
 

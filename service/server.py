@@ -97,6 +97,8 @@ class ServerConfig:
     authenticator."""
     metrics_listen: str | None = None
     """``host:port`` of the page for Prometheus; None is no page."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the page is called by, besides its address."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     authenticator: Authenticator = field(default_factory=Everyone)
@@ -374,7 +376,7 @@ class _Running:
         config = self._config
         reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
         listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(reader, listen, os.environ)
+        self._outlets = MetricsOutlets(reader, listen, config.allowed_hosts, os.environ)
         return self._outlets.start()
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:

@@ -21,6 +21,8 @@ from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.log_rate import LogRate
+from penstock.clients.log_thread import LogThread
 from penstock.clients.loopback import resolves_to_loopback
 from penstock.clients.open_files import raise_open_files_limit
 
@@ -43,8 +45,17 @@ def main(argv: list[str]) -> int:
     arguments = make_parser().parse_args(argv)
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    _set_up_logging()
     return serve(create_app(settings), http, f"in front of {settings.service.target}")
+
+
+def _set_up_logging() -> None:
+    """Off the event loop, and not as fast as strangers can cause lines."""
+    handler = LogThread()
+    handler.addFilter(LogRate())
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING, handlers=[handler]
+    )
 
 
 def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
@@ -173,7 +184,8 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         type=_number(1, 10**6),
         default=4096,
         metavar="N",
-        help="more get 503, but for probes (default: %(default)s)",
+        help="with more, idle ones are closed; while none is idle, requests get 503, but for probes, and at most what "
+        "open files allow (default: %(default)s)",
     )
     flags.add_argument(
         "--write-timeout", type=_number(1, 86_400), default=60, metavar="SECONDS",
