@@ -63,6 +63,8 @@ class BodyBudget:
 
     def take(self, body: BodyInMemory, num_bytes: int) -> None:
         """Counts bytes of a body. Raises NoRoomForBody."""
+        if body not in self._bodies:
+            return  # it was evicted, and what waits for it ends
         body.num_bytes += num_bytes
         self._bytes_of[body.tenant] += num_bytes
         while (tenant := self._tenant_that_yields(body)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.datastructures import Headers
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
 from penstock.clients.gateway.answering import _events
@@ -183,7 +184,7 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     gateway = await start_gateway()
     assert (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code == 200
     link = gateway.app.state.link
-    caller = await link.caller({})
+    caller = await link.caller(Headers())
     [place] = link._places.values()
     link._drop(place)
     start = pb.Start(text="a")
