@@ -103,7 +103,7 @@ NUMBERS = {
 @pytest.mark.parametrize("text", NUMBERS)
 async def test_integers_with_a_fraction_or_an_exponent_are_not_rounded(text):
     for padding in (b"1", LONG):
-        [value] = (await parse_json(b'{"x":%s,"a":[%s]}' % (padding, text.encode())))["a"]
+        [value] = (await parse_json(b'{"x":%s,"a":[%s]}' % (padding, text.encode()), ParseTurns()))["a"]
         assert (value, type(value)) == (NUMBERS[text], type(NUMBERS[text]))
 
 
