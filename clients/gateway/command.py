@@ -91,7 +91,8 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
 
 def _max_bodies_mib(arguments: argparse.Namespace) -> int:
     """A tenant's part has room for a body. Raises PenstockError."""
-    given, least = arguments.max_bodies_mib, math.ceil(arguments.max_body_mib / TENANT_SHARE)
+    given: int | None = arguments.max_bodies_mib
+    least = math.ceil(arguments.max_body_mib / TENANT_SHARE)
     if given is not None and given < least:
         raise PenstockError(
             f"--max-bodies-mib {given}: a tenant takes at most half of it, where a body of --max-body-mib "

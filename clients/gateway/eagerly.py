@@ -22,6 +22,10 @@ def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | No
 @types.coroutine
 def rest_of(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
     """Runs the rest of a coroutine that was begun by ``send(None)``, which returned ``awaited``."""
+    return (yield from _rest(coroutine, awaited))
+
+
+def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
     try:
         yield awaited
     except BaseException as error:  # such as a cancellation, which the coroutine may want to clean up after
@@ -30,5 +34,5 @@ def rest_of(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[obj
         except StopIteration as done:
             result: T = done.value
             return result
-        return (yield from rest_of(coroutine, awaited))
+        return (yield from _rest(coroutine, awaited))
     return (yield from coroutine)

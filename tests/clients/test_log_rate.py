@@ -4,14 +4,13 @@ import logging
 
 import pytest
 
-from penstock.clients import log_rate
 from penstock.clients.log_rate import BURST, PERIOD_S, LogRate
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(log_rate.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.clients.log_rate.time.monotonic", lambda: now[0])
     return now
 
 

@@ -12,20 +12,25 @@ def budget():
     return BodyBudget(100)
 
 
+class Arriving:
+    """Makes bodies that still arrive."""
+
+    def __init__(self, budget, stack):
+        self._budget = budget
+        self._stack = stack
+        self.evicted: list[str] = []
+
+    def __call__(self, name, tenant, num_bytes):
+        body = self._stack.enter_context(self._budget.body(tenant))
+        body.evict = lambda: self.evicted.append(name)
+        body.add(num_bytes)
+        return body
+
+
 @pytest.fixture
 def arriving(budget):
-    """Makes bodies that still arrive; those that were evicted are in ``arriving.evicted``."""
     with ExitStack() as stack:
-
-        def make(name, tenant, num_bytes=0):
-            body = stack.enter_context(budget.body(tenant))
-            body.evict = lambda: make.evicted.append(name)
-            if num_bytes:
-                body.add(num_bytes)
-            return body
-
-        make.evicted = []
-        yield make
+        yield Arriving(budget, stack)
     assert budget.num_bytes == 0
 
 

@@ -156,7 +156,8 @@ def test_a_key_in_the_environment_is_not_the_gateways(monkeypatch, tmp_path):
 def test_flags_become_settings():
     arguments = make_parser().parse_args(
         ["--target=unix:/x", "--tenant-header=X-Tenant", "--max-body-mib=2", "--request-timeout=5", "--host=::1",
-         "--require-tenant-header", "--allowed-hosts=LLM.example, *.x.example", "--sse-keep-alive=0", "--unknown-fields=ignore", "--allowed-origins=https://a.example, http://localhost:3000"]
+         "--require-tenant-header", "--allowed-hosts=LLM.example, *.x.example",
+         "--sse-keep-alive=0", "--unknown-fields=ignore", "--allowed-origins=https://a.example, http://localhost:3000"]
     )  # fmt: skip
     settings = gateway_settings(arguments)
     assert settings.keepalive_s == 0

@@ -37,7 +37,7 @@ async def run(turns, tenant, done, name):
 
 
 async def test_tenants_take_turns_whoever_sent_more():
-    turns, done = ParseTurns(), []
+    turns, done = ParseTurns(), list[str]()
     names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]
     await asyncio.gather(*(run(turns, tenant, done, name) for tenant, name in names))
     assert done == ["a1", "a2", "b1", "c1", "a3", "b2"]
@@ -55,7 +55,7 @@ async def test_one_body_at_a_time():
 
 
 async def test_who_leaves_while_waiting_gives_the_turn_up():
-    turns, done = ParseTurns(), []
+    turns, done = ParseTurns(), list[str]()
     async with turns.turn("a"):
         first, second = (asyncio.create_task(run(turns, "b", done, name)) for name in ("b1", "b2"))
         await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_who_leaves_while_waiting_gives_the_turn_up():
 
 
 async def test_who_leaves_just_when_the_turn_comes_passes_it_on():
-    turns, done = ParseTurns(), []
+    turns, done = ParseTurns(), list[str]()
     async with turns.turn("a"):
         first, second = (asyncio.create_task(run(turns, "b", done, name)) for name in ("b1", "b2"))
         await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_who_leaves_just_when_the_turn_comes_passes_it_on():
 
 
 async def test_a_turn_that_fails_is_passed_on():
-    turns, done = ParseTurns(), []
+    turns, done = ParseTurns(), list[str]()
     with pytest.raises(ValueError, match="no JSON"):
         async with turns.turn("a"):
             raise ValueError("no JSON")
