@@ -35,4 +35,4 @@ def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[objec
             result: T = done.value
             return result
         return (yield from _rest(coroutine, awaited))
-    return (yield from coroutine)
+    return (yield from coroutine.__await__())
