@@ -7,7 +7,6 @@ from typing import Any
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Accepted, Event, Finished, merge
 from penstock.clients.gateway.eagerly import run_eagerly
-from penstock.clients.gateway.places import Carried
 from penstock.clients.gateway.service_link import Caller
 from penstock.v1 import generation_pb2 as pb
 
@@ -29,8 +28,8 @@ class Exchange:
     def __init__(self, caller: Caller, starts: Sequence[pb.Start]) -> None:
         self._caller = caller
         self._starts = starts
-        self._carried: dict[int, Carried] = {}
-        """The requests that have not ended."""
+        self._cancels: dict[int, Callable[[], None]] = {}
+        """Of the requests that have not ended."""
         self._waiting: list[Arrival] = []
         self._num_merged = 0
         """The first of them, which were."""
@@ -54,7 +53,7 @@ class Exchange:
     def begin(self) -> None:
         """Sends the requests."""
         for index, start in enumerate(self._starts):
-            self._carried[index] = self._caller.carry(start, _Place(self, index))
+            self._cancels[index] = self._caller.carry(start, _Place(self, index))
 
     async def accepted(self) -> None:
         """Returns when the service has taken all requests. Raises RequestFailed if it refuses one, and Abandoned."""
@@ -64,7 +63,7 @@ class Exchange:
 
     async def collect(self) -> list[Arrival]:
         """All events, when the last one has come. Raises RequestFailed, and Abandoned."""
-        await self._until(lambda: not self._carried)
+        await self._until(lambda: not self._cancels)
         if self._failure is not None:
             raise self._failure
         arrivals, self._waiting = self._waiting, []
@@ -91,21 +90,21 @@ class Exchange:
 
     def abandon(self) -> None:
         """The caller is gone: cancels what has not ended, and raises Abandoned from whatever waits."""
-        if self._carried:
+        if self._cancels:
             self._failure = Abandoned()
             self.close()
             self._tell()
 
     def close(self) -> None:
         """Cancels what has not ended. Safe to call twice."""
-        carried, self._carried = self._carried, {}
-        for each in carried.values():
-            each.cancel()
-            each.end()
+        for cancel in self._cancels.values():
+            cancel()
+            self._caller.done()
+        self._cancels.clear()
 
     def arrive(self, index: int, event: Event) -> None:
         """An event of one of the requests; never waits."""
-        if index not in self._carried:
+        if index not in self._cancels:
             return
         self._waiting.append((index, event))
         if isinstance(event, Accepted):
@@ -113,16 +112,18 @@ class Exchange:
             if index == 0:
                 self.request_id = event.request_id
         elif isinstance(event, Finished):
-            self._carried.pop(index).end()
+            del self._cancels[index]
+            self._caller.done()
         if len(self._waiting) - self._num_merged > self._max_unmerged:
             self._merge()
         self._tell()
 
     def fail(self, index: int, failure: RequestFailed) -> None:
         """One of the requests failed: the others end with it."""
-        if index not in self._carried:
+        if index not in self._cancels:
             return
-        self._carried.pop(index).end()
+        del self._cancels[index]
+        self._caller.done()
         failure.request_id = failure.request_id or self.request_id
         self._failure, self.failed_index = failure, index
         self.close()
@@ -162,7 +163,7 @@ class Exchange:
             if not over.done():
                 over.set_exception(error)
         else:
-            if not self._carried and not over.done():
+            if not self._cancels and not over.done():
                 over.set_result(None)
         finally:
             self._is_handling = False

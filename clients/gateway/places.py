@@ -5,6 +5,7 @@ import copy
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed
@@ -20,25 +21,11 @@ PlaceName = tuple[str, bool]
 """A tenant, and whether it may act for others."""
 
 
-class Carried:
-    """A request on a place's stream."""
+class Running(Protocol):
+    """The requests of one caller."""
 
-    def __init__(self, place: "Place", identity: "Identity", stream: GenerateStream, ref: int) -> None:
-        self._place = place
-        self._identity = identity
-        self._stream = stream
-        self._ref = ref
-
-    def cancel(self) -> None:
-        """Asks the service to end it early."""
-        self._stream.cancel(self._ref)
-
-    def end(self) -> None:
-        """It has ended, or nobody waits for it any more. To be called once."""
-        del self._identity.carried[self]
-        self._place.num_live -= 1
-        self._place.last_used = time.monotonic()
-        self._place.on_end(self._place)
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends them."""
 
 
 class Identity:
@@ -53,7 +40,7 @@ class Identity:
         self.model = GetModelResponse()
         """As of the last check."""
         self.place: Place | None = None
-        self.carried: dict[Carried, Receiver] = {}
+        self.running: set[Running] = set()
         """What runs under the key."""
         self.checked_at = -1e9
         self._check: asyncio.Task[None] | None = None
@@ -70,9 +57,8 @@ class Identity:
 
     def withdraw(self, failure: RequestFailed) -> None:
         """Ends what runs under the key: the service does not take it any more."""
-        for carried, receiver in list(self.carried.items()):
-            carried.cancel()
-            receiver.fail(copy.copy(failure))
+        for running in list(self.running):
+            running.fail(failure)
 
     async def _ask(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
         try:
@@ -93,7 +79,7 @@ class Place:
     ) -> None:
         """``on_end`` is called when one of its requests has ended."""
         self.of = of
-        self.on_end = on_end
+        self._on_end = on_end
         self.identities: OrderedDict[bytes, Identity] = OrderedDict()
         """Those that are remembered; the one that was used last is last."""
         self.num_live = 0
@@ -111,14 +97,20 @@ class Place:
         """Whether the stream is under this key; so is one that will be opened."""
         return self._opened_with in (None, identity.metadata)
 
-    def carry(self, identity: Identity, start: pb.Start, receiver: Receiver) -> Carried:
-        """Sends a request on the stream, or on a new one in place of a broken one."""
+    def carry(self, identity: Identity, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+        """Sends a request on the stream, or on a new one in place of a broken one; what is returned cancels it. Each
+        ``carry`` needs one ``done``."""
         if self._stream is None or not self._stream.is_open:
             self._stream, self._opened_with = self._open_stream(identity.metadata), identity.metadata
-        carried = Carried(self, identity, self._stream, self._stream.carry(start, receiver))
-        identity.carried[carried] = receiver
+        stream, ref = self._stream, self._stream.carry(start, receiver)
         self.num_live += 1
-        return carried
+        return lambda: stream.cancel(ref)
+
+    def done(self) -> None:
+        """A request that was carried has ended."""
+        self.num_live -= 1
+        self.last_used = time.monotonic()
+        self._on_end(self)
 
     def take_stream(self) -> GenerateStream | None:
         """Returns the stream, which has no part in requests from now on."""
@@ -134,7 +126,7 @@ class Place:
         identity.place = self
         if len(self.identities) <= MAX_KEYS_OF_TENANT:
             return None
-        idle = next((each for each in self.identities.values() if not each.carried), identity)
+        idle = next((each for each in self.identities.values() if not each.running), identity)
         return self.identities.pop(idle.name)
 
 

@@ -22,7 +22,7 @@ from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.gateway.caller_headers import bearer_key, named_tenant
 from penstock.clients.gateway.errors import GatewayError
-from penstock.clients.gateway.places import Carried, Identity, Metadata, Place, PlaceName
+from penstock.clients.gateway.places import Identity, Metadata, Place, PlaceName
 from penstock.clients.gateway.refusal_rates import RefusalRates
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.health import is_serving
@@ -85,6 +85,9 @@ class Caller:
         self._link = link
         self._identity = identity
         self._place = place
+        self._carried: list[tuple[Callable[[], None], Receiver]] = []
+        """All requests, each with what cancels it."""
+        self._num_live = 0
 
     @property
     def tenant(self) -> str:
@@ -121,13 +124,32 @@ class Caller:
         short has the deadline of a generation. Raises RequestFailed, and GatewayError for one that is too large."""
         return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
 
-    def carry(self, start: pb.Start, receiver: Receiver) -> Carried:
-        """Sends a request on the stream of the caller's tenant. ``end`` of what is returned is to be called once."""
+    def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+        """Sends a request on the stream of the caller's tenant; what is returned cancels it. Each ``carry`` needs one
+        ``done``."""
         if self.tenant:
             start.tenant = self.tenant
         if start.ByteSize() > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
             raise GatewayError(413, "the prompt is too long for one request", code="request_too_large")
-        return self._place.carry(self._identity, start, receiver)
+        cancel = self._place.carry(self._identity, start, receiver)
+        self._carried.append((cancel, receiver))
+        self._num_live += 1
+        self._identity.running.add(self)
+        return cancel
+
+    def done(self) -> None:
+        """A request that was carried has ended."""
+        self._num_live -= 1
+        if not self._num_live:
+            self._carried.clear()
+            self._identity.running.discard(self)
+        self._place.done()
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends what runs: the service does not take the key any more. Requests that have ended ignore it."""
+        for cancel, receiver in list(self._carried):
+            cancel()
+            receiver.fail(copy.copy(failure))
 
     def check_rate(self) -> None:
         """Raises GatewayError where too many of the tenant's requests were refused: before a body is read."""
@@ -187,9 +209,10 @@ class ServiceLink:
         """Tenants that have a stream."""
         return len(self._places)
 
-    async def caller(self, headers: Headers) -> Caller:
+    async def caller(self, given: Mapping[str, str]) -> Caller:
         """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
         GatewayError."""
+        headers = given if isinstance(given, Headers) else Headers(given)
         shown = bearer_key(headers)
         key = self.settings.service.api_key or shown
         tenant = named_tenant(headers, self.settings)
