@@ -204,7 +204,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncation_side": _SIDE,
     },
     "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.UNCUT)},
-    "GetModelRequest": {},
+    "GetModelRequest": {"tenant": _TENANT},
     "TokenizeRequest": {
         "text": Text(0, MAX_TEXT_BYTES),
         "add_special_tokens": _FLAG,

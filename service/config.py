@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.clients.allowed_hosts import read_hosts
 from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE
@@ -146,6 +147,11 @@ class ServeConfig:
     allowed_origins: str | None = flag(
         None, "web pages of these origins may call OpenAI's API, separated by commas; * is any origin",
         metavar="ORIGINS", shown="none",
+    )  # fmt: skip
+    allowed_hosts: str | None = flag(
+        None, "further names that HTTP and the metrics are called by, separated by commas; *.example.com is all below "
+        "it, * any. Without keys, and for metrics, a request whose Host has another name is refused",
+        metavar="NAMES", shown="addresses, names without a dot and this machine's name",
     )  # fmt: skip
     unknown_fields: str = flag(
         "refuse", "what OpenAI's API does with fields that no list knows; ignored ones are logged and counted",
@@ -313,11 +319,14 @@ class ServeConfig:
             if value is not None:
                 check(field, value)
         check_listeners(self)
-        if self.allowed_origins is not None:
+        for name, text, read in (
+            ("origins", self.allowed_origins, read_origins),
+            ("hosts", self.allowed_hosts, read_hosts),
+        ):
             try:
-                read_origins(self.allowed_origins)
+                read(text or "")
             except ValueError as error:
-                raise ConfigError(f"--allowed-origins: {error}") from None
+                raise ConfigError(f"--allowed-{name}: {error}") from None
         check_identity(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(

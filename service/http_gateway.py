@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from penstock.clients.machine import Machine
 from penstock.models.child_process import child_environment
 from penstock.models.launch import ending
+from penstock.service.effort import Effort
 from penstock.service.listen import HTTP_FLAG, Address, ListenError
 from penstock.service.local import private_directory
 
@@ -59,7 +60,9 @@ class Patience:
     start_s: float = 120.0
     """How long one may take to serve."""
     silent_s: float = 10.0
-    """How long one that serves may give no sign of life before it is killed."""
+    """How long one that serves may give no sign of life before it is killed, not counting when it waits for a core."""
+    starved_s: float = 120.0
+    """How long it may give none in any case."""
 
 
 class HttpGateway:
@@ -201,20 +204,27 @@ class _Pulse(asyncio.Protocol):
         self._patience = patience
         self._allowed_s = patience.start_s
         self._silent_s = 0.0
+        self._starved_s = 0.0
+        """Of the time without a sign of life: what it wanted a core for and did not get one."""
 
     def data_received(self, data: bytes) -> None:
         """It lives."""
-        self._allowed_s, self._silent_s = self._patience.silent_s, 0.0
+        self._allowed_s, self._silent_s, self._starved_s = self._patience.silent_s, 0.0, 0.0
         if not self._first.done():
             self._first.set_result(None)
 
     async def watch(self, drained: asyncio.Event) -> None:
         """Kills a child that is silent for too long. One that drains is silent, and is waited for elsewhere."""
-        while self._silent_s < self._allowed_s:
+        effort = Effort(self._process.pid)
+        while self._silent_s < self._allowed_s and self._starved_s < self._patience.starved_s:
             # Counted in looks of ours: a service that was itself stopped for a while blames nobody for it.
             look_s = min(_LOOK_S, self._allowed_s)
             await asyncio.sleep(look_s)
-            self._silent_s += look_s
+            if effort.is_starved(look_s):
+                self._starved_s += look_s
+            else:
+                self._silent_s += look_s
         if not drained.is_set():
-            _log.error("the HTTP gateway gave no sign of life for %.0f s; it is killed", self._allowed_s)
+            silent_s = self._silent_s + self._starved_s
+            _log.error("the HTTP gateway gave no sign of life for %.0f s; it is killed", silent_s)
             self._process.kill()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from penstock.clients.allowed_hosts import AllowedHosts
 from penstock.service.listen import Address
 from penstock.service.metrics_page import MetricsPage
 from penstock.service.metrics_push import push_from
@@ -11,11 +12,20 @@ from penstock.service.metrics_reader import LoopReader, MetricsReader
 class MetricsOutlets:
     """For the event loop that it is made on, after the worker was started: threads begin here."""
 
-    def __init__(self, reader: MetricsReader, address: Address | None, environ: Mapping[str, str]) -> None:
-        """``address``: the page's, None for no page. ``environ`` is read by OpenTelemetry's own names."""
+    def __init__(
+        self,
+        reader: MetricsReader,
+        address: Address | None,
+        allowed_hosts: tuple[str, ...],
+        environ: Mapping[str, str],
+    ) -> None:
+        """``address``: the page's, None for no page; ``allowed_hosts``: further names that it is called by. ``environ``
+        is read by OpenTelemetry's own names."""
         self._reader = reader
         from_threads = LoopReader(reader.read)
-        self._page = None if address is None else MetricsPage(address, from_threads)
+        self._page = (
+            None if address is None else MetricsPage(address, AllowedHosts(address.host, allowed_hosts), from_threads)
+        )
         self._push = push_from(environ, from_threads)
 
     def start(self) -> str | None:

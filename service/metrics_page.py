@@ -22,13 +22,15 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.clients.allowed_hosts import AllowedHosts
 from penstock.service.histogram import Distribution
 from penstock.service.instruments import Instrument, Kind, instruments
 from penstock.service.listen import METRICS_PATH, Address, ListenError
 from penstock.service.metrics_reader import LoopReader, Reading
 
 MAX_CONNECTIONS = 16
-"""More are closed at once: nobody's scrapers need so many, and each has a thread."""
+"""Each has a thread. With more, the one ends that has waited for the head of its request for the longest time; where
+none waits, the new one does."""
 IDLE_S = 10.0
 """How long a scraper may keep silent in the middle of its request."""
 REQUEST_S = 30.0
@@ -36,14 +38,17 @@ REQUEST_S = 30.0
 
 
 _WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
+_WRONG_HOST = "421 Misdirected Request"
 _OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
 
 
 class MetricsPage:
     """The listener and its thread."""
 
-    def __init__(self, address: Address, reader: LoopReader) -> None:
+    def __init__(self, address: Address, hosts: AllowedHosts, reader: LoopReader) -> None:
+        """``hosts``: what requests may call the page."""
         self._address = address
+        self._hosts = hosts
         self._reader = reader
         self._server: _Server | None = None
 
@@ -53,7 +58,7 @@ class MetricsPage:
         registry.register(_Bridge(self._reader))
         ProcessCollector(registry=registry)
         try:
-            self._server = _Server(self._address, _app(registry))
+            self._server = _Server(self._address, _app(registry, self._hosts))
         except OSError as error:
             raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}; choose another") from None
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
@@ -115,14 +120,20 @@ def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
     return buckets
 
 
+_NOT_OURS = (
+    b"this server has another name than the header Host says; use its address, or start it with --allowed-hosts\n"
+)
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
-def _app(registry: CollectorRegistry) -> App:
+def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
     """The library's own one renames what has a colon, in OpenMetrics."""
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
+        if not hosts.allows(environ.get("HTTP_HOST", "localhost")):
+            start_response(_WRONG_HOST, [("Content-Type", _PLAIN), ("Content-Length", str(len(_NOT_OURS)))])
+            return [] if method == "HEAD" else [_NOT_OURS]
         if environ["PATH_INFO"] == METRICS_PATH and method == "OPTIONS":
             start_response("204 No Content", [_ALLOW])
             return []
@@ -162,6 +173,12 @@ class _Handler(WSGIRequestHandler):
         self._limit.daemon = True
         self._limit.start()
 
+    def parse_request(self) -> bool:
+        """Reads the head, after which the connection does not give way to others."""
+        is_whole = super().parse_request()
+        self.server.keep(self.connection)  # type: ignore[attr-defined]
+        return is_whole
+
     def finish(self) -> None:
         """Stops that clock."""
         self._limit.cancel()
@@ -184,7 +201,9 @@ class _Server(ThreadingMixIn, WSGIServer):
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         self.address_family = family
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        self._counting = threading.Lock()
+        self._open: dict[socket.socket, bool] = {}
+        """Connections, oldest first, and whether the head of the request is still awaited."""
         super().__init__((str(where[0]), int(where[1])), _Handler)
         self.set_app(app)
 
@@ -196,17 +215,37 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, if one may be had."""
-        if self._free.acquire(blocking=False):
+        with self._counting:
+            has_place = len(self._open) < MAX_CONNECTIONS or self._cut_longest_waiting()
+            if has_place:
+                self._open[request] = True
+        if has_place:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def keep(self, connection: socket.socket) -> None:
+        """The head of a request has come."""
+        with self._counting:
+            if connection in self._open:
+                self._open[connection] = False
+
+    def _cut_longest_waiting(self) -> bool:
+        waiting = next((each for each, is_waiting in self._open.items() if is_waiting), None)
+        if waiting is None:
+            return False
+        del self._open[waiting]
+        with suppress(OSError):  # it has just ended by itself
+            waiting.shutdown(socket.SHUT_RDWR)  # which wakes its thread up
+        return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The thread's own part."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._counting:
+                self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that leaves is no news either."""

@@ -8,6 +8,8 @@ import grpc
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
+from penstock.service.bounds import Validator
+from penstock.service.identity import current_caller
 from penstock.service.sampling_defaults import SamplingDefaults
 from penstock.service.tokenizer import Tokenizer
 from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
@@ -26,12 +28,14 @@ class ModelService(pb_grpc.ModelServiceServicer):
         version: str,
         facts: WorkerFacts,
         tokenizer: Tokenizer,
+        validator: Validator,
         config: Callable[[], SchedulerConfig],
         speculation: SpeculationConfig | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
         """``config`` returns the engine's. ``defaults``: those of the model."""
         self._facts = facts
+        self._validator = validator
         self._config = config
         self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
         self._has_chat_template = tokenizer.has_chat_template
@@ -55,7 +59,10 @@ class ModelService(pb_grpc.ModelServiceServicer):
     async def GetModel(
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelResponse:
-        """The limits and the policy may be changed while the service runs."""
+        """The limits and the policy may be changed while the service runs. Raises ServiceError."""
+        caller = current_caller.get()
+        self._validator.check(request)
+        tenant = caller.tenant_for(request.tenant)
         config, facts = self._config(), self._facts
         limits = pb.Limits(
             max_num_seqs=config.max_rows(facts),
@@ -66,7 +73,13 @@ class ModelService(pb_grpc.ModelServiceServicer):
             num_kv_blocks=facts.num_blocks,
             max_draft_tokens=self._max_drafts,
         )
-        answer = pb.GetModelResponse(limits=limits, features=sorted(self._features(config)))
+        answer = pb.GetModelResponse(
+            limits=limits,
+            features=sorted(self._features(config)),
+            tenant=caller.tenant,
+            may_act_for_others=caller.may_act_for_others,
+            requests_per_second=config.tenant(tenant).requests_per_second,
+        )
         answer.MergeFrom(self._model)
         return answer
 

@@ -21,6 +21,8 @@ from typing import NoReturn
 
 from msgspec.structs import replace
 
+from penstock.clients.allowed_hosts import read_hosts
+from penstock.clients.log_thread import LogThread
 from penstock.clients.machine import Machine, inspect_machine
 from penstock.clients.open_files import raise_open_files_limit
 from penstock.models.checkpoint import check_checkpoint, resolve_model
@@ -50,7 +52,6 @@ from penstock.service.listen import (
     metrics_address,
     warn_of_exposure,
 )
-from penstock.service.log_thread import LogThread
 from penstock.service.operator_files import OperatorFiles
 from penstock.service.sampling_defaults import read_sampling_defaults
 from penstock.service.server import Server, ServerConfig
@@ -187,6 +188,7 @@ def prepare(config: ServeConfig) -> Prepared:
         listen=config.address,
         admin_listen=None if admin is None else str(admin),
         metrics_listen=None if metrics is None else str(metrics),
+        allowed_hosts=read_hosts(config.allowed_hosts or ""),
         scheduler=scheduler,
         authenticator=files.authenticator,
         embedding=embedding,
@@ -234,7 +236,9 @@ def http_options(config: ServeConfig) -> Sequence[str]:
     tls = [] if config.tls_cert is None else [f"--http-tls-cert={config.tls_cert}", f"--http-tls-key={config.tls_key}"]
     return (
         *tls,
+        *([] if config.http_host is None else [f"--host={config.http_host}"]),
         *([] if config.allowed_origins is None else [f"--allowed-origins={config.allowed_origins}"]),
+        *([] if config.allowed_hosts is None else [f"--allowed-hosts={config.allowed_hosts}"]),
         f"--unknown-fields={config.unknown_fields}",
         f"--sse-keep-alive={config.sse_keep_alive}",
         f"--tool-call-parser={config.tool_call_parser}",

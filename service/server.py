@@ -97,6 +97,8 @@ class ServerConfig:
     authenticator."""
     metrics_listen: str | None = None
     """``host:port`` of the page for Prometheus; None is no page."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the page is called by, besides its address."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     authenticator: Authenticator = field(default_factory=Everyone)
@@ -349,7 +351,9 @@ class _Running:
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.generation, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
-            ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation, defaults),
+            ModelService(
+                config.model_name, version, facts, tokenizer, validator, lambda: engine.config, speculation, defaults
+            ),
             self._server,
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
@@ -372,7 +376,7 @@ class _Running:
         config = self._config
         reader = MetricsReader(self._engine, self._facts, self._metrics, loop_lag, config.model_name)
         listen = None if config.metrics_listen is None else Address.parse(config.metrics_listen, METRICS_FLAG)
-        self._outlets = MetricsOutlets(reader, listen, os.environ)
+        self._outlets = MetricsOutlets(reader, listen, config.allowed_hosts, os.environ)
         return self._outlets.start()
 
     async def listen(self, address: Address, private: Sequence[Address] = ()) -> tuple[str, str | None]:

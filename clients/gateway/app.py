@@ -23,10 +23,12 @@ from penstock.clients.gateway import (
     stored_responses,
     tokenizer,
 )
+from penstock.clients.gateway.body_budget import BodyBudget
 from penstock.clients.gateway.errors import install_handlers
 from penstock.clients.gateway.exposure import exposure_warning
 from penstock.clients.gateway.guard import Guard
 from penstock.clients.gateway.key_file import KeyFile
+from penstock.clients.gateway.parse_turns import ParseTurns
 from penstock.clients.gateway.schemas_chat import ChatChunk
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
@@ -106,6 +108,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         routes += router.routes
     install_handlers(app, routes)
     app.state.traffic = Traffic()
+    app.state.parse_turns = ParseTurns()
+    app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
     app.state.ignored_fields = IgnoredFields(app.state.traffic.registry)
     app.add_middleware(Guard, settings=settings, traffic=app.state.traffic)
     if settings.allowed_origins:  # outermost, so that errors have the headers too

@@ -2,22 +2,27 @@
 
 import argparse
 import logging
+import math
 import re
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.clients.allowed_hosts import AllowedHosts, read_hosts
 from penstock.clients.command_parser import CommandParser
 from penstock.clients.connection import TARGET_VARIABLE, add_connection_flags, connection, default_target
 from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.body_budget import TENANT_SHARE
 from penstock.clients.gateway.http_server import HttpSettings, serve
 from penstock.clients.gateway.key_file import read_key
 from penstock.clients.gateway.origins import read_origins
 from penstock.clients.gateway.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.settings import AUTO, NONE, GatewaySettings
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.log_rate import LogRate
+from penstock.clients.log_thread import LogThread
 from penstock.clients.loopback import resolves_to_loopback
 from penstock.clients.open_files import raise_open_files_limit
 
@@ -40,14 +45,25 @@ def main(argv: list[str]) -> int:
     arguments = make_parser().parse_args(argv)
     raise_open_files_limit()
     settings, http = gateway_settings(arguments), http_settings(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    _set_up_logging()
     return serve(create_app(settings), http, f"in front of {settings.service.target}")
+
+
+def _set_up_logging() -> None:
+    """Off the event loop, and not as fast as strangers can cause lines."""
+    handler = LogThread()
+    handler.addFilter(LogRate())
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING, handlers=[handler]
+    )
 
 
 def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     """What the flags say of the app. Raises PenstockError."""
     target = arguments.target or default_target()
     service = connection(arguments, target)
+    if arguments.require_tenant_header and not arguments.tenant_header:
+        raise PenstockError("--require-tenant-header: needs --tenant-header as well: name the header")
     if arguments.api_key_file is None:
         # A key in the environment is a person's: whoever reaches the gateway would call under it.
         service = replace(service, api_key=None)
@@ -66,8 +82,28 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         max_callers=arguments.max_callers,
         keepalive_s=arguments.sse_keep_alive,
         allowed_origins=arguments.allowed_origins,
+        allowed_hosts=_allowed_hosts(arguments),
+        requires_tenant=arguments.require_tenant_header,
+        max_bodies_bytes=_max_bodies_mib(arguments) << 20,
         ignores_unknown_fields=arguments.unknown_fields == "ignore",
     )
+
+
+def _max_bodies_mib(arguments: argparse.Namespace) -> int:
+    """A tenant's part has room for a body. Raises PenstockError."""
+    given: int | None = arguments.max_bodies_mib
+    least = math.ceil(arguments.max_body_mib / TENANT_SHARE)
+    if given is not None and given < least:
+        raise PenstockError(
+            f"--max-bodies-mib {given}: a tenant takes at most half of it, where a body of --max-body-mib "
+            f"{arguments.max_body_mib} must fit; give at least {least}"
+        )
+    return given or max(least, GatewaySettings.max_bodies_bytes >> 20)
+
+
+def _allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts | None:
+    """No page of a browser reaches a Unix socket."""
+    return None if arguments.unix_socket is not None else AllowedHosts(arguments.host, arguments.allowed_hosts)
 
 
 def _exposed_address(arguments: argparse.Namespace) -> str:
@@ -149,7 +185,8 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         type=_number(1, 10**6),
         default=4096,
         metavar="N",
-        help="more get 503, but for probes (default: %(default)s)",
+        help="with more, idle ones are closed; while none is idle, requests get 503, but for probes, and at most what "
+        "open files allow (default: %(default)s)",
     )
     flags.add_argument(
         "--write-timeout", type=_number(1, 86_400), default=60, metavar="SECONDS",
@@ -160,6 +197,11 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         "--max-body-mib", type=_number(1, 1024), default=16, metavar="N", help="the largest body (default: %(default)s)"
     )
     flags.add_argument(
+        "--max-bodies-mib", type=_number(2, 1 << 20), metavar="N",
+        help="memory for all bodies at once, of which a tenant may take half; the slowest give way (default: 128, or "
+        "twice --max-body-mib)",
+    )  # fmt: skip
+    flags.add_argument(
         "--shutdown-grace", type=_number(0, 86_400), default=10, metavar="SECONDS",
         help="what answers have to finish after a signal to stop (default: %(default)s)",
     )  # fmt: skip
@@ -169,9 +211,15 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
-        "--allowed-origins", type=_origins, default=(), metavar="ORIGINS",
+        "--allowed-origins", type=_listed(read_origins), default=(), metavar="ORIGINS",
         help="web pages of these origins may call, separated by commas, such as https://app.example.com; * is any "
         "origin (default: none)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--allowed-hosts", type=_listed(read_hosts), default=(), metavar="NAMES",
+        help="further names that the gateway is called by, separated by commas, such as llm.example.com or "
+        "*.example.com; * is any. Where callers need no key, requests whose Host has another name are refused "
+        "(default: addresses, names without a dot and this machine's name)",
     )  # fmt: skip
     flags.add_argument(
         "--metrics-target",
@@ -195,12 +243,13 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
         help="the HTTP header that names a request's tenant, for keys that may act for others (default: none)",
     )
     flags.add_argument(
-        "--max-callers",
-        type=_number(1, 10_000),
-        default=64,
-        metavar="N",
-        help="keys in use at once (default: %(default)s)",
-    )
+        "--require-tenant-header", action="store_true",
+        help="refuse requests without that header, which would be the gateway's own tenant's (default: off)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--max-callers", type=_number(1, 10_000), default=64, metavar="N",
+        help="tenants in use at once (default: %(default)s)",
+    )  # fmt: skip
     flags.add_argument(
         "--request-timeout",
         type=_number(1, 86_400),
@@ -228,11 +277,14 @@ def _number(low: int, high: int) -> Callable[[str], int]:
     return read
 
 
-def _origins(text: str) -> tuple[str, ...]:
-    try:
-        return read_origins(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _listed(read: Callable[[str], tuple[str, ...]]) -> Callable[[str], tuple[str, ...]]:
+    def read_list(text: str) -> tuple[str, ...]:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_list
 
 
 def _host_and_port(text: str) -> str:

@@ -3,7 +3,9 @@
 import asyncio
 import types
 from collections.abc import Coroutine, Generator
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
@@ -14,11 +16,23 @@ def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | No
         awaited = coroutine.send(None)
     except StopIteration:
         return None
-    return asyncio.create_task(_rest(coroutine, awaited))
+    return asyncio.create_task(rest_of(coroutine, awaited))
 
 
 @types.coroutine
-def _rest(coroutine: Coroutine[Any, Any, None], awaited: object) -> Generator[object, Any, None]:
-    """The task that runs this waits for what ``coroutine`` awaits already."""
-    yield awaited
-    yield from coroutine
+def rest_of(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
+    """Runs the rest of a coroutine that was begun by ``send(None)``, which returned ``awaited``."""
+    return (yield from _rest(coroutine, awaited))
+
+
+def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
+    try:
+        yield awaited
+    except BaseException as error:  # such as a cancellation, which the coroutine may want to clean up after
+        try:
+            awaited = coroutine.throw(error)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        return (yield from _rest(coroutine, awaited))
+    return (yield from coroutine.__await__())

@@ -129,6 +129,8 @@ class GatewayError(Exception):
             headers["x-request-id"] = self.request_id
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 408:
+            headers["connection"] = "close"  # the rest of the body would be taken for another request's time
         return headers
 
     def response(self) -> Response:

@@ -5,12 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
-
-from penstock.clients.channel import call_metadata
-from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.service_link import ServiceLink
-from penstock.v1.model_pb2 import GetModelRequest
+from penstock.clients.gateway.service_link import ServiceLink, service_needs_key
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +28,7 @@ async def _warn(link: ServiceLink) -> None:
     target = settings.service.target
     if settings.service.api_key is not None:
         what, remedy = "under the key of --api-key-file", "let only a proxy that knows its callers reach it"
-    elif (needs_key := await _needs_key(link)) is None:
+    elif (needs_key := await service_needs_key(link)) is None:
         what, remedy = "unless that asks for keys", "start penstock serve with --api-keys-file"
     elif not needs_key:
         what, remedy = "without a key", "start penstock serve with --api-keys-file"
@@ -46,12 +41,3 @@ async def _warn(link: ServiceLink) -> None:
         what,
         remedy,
     )
-
-
-async def _needs_key(link: ServiceLink) -> bool | None:
-    """Whether the service refuses a call without a key; None where it does not answer."""
-    try:
-        await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
-    except RequestFailed as failure:
-        return True if failure.code is grpc.StatusCode.UNAUTHENTICATED else None
-    return False

@@ -4,17 +4,24 @@ of our own."""
 import logging
 import secrets
 import traceback
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
+from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Exchanged, Traffic
+from penstock.clients.gateway.unsupported import shown
 
+HELD_UNTIL_END = "penstock.held"
+"""Of a request's scope: an ``ExitStack`` that is closed when the request has ended, however it does."""
 _PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
+_SAY_NOTHING = _PROBES - {"/metrics"}
+"""Balancers ask these under any name."""
 _FULL = "the gateway has as many connections as it may have; try again"
 _FULL_RETRY_S = 1.0
 
@@ -27,6 +34,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: Traffic) -> None:
         self._app = app
         self._max_body_bytes = settings.max_body_bytes
+        self._allowed_hosts = settings.allowed_hosts
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,7 +43,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         routed = as_routed(scope)
-        with self._traffic.request(routed) as exchanged:
+        with self._traffic.request(routed) as exchanged, ExitStack() as held:
+            routed[HELD_UNTIL_END] = held
             await self._pass_on(
                 routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, exchanged
             )
@@ -68,6 +77,7 @@ class Guard:
                 raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=_FULL_RETRY_S, may_retry=True)
             headers = Headers(scope=scope)
             _check_host(headers, scope["http_version"])
+            await self._check_host_is_ours(headers.get("host"), scope)
             if int(headers.get("content-length") or 0) > self._max_body_bytes:
                 raise self._too_large()
             await self._app(scope, receive_bounded, send_with_id)
@@ -80,6 +90,18 @@ class Guard:
             if is_refused:
                 response.headers["connection"] = "close"  # which makes room
             await response(scope, receive, send_with_id)
+
+    async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
+        """Where callers need no key, the name that a browser was given is all that keeps other pages out."""
+        hosts = self._allowed_hosts
+        if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
+            return
+        link: ServiceLink = scope["app"].state.link
+        if not await link.needs_key():
+            message = (
+                f"Host: {shown(host)} is no name of this gateway; use its address, or start it with --allowed-hosts"
+            )
+            raise GatewayError(421, message, code="invalid_host")
 
     def _too_large(self) -> GatewayError:
         return GatewayError(

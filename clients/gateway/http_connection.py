@@ -2,16 +2,19 @@
 request at a time."""
 
 import asyncio
+import re
 import socket
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.http_parser import RequestParser
 
 _MAX_HEAD_BYTES = 64 << 10
 """Of a head, of one chunk's extension, or of trailers. What arrives whole with one read may be larger."""
+_ABSOLUTE = re.compile(rb"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?#]*)")
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -27,8 +30,9 @@ class PatientProtocol(HttpToolsProtocol):
     _is_last = False
     """Whether nothing is taken that follows the request under way: it was pipelined, and its client sends it again."""
 
-    def __init__(self, *, head_s: float, write_timeout_s: float, **given: Any) -> None:
+    def __init__(self, *, places: ConnectionPlaces, head_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
+        self._places = places
         self.parser = RequestParser(self)  # type: ignore[assignment]
         self._head_s = head_s
         self._write_timeout_s = write_timeout_s
@@ -36,12 +40,14 @@ class PatientProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From here on a head is awaited."""
         super().connection_made(transport)
+        self._places.enter(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._have_head()
         self._have_reader()
+        self._places.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,6 +93,8 @@ class PatientProtocol(HttpToolsProtocol):
         if not self._is_last:
             self._num_head = 0
             self._have_head()
+            self._read_absolute_target()
+            self._places.begin(self)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -105,17 +113,46 @@ class PatientProtocol(HttpToolsProtocol):
         """Much waits to be read by the other side. Of TCP the kernel knows when it takes too long, as ``http_server``
         has it; of a Unix socket nobody does."""
         super().pause_writing()
+        self._places.fall_behind(self)
         if self.transport.get_extra_info("socket").family == socket.AF_UNIX:
             self._await_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """Most of it was."""
         self._have_reader()
+        self._places.catch_up(self)
         super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """All of an answer was written, though perhaps not sent."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._places.end(self)
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes of answers that the other side has not taken, nor the kernel."""
+        return self.transport.get_write_buffer_size()
+
+    def cut(self) -> None:
+        """Ends the connection, and cancels the request on it."""
+        self.connections.discard(self)  # so that it counts no more
+        self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         is_old = cycle.scope["http_version"] == "1.0"
         super()._start_asgi_task(cycle, _without_chunks(app, cycle) if is_old else app)  # type: ignore[arg-type]
+
+    def _read_absolute_target(self) -> None:
+        """A target with a host of its own, as proxies get them, counts for more than the header (RFC 9112, 3.2.2)."""
+        if (found := _ABSOLUTE.match(self.url)) is None:
+            return
+        self.url = self.url[found.end() :]
+        if not self.url.startswith(b"/"):
+            self.url = b"/" + self.url
+        names = [name for name, _ in self.headers]
+        if names.count(b"host") == 1:  # another number is refused
+            self.headers[names.index(b"host")] = (b"host", found[1])
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

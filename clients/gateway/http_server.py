@@ -18,11 +18,12 @@ from fastapi import FastAPI
 from penstock.clients.errors import PenstockError
 from penstock.clients.event_loop import calm_collector, loop_factory
 from penstock.clients.gateway.certificate import Certificate
+from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.http_connection import PatientProtocol
 from penstock.clients.socket_lock import PathTaken, socket_lock
 
 _BACKLOG = 2048
-_TICKS_PER_BEAT = 10
+_BEAT_S = 1.0
 _HEAD_S = 30.0
 """How long the head of a request may take to arrive, the first one of a connection from when that is made."""
 
@@ -46,7 +47,10 @@ class HttpSettings:
     keep_alive_s: int = 75
     """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
     max_connections: int = 4096
-    """While there are more, requests are answered with 503, but for probes."""
+    """With more, idle ones end. While none is idle, requests are answered with 503, but for probes."""
+    max_unread_bytes: int = 64 << 20
+    """Of answers that wait in memory for their readers. With more, the connections that are behind for the longest time
+    end."""
     write_timeout_s: int = 60
     """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
     shutdown_s: int = 10
@@ -132,12 +136,14 @@ class HttpServer(uvicorn.Server):
     """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
 
     def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
-        super().__init__(_config(app, http))
-        app.state.traffic.bound(self.server_state.connections, http.max_connections)
+        places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
+        super().__init__(_config(app, http, places))
+        app.state.traffic.bound(self.server_state.connections, places.max_connections)
         self._write_timeout_s = http.write_timeout_s
         self._greeting = greeting
         self._heartbeat = http.heartbeat
         self._watching: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -152,12 +158,12 @@ class HttpServer(uvicorn.Server):
             for each in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(each)
 
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        if self._heartbeat is not None and counter % _TICKS_PER_BEAT == 0:
+    async def _beat(self, heartbeat: int) -> None:
+        """By the clock: a loop that is busy turns less often, and lives all the same."""
+        while True:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens, which is their business
-                os.write(self._heartbeat, b".")
-        return await super().on_tick(counter)
+                os.write(heartbeat, b".")
+            await asyncio.sleep(_BEAT_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says where it serves, when it does."""
@@ -166,6 +172,8 @@ class HttpServer(uvicorn.Server):
         if self._heartbeat is not None:
             os.set_blocking(self._heartbeat, False)
         await super().startup(sockets)
+        if self.started and self._heartbeat is not None:
+            self._beating = asyncio.create_task(self._beat(self._heartbeat), name="penstock-gateway-heartbeat")
         if self.started and self._greeting:
             print(self._greeting, flush=True)
             context, chain, key = self.config.ssl, self.config.ssl_certfile, self.config.ssl_keyfile
@@ -174,8 +182,9 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes nothing new, and lets answers end."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for each in (self._watching, self._beating):
+            if each is not None:
+                each.cancel()
         await super().shutdown(sockets)
 
     def _stop(self) -> None:
@@ -190,10 +199,11 @@ def _bound_writes(listener: socket.socket, seconds: int) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
-def _config(app: FastAPI, http: HttpSettings) -> uvicorn.Config:
+def _config(app: FastAPI, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
+    protocol = partial(PatientProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
     return uvicorn.Config(
         app,
-        http=partial(PatientProtocol, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         interface="asgi3",
         log_config=None,

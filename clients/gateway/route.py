@@ -1,24 +1,36 @@
 """Routes that speak for a caller: the key is checked and the body bounded before anything is parsed."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from penstock.clients.errors import InvalidOption
+from penstock.clients.gateway.body_budget import BodyBudget, NoRoomForBody
+from penstock.clients.gateway.eagerly import rest_of
 from penstock.clients.gateway.errors import ErrorBody, GatewayError
+from penstock.clients.gateway.guard import HELD_UNTIL_END
 from penstock.clients.gateway.json_body import parse_json
+from penstock.clients.gateway.parse_turns import ParseTurns
 from penstock.clients.gateway.schemas_common import Body
 from penstock.clients.gateway.service_link import Caller, ServiceLink
-from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import GONE
 from penstock.clients.gateway.unknown_fields import without_unknown_fields
 from penstock.clients.gateway.unsupported import shown
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+_TURN_BYTES = 8 << 10
+"""Larger bodies wait for their turn to be parsed."""
+_RETRY_S = 1.0
+_REFUSED = frozenset({400, 404, 408, 413, 415})
+"""Faults of a request, which count against its tenant's rate."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
@@ -43,15 +55,37 @@ class CallerRoute(APIRoute):
 
         async def checked(request: Request) -> Response:
             link: ServiceLink = request.app.state.link
-            request.state.caller = await link.caller(request.headers)
-            if request.method == "POST":
-                await _receive_body(request, link.settings)
-                parsed = await parse_json(await request.body())
-                request = _ParsedRequest(request, self._known_part(parsed, request))
-                await asyncio.sleep(0)  # to validate a large body takes time as well
-            return await handle(request)
+            caller = request.state.caller = await link.caller(request.headers)
+            if request.method != "POST":
+                return await handle(request)
+            caller.check_rate()
+            with _counting_refusals(caller):
+                body = [await _receive_body(request, caller)]
+            return await self._handle(handle, request, body)
 
         return checked
+
+    async def _handle(self, handle: Handler, request: Request, only_body: list[bytearray]) -> Response:
+        """Has a body parsed and validated and the request begun, in the turn of its caller. Takes the body out of its
+        list: it may be large, and no frame is to keep it until the answer's end."""
+        turns: ParseTurns = request.app.state.parse_turns
+        caller: Caller = request.state.caller
+        body = only_body.pop()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(_counting_refusals(caller))
+            if len(body) > _TURN_BYTES:
+                await stack.enter_async_context(turns.turn(caller.counted_as))
+            parsed = _ParsedRequest(request, self._known_part(await parse_json(body, turns), request))
+            del body
+            await turns.pause()
+            handling = handle(parsed)
+            try:
+                with turns.portion():
+                    awaited = handling.send(None)
+            except StopIteration as done:
+                response: Response = done.value
+                return response
+        return await rest_of(handling, awaited)
 
     def _known_part(self, parsed: Any, request: Request) -> Any:
         """The body as it is to be validated."""
@@ -67,20 +101,20 @@ class CallerRoute(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose body FastAPI need not parse."""
+    """A request whose body FastAPI need not parse. The bytes are no longer needed: a stream may run for hours."""
 
     def __init__(self, request: Request, parsed: Any) -> None:
         super().__init__(request.scope, request.receive)
-        self._raw = request
         self._parsed = parsed
 
     async def body(self) -> bytes:
-        """Returns it as it came."""
-        return await self._raw.body()
+        """Returns what FastAPI takes for a body that is there."""
+        return b"parsed"
 
     async def json(self) -> Any:
-        """Returns it parsed."""
-        return self._parsed
+        """Returns the body; not a second time."""
+        parsed, self._parsed = self._parsed, None
+        return parsed
 
 
 async def _of_request(request: Request) -> Caller:  # FastAPI would run a plain function on a thread
@@ -92,18 +126,56 @@ CallerDep = Annotated[Caller, Depends(_of_request)]
 """The parameter of a route that is the request's caller."""
 
 
-async def _receive_body(request: Request, settings: GatewaySettings) -> None:
-    """Has the body in ``request``, from where FastAPI takes it. Its size is ``Guard``'s business."""
+@contextmanager
+def _counting_refusals(caller: Caller) -> Iterator[None]:
+    """What is refused here never reaches the service, which counts requests against its tenant's rate."""
+    try:
+        yield
+    except (GatewayError, RequestValidationError, InvalidOption) as error:
+        if not isinstance(error, GatewayError) or error.status in _REFUSED:
+            caller.count_refusal()
+        raise
+
+
+async def _receive_body(request: Request, caller: Caller) -> bytearray:
+    """Returns the body when it is whole. ``Guard`` bounds its size, and counts it until the request ends."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise GatewayError(415, "send the body as JSON, with the header Content-Type: application/json")
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
         raise GatewayError(415, f"Content-Encoding: {shown(coding)} is not supported; send the body uncompressed")
+    held: ExitStack = request.scope[HELD_UNTIL_END]
+    budget: BodyBudget = request.app.state.body_budget
+    counted = held.enter_context(budget.body(caller.counted_as))
+    timeout_s, whole = caller.settings.body_timeout_s, bytearray()
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            await request.body()
+        async with asyncio.timeout(timeout_s) as limit:
+            counted.evict = lambda: limit.reschedule(0.0)
+            async for part in request.stream():
+                counted.add(len(part))
+                whole += part
     except TimeoutError:
-        raise GatewayError(408, "the body did not arrive in time") from None
+        if counted.evict is None:
+            raise _evicted() from None
+        raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send it faster, or less") from None
+    except NoRoomForBody as error:
+        raise _no_room(error, budget) from None
     except ClientDisconnect:
         raise GatewayError(GONE, "the caller went away") from None
+    finally:
+        counted.evict = None
+    return whole
+
+
+def _evicted() -> GatewayError:
+    message = "the memory for bodies was needed, and this one was the slowest to arrive; try again, or send it faster"
+    return GatewayError(408, message, code="body_too_slow", retry_after_s=_RETRY_S, may_retry=True)
+
+
+def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
+    if error.is_tenants:
+        message = f"all bodies of a tenant may take {budget.max_tenant_bytes:,} bytes at once; send fewer at once"
+        return GatewayError(429, message, code="bodies_full", retry_after_s=_RETRY_S, may_retry=True)
+    message = f"all bodies may take {budget.max_bytes:,} bytes at once; try again"
+    return GatewayError(503, message, code="gateway_full", retry_after_s=_RETRY_S, may_retry=True)

@@ -1,14 +1,14 @@
-"""The way to the gRPC service: one multiplexed stream for each caller's key, shared by all HTTP requests under it.
+"""The way to the gRPC service: one multiplexed stream for each tenant, shared by all HTTP requests under its keys.
 
-A Generate stream belongs to whoever opened it, so callers with keys of their own can't share one. They are pooled: a
-key gets its stream with its first request and loses it after a minute without one, and only so many are open at once.
-Where the gateway has a key of its own, all requests travel on one stream, and each may name its tenant.
+A Generate stream belongs to the tenant that opened it. The service says which tenant a key is, so all its keys share
+one, however many they are: tokens of an identity provider change by the hour. A tenant gets its stream with its first
+request and loses it after a minute without one, and a bounded number are open at once. Where the gateway has a key of
+its own, all requests travel on one stream, and each may name its tenant.
 """
 
 import asyncio
 import copy
 import hashlib
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,14 +16,18 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from starlette.datastructures import Headers
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
+from penstock.clients.gateway.caller_headers import bearer_key, named_tenant
 from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.places import Identity, Metadata, Place, PlaceName
+from penstock.clients.gateway.refusal_rates import RefusalRates
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.health import is_serving
 from penstock.clients.requests import MAX_START_BYTES
-from penstock.clients.stream import Call, GenerateStream, Receiver
+from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -33,7 +37,6 @@ from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, RenderChatResponse,
 from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FULL_RETRY_S = 1.0
 _MAX_DESCRIBED = 1 << 16
 _MAX_TEXTS = 64
@@ -42,8 +45,6 @@ _RENDERED_S = 60.0
 """How long a rendered text is believed: a service that restarts may have another template under the same name."""
 _MAX_REQUEST_BYTES = 8 << 20
 """Of one call: more is refused by the service's transport, in words and with a code that are not for callers."""
-_MAX_KEY_BYTES = 4096
-"""More would be refused by the transport, which takes 8 KiB of metadata."""
 
 
 class _Stubs:
@@ -77,70 +78,26 @@ class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
             self.popitem(last=False)
 
 
-class _Identity:
-    """One key: its stream, and what the service said of it. The key itself is in its metadata alone."""
-
-    def __init__(self, link: "ServiceLink", key: str | None) -> None:
-        self._link = link
-        self.metadata = call_metadata(key)
-        self.model = GetModelResponse()
-        """As of the last check."""
-        self.num_live = 0
-        self.last_used = 0.0
-        self.is_pooled = False
-        self._checked_at = -1e9
-        self._check: asyncio.Task[GetModelResponse] | None = None
-        self._stream: GenerateStream | None = None
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the service took the key not long ago, and the stream stands that it took it for."""
-        if self._stream is not None and not self._stream.is_open:
-            return False
-        return time.monotonic() - self._checked_at < self._link.settings.recheck_caller_s
-
-    async def check(self) -> None:
-        """Asks the service for its model under this key, once for all who wait. Raises RequestFailed."""
-        if self._check is None:
-            self._check = asyncio.create_task(self._ask(), name="penstock-gateway-check")
-            self._check.add_done_callback(_see)
-        try:
-            self.model = await asyncio.shield(self._check)
-        except RequestFailed as failure:
-            raise copy.copy(failure) from None  # each is raised in a task of its own
-
-    async def _ask(self) -> GetModelResponse:
-        try:
-            model = await self._link.call(self._link.stubs.model.GetModel, GetModelRequest(), self.metadata)
-            self._checked_at = time.monotonic()
-            return model
-        finally:
-            self._check = None
-
-    def stream(self) -> GenerateStream:
-        """The open stream, or a new one in place of a broken one."""
-        if self._stream is None or not self._stream.is_open:
-
-            def open_call() -> Call:
-                return self._link.stubs.generation.Generate(metadata=self.metadata)
-
-            self._stream = GenerateStream(open_call, self._link.settings.service.target)
-        return self._stream
-
-    def take_stream(self) -> GenerateStream | None:
-        """The stream, which has no part in requests from now on."""
-        stream, self._stream = self._stream, None
-        return stream
-
-
 class Caller:
     """Who made an HTTP request, as the service knows it. Made by ``ServiceLink.caller``."""
 
-    def __init__(self, link: "ServiceLink", identity: _Identity, tenant: str) -> None:
+    def __init__(self, link: "ServiceLink", identity: Identity, place: Place) -> None:
         self._link = link
         self._identity = identity
-        self.tenant = tenant
+        self._place = place
+        self._carried: list[tuple[Callable[[], None], Receiver]] = []
+        """All requests, each with what cancels it."""
+        self._num_live = 0
+
+    @property
+    def tenant(self) -> str:
         """What the header named; empty: the key's own."""
+        return self._identity.tenant
+
+    @property
+    def counted_as(self) -> str:
+        """The tenant that shares of the gateway are counted for."""
+        return self._identity.tenant or self._place.of[0]
 
     @property
     def model(self) -> GetModelResponse:
@@ -168,22 +125,42 @@ class Caller:
         return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
 
     def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
-        """Sends a request on the caller's stream; what is returned cancels it. Each ``carry`` needs one ``done``."""
+        """Sends a request on the stream of the caller's tenant; what is returned cancels it. Each ``carry`` needs one
+        ``done``."""
         if self.tenant:
             start.tenant = self.tenant
         if start.ByteSize() > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
             raise GatewayError(413, "the prompt is too long for one request", code="request_too_large")
-        stream = self._identity.stream()
-        ref = stream.carry(start, receiver)
-        self._identity.num_live += 1
-        return lambda: stream.cancel(ref)
+        cancel = self._place.carry(self._identity, start, receiver)
+        self._carried.append((cancel, receiver))
+        self._num_live += 1
+        self._identity.running.add(self)
+        return cancel
 
     def done(self) -> None:
         """A request that was carried has ended."""
-        self._identity.num_live -= 1
-        self._identity.last_used = time.monotonic()
-        if not self._identity.is_pooled and not self._identity.num_live:  # it had to go before this request came
-            self._link.retire(self._identity)
+        self._num_live -= 1
+        if not self._num_live:
+            self._carried.clear()
+            self._identity.running.discard(self)
+        self._place.done()
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends what runs: the service does not take the key any more. Requests that have ended ignore it."""
+        for cancel, receiver in list(self._carried):
+            cancel()
+            receiver.fail(copy.copy(failure))
+
+    def check_rate(self) -> None:
+        """Raises GatewayError where too many of the tenant's requests were refused: before a body is read."""
+        wait_s = self._link.refusals.wait_s(self.counted_as)
+        if wait_s > 0:
+            message = f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s"
+            raise GatewayError(429, message, code="tenant_rate", retry_after_s=wait_s, may_retry=True)
+
+    def count_refusal(self) -> None:
+        """Counts a request that the gateway refused against the tenant's rate."""
+        self._link.refusals.count(self.counted_as)
 
     async def describe(self, token_ids: set[int]) -> Mapping[int, TokenDescription]:
         """What tokens stand for, at least these. Raises RequestFailed."""
@@ -201,10 +178,16 @@ class ServiceLink:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self._identities: dict[bytes, _Identity] = {}
-        """By a hash of the key. Those alone that the service took."""
+        self.refusals = RefusalRates()
+        self._places: dict[PlaceName, Place] = {}
+        self._identities: dict[bytes, Identity] = {}
+        """Those that places remember. Only those that the service took."""
+        self._leaving: set[Place] = set()
+        """Places for no further requests, where some still run."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
+        self._needs_key: bool | None = None
+        self._asked_for_keys_at = -1e9
 
     async def __aenter__(self) -> "ServiceLink":
         # The channel is made here, since it belongs to the loop that runs.
@@ -215,28 +198,32 @@ class ServiceLink:
 
     async def __aexit__(self, *_: object) -> None:
         self._sweeper.cancel()
-        for name in list(self._identities):
-            self._drop(name)
+        for place in (*self._places.values(), *self._leaving):
+            self._close(place)
         if self._closing:
             await asyncio.wait(self._closing)
         await self._channel.close()
 
     @property
     def num_callers(self) -> int:
-        """Keys that are in use."""
-        return len(self._identities)
+        """Tenants that have a stream."""
+        return len(self._places)
 
-    async def caller(self, headers: Mapping[str, str]) -> Caller:
+    async def caller(self, given: Mapping[str, str]) -> Caller:
         """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
         GatewayError."""
-        key = self.settings.service.api_key or _bearer(headers.get("authorization", ""))
-        tenant = self._tenant(headers)
-        name = hashlib.sha256((key or "").encode()).digest()
-        identity = self._identities.get(name)
-        if identity is None or not identity.is_fresh:
-            identity = await self._check(name, identity or _Identity(self, key))
-        identity.last_used = time.monotonic()
-        return Caller(self, identity, tenant)
+        headers = given if isinstance(given, Headers) else Headers(given)
+        shown = bearer_key(headers)
+        key = self.settings.service.api_key or shown
+        tenant = named_tenant(headers, self.settings)
+        name = hashlib.sha256(f"{key or ''}\n{tenant}".encode()).digest()
+        identity = self._identities.get(name) or Identity(name, key, tenant)
+        if not self._is_fresh(identity):
+            await self._check(identity)
+            identity = self._identities.get(name, identity)  # another request may have brought it just now
+        place = self._place_of(identity)
+        place.last_used = time.monotonic()
+        return Caller(self, identity, place)
 
     async def is_serving(self) -> bool:
         """Whether the service takes requests; not if it does not answer."""
@@ -244,6 +231,15 @@ class ServiceLink:
             return await is_serving(self._channel, timeout=self.settings.call_timeout_s)
         except grpc.aio.AioRpcError:
             return False
+
+    async def needs_key(self) -> bool:
+        """Whether callers must show a key; not if the service does not answer. It is asked again after a while."""
+        if self.settings.service.api_key is not None:
+            return False
+        if time.monotonic() - self._asked_for_keys_at >= self.settings.recheck_caller_s:
+            self._needs_key = await service_needs_key(self)
+            self._asked_for_keys_at = time.monotonic()
+        return self._needs_key is True
 
     async def call(
         self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
@@ -272,62 +268,95 @@ class ServiceLink:
             memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
         return memory.rendered
 
-    async def _check(self, name: bytes, identity: _Identity) -> _Identity:
+    def _is_fresh(self, identity: Identity) -> bool:
+        """Whether the service took the key not long ago, and the stream stands that it took it for."""
+        if identity.place is not None and identity.place.is_broken:
+            return False
+        return time.monotonic() - identity.checked_at < self.settings.recheck_caller_s
+
+    async def _check(self, identity: Identity) -> None:
         try:
-            await identity.check()
+            await identity.check(self._ask)
         except RequestFailed as failure:
             if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
                 raise
             if self.settings.service.api_key is not None:
                 failure = _own_key_refused()
-            if self._identities.get(name) is identity:  # the key was withdrawn: what still runs under it ends
-                ended = copy.copy(failure)
-                ended.request_id = ""  # the check's; what ends has its own
-                self._drop(name, ended)
+            ended = copy.copy(failure)
+            ended.request_id = ""  # the check's; what ends has its own
+            self._withdraw(identity, ended)
             raise failure from None
-        # Another request may have brought the same key at the same moment.
-        known = self._identities.get(name)
-        if known is None:
-            self._make_room()
-            known = self._identities[name] = identity
-            identity.is_pooled = True
-        return known
 
-    def _tenant(self, headers: Mapping[str, str]) -> str:
-        header = self.settings.tenant_header
-        named = [value for name, value in headers.items() if name == header] if header else []
-        if len(named) > 1:  # a proxy may have added its own to one that its caller sent: which is which?
-            raise GatewayError(400, f"the header {header} must be there once")
-        tenant = named[0] if named else ""
-        if tenant and not _TENANT.fullmatch(tenant):
-            raise GatewayError(400, f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]")
-        return tenant
+    async def _ask(self, identity: Identity) -> GetModelResponse:
+        request = GetModelRequest(tenant=identity.tenant)
+        model = await self.call(self.stubs.model.GetModel, request, identity.metadata)
+        rate = model.requests_per_second if model.HasField("requests_per_second") else None
+        self.refusals.set(identity.tenant or model.tenant, rate)
+        return model
+
+    def _place_of(self, identity: Identity) -> Place:
+        """The tenant's place, which may have been given to another since its last request."""
+        # A service that names no tenant is an older one: then keys share nothing.
+        of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
+        place = self._places.get(of)
+        if place is not None and self.settings.service.api_key is not None and not place.was_opened_with(identity):
+            self._drop(place)  # the gateway's key has changed
+            place = None
+        if place is None:
+            self._make_room()
+            place = self._places[of] = Place(of, self._open_stream, self._close_if_left)
+        self._identities[identity.name] = identity
+        if (forgotten := place.remember(identity)) is not None:
+            del self._identities[forgotten.name]
+        return place
+
+    def _open_stream(self, metadata: Metadata) -> GenerateStream:
+        return GenerateStream(lambda: self.stubs.generation.Generate(metadata=metadata), self.settings.service.target)
 
     def _make_room(self) -> None:
-        if len(self._identities) < self.settings.max_callers:
+        if len(self._places) < self.settings.max_callers:
             return
-        idle = [(each.last_used, name) for name, each in self._identities.items() if not each.num_live]
+        idle = [place for place in self._places.values() if not place.num_live]
         if not idle:
             raise GatewayError(
                 503,
-                "too many callers at once; try again",
+                "too many tenants at once; try again",
                 code="gateway_full",
                 retry_after_s=_FULL_RETRY_S,
                 may_retry=True,
             )
-        self._drop(min(idle)[1])
+        self._drop(min(idle, key=lambda place: place.last_used))
 
-    def _drop(self, name: bytes, failure: RequestFailed | None = None) -> None:
-        identity = self._identities.pop(name)
-        identity.is_pooled = False
-        self.retire(identity, failure)
+    def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:
+        """The service does not take a key any more: what still runs under it ends, and nothing new goes where it was
+        shown."""
+        if (place := identity.place) is not None and self._identities.get(identity.name) is identity:
+            place.identities.pop(identity.name)
+            del self._identities[identity.name]
+            if place.was_opened_with(identity) or not place.identities:
+                self._drop(place)
+        identity.withdraw(failure)
 
-    def retire(self, identity: _Identity, failure: RequestFailed | None = None) -> None:
-        """Closes the stream of an identity that is not in the pool. It is out of reach at once: a request that comes
-        before it is closed gets another. ``failure``: what requests that still run on it end with."""
-        if (stream := identity.take_stream()) is None:
+    def _drop(self, place: Place) -> None:
+        """Has further requests go elsewhere; those that are here end here."""
+        del self._places[place.of]
+        for name in place.identities:
+            del self._identities[name]
+        place.identities.clear()
+        self._leaving.add(place)
+        self._close_if_left(place)
+
+    def _close_if_left(self, place: Place) -> None:
+        """Closes the stream of a place that takes no further requests, when the last one has ended."""
+        if place in self._leaving and not place.num_live:
+            self._close(place)
+
+    def _close(self, place: Place) -> None:
+        """The stream is out of reach at once: a request that comes before it is closed gets another."""
+        self._leaving.discard(place)
+        if (stream := place.take_stream()) is None:
             return
-        closing = asyncio.create_task(stream.close(failure))
+        closing = asyncio.create_task(stream.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -337,15 +366,18 @@ class ServiceLink:
         while True:
             await asyncio.sleep(idle_s / 4)
             oldest = time.monotonic() - idle_s
-            for name, identity in list(self._identities.items()):
-                if not identity.num_live and identity.last_used < oldest:
-                    self._drop(name)
+            for place in list(self._places.values()):
+                if not place.num_live and place.last_used < oldest:
+                    self._drop(place)
 
 
-def _see(check: asyncio.Task[GetModelResponse]) -> None:
-    """Its failure is told to who waits; if nobody does any more, it is not news."""
-    if not check.cancelled():
-        check.exception()
+async def service_needs_key(link: ServiceLink) -> bool | None:
+    """Whether the service refuses a call without a key; None where it does not answer."""
+    try:
+        await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
+    except RequestFailed as failure:
+        return True if failure.code is grpc.StatusCode.UNAUTHENTICATED else None
+    return False
 
 
 def _own_key_refused() -> RequestFailed:
@@ -354,15 +386,3 @@ def _own_key_refused() -> RequestFailed:
     failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
     failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True
     return failure
-
-
-def _bearer(authorization: str) -> str | None:
-    """The key of an Authorization header; None if it shows none."""
-    scheme, _, key = authorization.partition(" ")
-    key = key.strip()
-    if scheme.lower() != "bearer" or not key:
-        return None
-    if not (key.isascii() and key.isprintable() and len(key) <= _MAX_KEY_BYTES):
-        message = f"the API key must be printable ASCII, at most {_MAX_KEY_BYTES:,} bytes"
-        raise GatewayError(401, message, code="invalid_api_key")
-    return key

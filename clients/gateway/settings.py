@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.clients.allowed_hosts import AllowedHosts
 from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.connection import Connection
 
@@ -21,6 +22,10 @@ class GatewaySettings:
     """Where that ``api_key`` was read, and is read again when it changes; None: it stays."""
     tenant_header: str = ""
     """The HTTP header, in small letters, that names the tenant of a request; empty: none does."""
+    requires_tenant: bool = False
+    """Whether a request without that header is refused."""
+    allowed_hosts: AllowedHosts | None = None
+    """What ``Host`` may name where callers need no key; None: anything."""
     metrics_target: str = ""
     """``host:port`` of the service's metrics; empty: the gateway shows none."""
     exposed_address: str = ""
@@ -31,6 +36,8 @@ class GatewaySettings:
     """A format of reasoning, or AUTO or NONE."""
     max_body_bytes: int = 16 << 20
     """Of an HTTP request. A prompt of 4 MiB, the most that the service takes, may be larger in JSON."""
+    max_bodies_bytes: int = 128 << 20
+    """Of all bodies that are in memory at once; a tenant's may take half of it."""
     body_timeout_s: float = 30.0
     """How long a request's body may take to arrive."""
     request_timeout_s: float | None = None

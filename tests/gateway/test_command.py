@@ -57,6 +57,12 @@ def test_help_has_examples_and_every_flag(capsys):
             ["--host", "0.0.0.0:80"],
             "cannot listen on 0.0.0.0:80:8000: Name or service not known; choose another with --ho",
         ),
+        (["--require-tenant-header"], "--require-tenant-header: needs --tenant-header as well: name the header"),
+        (
+            ["--max-body-mib", "100", "--max-bodies-mib", "100"],
+            "a tenant takes at most half of it, where a body of --max-body-mib 100 must fit; give at least 200",
+        ),
+        (["--allowed-hosts", "a.example:80"], "--allowed-hosts: must be names without a port, separated by commas"),
         (["--host", ""], "; choose another with --host, such as 127.0.0.1"),
         (["--fd", "1000000"], "cannot listen on --fd 1000000: Bad file descriptor; give the number of an open socket"),
         (["--unix-socket", "/none/" + "x" * 200], "AF_UNIX path too long; choose another path"),
@@ -150,6 +156,7 @@ def test_a_key_in_the_environment_is_not_the_gateways(monkeypatch, tmp_path):
 def test_flags_become_settings():
     arguments = make_parser().parse_args(
         ["--target=unix:/x", "--tenant-header=X-Tenant", "--max-body-mib=2", "--request-timeout=5", "--host=::1",
+         "--require-tenant-header", "--allowed-hosts=LLM.example, *.x.example",
          "--sse-keep-alive=0", "--unknown-fields=ignore", "--allowed-origins=https://a.example, http://localhost:3000"]
     )  # fmt: skip
     settings = gateway_settings(arguments)
@@ -159,8 +166,25 @@ def test_flags_become_settings():
     assert settings.service.target == "unix:/x"
     assert settings.tenant_header == "x-tenant"
     assert settings.max_body_bytes == 2 << 20
+    assert settings.max_bodies_bytes == 128 << 20
+    assert settings.requires_tenant
+    assert settings.allowed_hosts is not None
+    assert [settings.allowed_hosts.allows(host) for host in ("llm.example:80", "a.x.example", "b.example")] == [
+        True,
+        True,
+        False,
+    ]
     assert settings.request_timeout_s == 5
     assert http_settings(arguments).host == "::1"
+
+
+def test_bodies_have_room_for_one_of_the_largest():
+    arguments = make_parser().parse_args(["--max-body-mib=100"])
+    assert gateway_settings(arguments).max_bodies_bytes == 200 << 20
+
+
+def test_no_page_reaches_a_unix_socket():
+    assert gateway_settings(make_parser().parse_args(["--unix-socket=s"])).allowed_hosts is None
 
 
 def test_it_starts_without_a_service_and_ends_in_order(tmp_path):

@@ -58,29 +58,53 @@ def post(**fields):
 
 
 async def test_above_the_limit_of_connections_probes_are_answered_and_nothing_else_is(start_gateway, tcp):
-    behind = await start_gateway(service={"metrics_listen": "127.0.0.1:0"})
+    behind = await start_gateway(service={"metrics_listen": "127.0.0.1:0"}, seconds_per_step=0.01)
     host, port = tcp.getsockname()
+    base = f"http://{host}:{port}"
     async with (
         listening(tcp, target_of(behind), max_connections=1),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as http,
+        httpx.AsyncClient(base_url=base, trust_env=False) as http,
     ):
-        assert (await http.get("/v1/models")).status_code == 200
-        _, idle = await asyncio.open_connection(host, port)
-        for probe in ("/health", "/ping", "/version", "/metrics"):
-            assert (await http.get(probe)).status_code == 200
-        refused = await http.get("/v1/models")
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "gateway_full"
-        assert refused.json()["error"]["type"] == "service_unavailable_error"
-        assert refused.headers["retry-after"] == "1"
-        assert refused.headers["x-request-id"]
-        assert refused.headers["connection"] == "close"
-        assert (await http.get("/health")).status_code == 200
-        idle.close()
-        await idle.wait_closed()
+        body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", COMPLETIONS, json=body) as busy:
+            assert busy.status_code == 200
+            for probe in ("/health", "/ping", "/version", "/metrics"):
+                assert (await http.get(probe)).status_code == 200
+            refused = await http.get("/v1/models")
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "gateway_full"
+            assert refused.json()["error"]["type"] == "service_unavailable_error"
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["x-request-id"]
+            assert refused.headers["connection"] == "close"
+            assert (await http.get("/health")).status_code == 200
         async with asyncio.timeout(120):
             while (await http.get("/v1/models")).status_code != 200:
                 pass
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ver", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_connections_without_a_request_give_way_to_new_ones(start_gateway, tcp, sent):
+    behind = await start_gateway()
+    host, port = tcp.getsockname()
+    async with (
+        listening(tcp, target_of(behind), max_connections=2),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as http,
+        asyncio.timeout(120),
+    ):
+        idle = [await asyncio.open_connection(host, port) for _ in range(2)]
+        for reader, writer in idle:
+            writer.write(sent)
+            if sent.endswith(b"\r\n\r\n"):
+                assert await reader.read(1)
+        assert (await http.get("/v1/models")).status_code == 200
+        with contextlib.suppress(ConnectionError):
+            await idle[0][0].read()  # it has ended, and the other one has not
+        assert not idle[1][0].at_eof()
+        for _, writer in idle:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])

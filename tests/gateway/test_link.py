@@ -24,11 +24,10 @@ def bearer(key):
 
 @pytest.fixture
 def keys(tmp_path, load_keys):
-    """What the service knows."""
-    lines = [
-        f"sha256:{hashlib.sha256(key.encode()).hexdigest()} {rest}"
-        for key, rest in ((ACME, "acme"), (OTHER, "other"), (GATEWAY, "gateway act-for-others"))
-    ]
+    """What the service knows: tenants `1` to `4` have two keys each, such as `1` and `1b`."""
+    known = [(ACME, "acme"), (OTHER, "other"), (GATEWAY, "gateway act-for-others")]
+    known += [(f"{tenant}{which}", tenant) for tenant in "1234" for which in ("", "b")]
+    lines = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()} {rest}" for key, rest in known]
     path = tmp_path / "keys"
     path.write_text("\n".join(lines))
     return {"authenticator": load_keys(path)}
@@ -160,8 +159,8 @@ async def test_what_runs_under_a_key_that_is_withdrawn_ends_as_the_check_did(
     assert ended.headers["x-request-id"] != refused.headers["x-request-id"]
 
 
-async def test_only_so_many_keys_at_once_and_idle_ones_give_way(start_gateway):
-    gateway = await start_gateway(max_callers=2, seconds_per_step=0.01)
+async def test_only_so_many_tenants_at_once_and_idle_ones_give_way(start_gateway, keys):
+    gateway = await start_gateway(max_callers=2, seconds_per_step=0.01, service=keys)
     body = {"prompt": "a", "max_tokens": 4000, "stream": True}
     async with gateway.http.stream("POST", COMPLETIONS, json=body, headers=bearer("1")) as first:
         assert first.status_code == 200
@@ -174,6 +173,9 @@ async def test_only_so_many_keys_at_once_and_idle_ones_give_way(start_gateway):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "gateway_full"
             assert response.headers["retry-after"]
+            for key in ("1b", "3b"):  # a tenant's keys share its place
+                response = await gateway.post(COMPLETIONS, headers=bearer(key), prompt="a", max_tokens=1)
+                assert response.status_code == 200
     assert gateway.app.state.link.num_callers == 2
 
 
@@ -182,8 +184,8 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
     assert (await gateway.post(COMPLETIONS, prompt="a", max_tokens=1)).status_code == 200
     link = gateway.app.state.link
     caller = await link.caller({})
-    [name] = link._identities
-    link._drop(name)
+    [place] = link._places.values()
+    link._drop(place)
     start = pb.Start(text="a")
     start.sampling.max_tokens = 2
     start.output.format = pb.OUTPUT_FORMAT_TEXT
@@ -254,8 +256,8 @@ async def test_who_goes_away_costs_nothing_any_more(start_gateway, path, stream)
     stats = gateway.engine.stats()
     assert stats.output_tokens < 3000
     assert stats.kv_usage == 0
-    [identity] = gateway.app.state.link._identities.values()
-    assert identity.num_live == 0
+    [place] = gateway.app.state.link._places.values()
+    assert place.num_live == 0
 
 
 async def test_one_who_goes_leaves_the_others_on_the_stream_alone(start_gateway):
@@ -377,14 +379,14 @@ async def test_names_of_tokens_are_asked_for_once(start_gateway, monkeypatch):
     assert asked == [ord("c"), ord("d"), ord("e")]
 
 
-async def test_many_come_and_go_and_nothing_is_left(start_gateway):
-    gateway = await start_gateway(seconds_per_step=0.002)
+async def test_many_come_and_go_and_nothing_is_left(start_gateway, keys):
+    gateway = await start_gateway(seconds_per_step=0.002, service=keys)
 
     async def call(number):
         """Every third goes away: before the first token, in the middle, or just before the end."""
         body = {"prompt": ["ab"] * (1 + number % 2), "n": 1 + number % 3, "max_tokens": 20, "stream": True}
         text = b""
-        async with gateway.http.stream("POST", COMPLETIONS, json=body, headers=bearer(str(number % 4))) as response:
+        async with gateway.http.stream("POST", COMPLETIONS, json=body, headers=bearer(str(1 + number % 4))) as response:
             async for part in response.aiter_raw():
                 text += part
                 if number % 3 == 0 and text.count(b"data:") >= number:
@@ -396,8 +398,8 @@ async def test_many_come_and_go_and_nothing_is_left(start_gateway):
     assert gateway.engine.stats().kv_usage == 0
     link = gateway.app.state.link
     assert link.num_callers == 4
-    for identity in link._identities.values():
-        while identity.num_live:  # noqa: ASYNC110 - who went away is noticed soon
+    for place in link._places.values():
+        while place.num_live:  # noqa: ASYNC110 - who went away is noticed soon
             await asyncio.sleep(0.001)
     while "penstock-gateway-watch" in {task.get_name() for task in asyncio.all_tasks()}:  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.001)

@@ -253,6 +253,7 @@ def test_what_is_not_installed_is_told_before_anything_is_loaded(monkeypatch, ca
     [
         (["--http-host", "0.0.0.0"], "--http-host: needs --http-port as well: give that too"),
         (["--allowed-origins", "https://a.example/page"], "--allowed-origins: must be origins without a path"),
+        (["--allowed-hosts", "a.example:80"], "--allowed-hosts: must be names without a port"),
         (["--http-port", "70000"], "--http-port: must be 0 to 65,535; it is 70,000"),
         (
             ["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"],
@@ -267,13 +268,15 @@ def test_flags_that_make_no_sense_are_refused(flags, named):
 
 def test_what_the_gateway_is_told():
     http = ["--http-host=::1", "--http-port=0", "--tls-cert=c", "--tls-key=k", "--shutdown-grace=2.5"]
-    other = ["--allowed-origins=*", "--unknown-fields=ignore", "--sse-keep-alive=5"]
+    other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
     config = parse_config([*http, *other, "--tool-call-parser=mistral"])
     assert config.http_address == "[::1]:0"
     assert serve.http_options(config) == (
         "--http-tls-cert=c",
         "--http-tls-key=k",
+        "--host=::1",
         "--allowed-origins=*",
+        "--allowed-hosts=llm.example",
         "--unknown-fields=ignore",
         "--sse-keep-alive=5",
         "--tool-call-parser=mistral",

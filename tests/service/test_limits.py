@@ -230,6 +230,8 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.GenerateOne(request).read()
     elif method == "Embed":
         await service.embedding.Embed(request)
+    elif method == "GetModel":
+        await service.model.GetModel(request)
     elif request.DESCRIPTOR.file is admin_pb2.DESCRIPTOR:
         call = getattr(service.admin, method)(request)
         await (call.read() if method.startswith("Watch") else call)

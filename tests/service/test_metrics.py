@@ -354,22 +354,58 @@ async def test_a_busy_loop_is_said_to_be_busy(metered, monkeypatch):
     error.close()
 
 
-async def test_idle_connections_are_bounded(metered, monkeypatch):
+@pytest.mark.parametrize("sent", [b"", b"GET /metr"])
+async def test_connections_without_a_request_give_way(metered, sent):
     address = Address.parse(metered.server.metrics_target)
     idle = [socket.create_connection((address.host, address.port)) for _ in range(metrics_page.MAX_CONNECTIONS)]
     try:
-        with pytest.raises((urllib.error.URLError, ConnectionError)):
-            await asyncio.to_thread(fetch, metered.server.metrics_target)
+        for connection in idle:
+            connection.sendall(sent)
+        assert "penstock_steps_total" in await asyncio.to_thread(fetch, metered.server.metrics_target)
+        idle[0].settimeout(120)
+        with suppress(ConnectionError):
+            assert await asyncio.to_thread(idle[0].recv, 1) == b""
+        idle[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)
     finally:
         for connection in idle:
             connection.close()
-    async with asyncio.timeout(120):
-        while True:
-            try:
-                await asyncio.to_thread(fetch, metered.server.metrics_target)
-                break
-            except (urllib.error.URLError, ConnectionError):
-                await asyncio.sleep(0.01)
+
+
+async def test_while_all_requests_are_answered_new_connections_are_closed(metered, monkeypatch):
+    monkeypatch.setattr(metrics_page, "MAX_CONNECTIONS", 0)
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        await asyncio.to_thread(fetch, metered.server.metrics_target)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        (["localhost"], 200), (["127.0.0.1:1"], 200), (["[::1]:1"], 200), (["LOCALHOST.:9"], 200), ([], 200),
+        (["page.example"], 200), (["evil.example"], 421), (["evil.example:80"], 421),
+        (["localhost", "evil.example"], 421), ([""], 421),
+    ],
+)  # fmt: skip
+async def test_the_page_has_its_own_names_only(start_service, hosts, status):
+    service = await start_service(metrics_listen="127.0.0.1:0", allowed_hosts=("page.example",))
+
+    def ask():
+        address = Address.parse(service.server.metrics_target)
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=120)
+        connection.putrequest("GET", "/metrics", skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    found, text = await asyncio.to_thread(ask)
+    assert found == status
+    assert ("penstock_steps_total" in text) is (status == 200)
+    assert ("--allowed-hosts" in text) is (status == 421)
 
 
 async def test_a_request_that_comes_byte_by_byte_is_cut(metered, monkeypatch):

@@ -25,12 +25,19 @@ class GetModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant that the call is made for, 1 to 64 characters of [A-Za-z0-9_.-]. Only a caller that may act for others may
+    name one that is not its own. Default: the caller's own.
+    """
     def __init__(
         self,
+        *,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,6 +65,9 @@ class GetModelResponse(_message.Message):
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAY_ACT_FOR_OTHERS_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, as `--served-model-name` gave it; otherwise the directory's or the hub's."""
     architecture: _builtins.str
@@ -82,6 +92,14 @@ class GetModelResponse(_message.Message):
     """Numbers in an embedding of EmbeddingService, where a request doesn't ask for fewer: the hidden size."""
     speculation: _builtins.str
     """How tokens are drafted: "ngram", "suffix", "draft_model" or "eagle3"; empty where nothing is."""
+    tenant: _builtins.str
+    """The caller's own tenant, as its key or token says."""
+    may_act_for_others: _builtins.bool
+    """Whether the caller may name other tenants in its requests."""
+    requests_per_second: _builtins.float
+    """Requests that the tenant may send in a second on average: the named one, else the caller's own. Not set where nothing
+    limits them.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an output unless `sampling.ignore_eos` is set."""
@@ -119,12 +137,17 @@ class GetModelResponse(_message.Message):
         embedding_size: _builtins.int = ...,
         speculation: _builtins.str = ...,
         sampling_defaults: _generation_pb2.Sampling | None = ...,
+        tenant: _builtins.str = ...,
+        may_act_for_others: _builtins.bool = ...,
+        requests_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "limits", b"limits", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "limits", b"limits", "max_model_len", b"max_model_len", "may_act_for_others", b"may_act_for_others", "name", b"name", "quantization", b"quantization", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tenant", b"tenant", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__requests_per_second: _TypeAlias = _typing.Literal["requests_per_second"]  # noqa: Y015
+    _WhichOneofArgType__requests_per_second: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_per_second) -> _WhichOneofReturnType__requests_per_second | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 

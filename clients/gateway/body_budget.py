@@ -1,0 +1,92 @@
+"""Memory for requests' bodies: a budget for all of them and one for each tenant. Knows no HTTP."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TENANT_SHARE = 0.5
+"""A tenant's part of the budget: no tenant takes all of it."""
+
+
+class NoRoomForBody(Exception):
+    """Bodies take all the memory that they may, and none that could give way is slower than this one."""
+
+    def __init__(self, *, is_tenants: bool) -> None:
+        """``is_tenants``: whether the tenant has used up its own part."""
+        super().__init__()
+        self.is_tenants = is_tenants
+
+
+class BodyInMemory:
+    """A body, whole or still arriving."""
+
+    def __init__(self, budget: "BodyBudget", tenant: str) -> None:
+        self._budget = budget
+        self.tenant = tenant
+        self.num_bytes = 0
+        self.evict: Callable[[], None] | None = None
+        """Gives up waiting for the rest of the body; None for a body that is whole."""
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what has come, and has slower bodies evicted where they are in its way. Raises NoRoomForBody."""
+        self._budget.take(self, num_bytes)
+
+
+class BodyBudget:
+    """Counts the bytes of all bodies in memory.
+
+    When they are too many, the body that has been arriving for the longest time is evicted: one of the same tenant's
+    where that is over its part, else one of the tenant that holds the most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_tenant_bytes = int(max_bytes * TENANT_SHARE)
+        self._bodies: dict[BodyInMemory, None] = {}
+        """Oldest first."""
+        self._bytes_of: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all bodies."""
+        return self._bytes_of.total()
+
+    @contextmanager
+    def body(self, tenant: str) -> Iterator[BodyInMemory]:
+        """Holds a body until the end of the block."""
+        body = BodyInMemory(self, tenant)
+        self._bodies[body] = None
+        try:
+            yield body
+        finally:
+            self._drop(body)
+
+    def take(self, body: BodyInMemory, num_bytes: int) -> None:
+        """Counts bytes of a body. Raises NoRoomForBody."""
+        if body not in self._bodies:
+            return  # it was evicted, and what waits for it ends
+        body.num_bytes += num_bytes
+        self._bytes_of[body.tenant] += num_bytes
+        while (tenant := self._tenant_that_yields(body)) is not None:
+            slowest = next((each for each in self._bodies if each.tenant == tenant and each.evict is not None), None)
+            if slowest is None or slowest is body:
+                raise NoRoomForBody(is_tenants=self._bytes_of[body.tenant] > self.max_tenant_bytes)
+            evict, slowest.evict = slowest.evict, None
+            assert evict is not None, "bodies that are whole were skipped"
+            self._drop(slowest)
+            evict()
+
+    def _tenant_that_yields(self, body: BodyInMemory) -> str | None:
+        """The tenant whose bodies give way; None where there is room."""
+        if self._bytes_of[body.tenant] > self.max_tenant_bytes:
+            return body.tenant
+        if self.num_bytes <= self.max_bytes:
+            return None
+        return max({each.tenant for each in self._bodies if each.evict is not None}, key=self._bytes_of.__getitem__)
+
+    def _drop(self, body: BodyInMemory) -> None:
+        if body in self._bodies:
+            del self._bodies[body]
+            self._bytes_of[body.tenant] -= body.num_bytes
+            if not self._bytes_of[body.tenant]:
+                del self._bytes_of[body.tenant]

@@ -1,0 +1,44 @@
+"""Who calls, as a request's headers say: the key, and the tenant. Each may be there once, since a proxy may have added
+its own to one that its caller sent."""
+
+import re
+
+from starlette.datastructures import Headers
+
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.settings import GatewaySettings
+
+_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_KEY_BYTES = 4096
+"""More would be refused by the transport, which takes 8 KiB of metadata."""
+
+
+def bearer_key(headers: Headers) -> str | None:
+    """Returns the key of the header Authorization; None if it shows none. Raises GatewayError."""
+    given = headers.getlist("authorization")
+    if len(given) > 1:
+        message = f"send the header Authorization once; there are {len(given)}"
+        raise GatewayError(401, message, code="invalid_api_key")
+    scheme, _, key = given[0].partition(" ") if given else ("", "", "")
+    key = key.strip()
+    if scheme.lower() != "bearer" or not key:
+        return None
+    if not (key.isascii() and key.isprintable() and len(key) <= _MAX_KEY_BYTES):
+        message = f"the API key must be printable ASCII, at most {_MAX_KEY_BYTES:,} bytes"
+        raise GatewayError(401, message, code="invalid_api_key")
+    return key
+
+
+def named_tenant(headers: Headers, settings: GatewaySettings) -> str:
+    """Returns the tenant that a request names; empty if it names none. Raises GatewayError."""
+    header = settings.tenant_header
+    named = headers.getlist(header) if header else []
+    if len(named) > 1:
+        raise GatewayError(400, f"the header {header} must be there once", code="invalid_tenant")
+    tenant = named[0] if named else ""
+    if not tenant and settings.requires_tenant:
+        raise GatewayError(400, f"the header {header} is missing; name the tenant in it", code="invalid_tenant")
+    if tenant and not _TENANT.fullmatch(tenant):
+        message = f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]"
+        raise GatewayError(400, message, code="invalid_tenant")
+    return tenant

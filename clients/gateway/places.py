@@ -1,0 +1,136 @@
+"""Places between gateway and service: the stream of each tenant, and the keys that share it."""
+
+import asyncio
+import copy
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from penstock.clients.channel import call_metadata
+from penstock.clients.errors import RequestFailed
+from penstock.clients.stream import GenerateStream, Receiver
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.model_pb2 import GetModelResponse
+
+MAX_KEYS_OF_TENANT = 256
+"""Keys of one tenant that are remembered. One that is not is asked about again with its next request."""
+
+Metadata = tuple[tuple[str, str], ...]
+PlaceName = tuple[str, bool]
+"""A tenant, and whether it may act for others."""
+
+
+class Running(Protocol):
+    """The requests of one caller."""
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends them."""
+
+
+class Identity:
+    """A key, with the tenant that requests under it name, and what the service said of the two. The key itself is only
+    in the metadata."""
+
+    def __init__(self, name: bytes, key: str | None, tenant: str) -> None:
+        """``name`` is a hash of the two; ``tenant`` is empty where none is named."""
+        self.name = name
+        self.tenant = tenant
+        self.metadata = call_metadata(key)
+        self.model = GetModelResponse()
+        """As of the last check."""
+        self.place: Place | None = None
+        self.running: set[Running] = set()
+        """What runs under the key."""
+        self.checked_at = -1e9
+        self._check: asyncio.Task[None] | None = None
+
+    async def check(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
+        """Asks the service for its model under this key, once for all who wait. Raises RequestFailed."""
+        if self._check is None:
+            self._check = asyncio.create_task(self._ask(ask), name="penstock-gateway-check")
+            self._check.add_done_callback(_see)
+        try:
+            await asyncio.shield(self._check)
+        except RequestFailed as failure:
+            raise copy.copy(failure) from None  # each is raised in a task of its own
+
+    def withdraw(self, failure: RequestFailed) -> None:
+        """Ends what runs under the key: the service does not take it any more."""
+        for running in list(self.running):
+            running.fail(failure)
+
+    async def _ask(self, ask: Callable[["Identity"], Awaitable[GetModelResponse]]) -> None:
+        try:
+            self.model = await ask(self)
+            self.checked_at = time.monotonic()
+        finally:
+            self._check = None
+
+
+class Place:
+    """One stream, which the keys of one tenant share: what the service says of a caller is the same for all of them."""
+
+    def __init__(
+        self,
+        of: PlaceName,
+        open_stream: Callable[[Metadata], GenerateStream],
+        on_end: Callable[["Place"], None],
+    ) -> None:
+        """``on_end`` is called when one of its requests has ended."""
+        self.of = of
+        self._on_end = on_end
+        self.identities: OrderedDict[bytes, Identity] = OrderedDict()
+        """Those that are remembered; the one that was used last is last."""
+        self.num_live = 0
+        self.last_used = 0.0
+        self._opened_with: Metadata | None = None
+        self._open_stream = open_stream
+        self._stream: GenerateStream | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the stream was open and is no more."""
+        return self._stream is not None and not self._stream.is_open
+
+    def was_opened_with(self, identity: Identity) -> bool:
+        """Whether the stream is under this key; so is one that will be opened."""
+        return self._opened_with in (None, identity.metadata)
+
+    def carry(self, identity: Identity, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+        """Sends a request on the stream, or on a new one in place of a broken one; what is returned cancels it. Each
+        ``carry`` needs one ``done``."""
+        if self._stream is None or not self._stream.is_open:
+            self._stream, self._opened_with = self._open_stream(identity.metadata), identity.metadata
+        stream, ref = self._stream, self._stream.carry(start, receiver)
+        self.num_live += 1
+        return lambda: stream.cancel(ref)
+
+    def done(self) -> None:
+        """A request that was carried has ended."""
+        self.num_live -= 1
+        self.last_used = time.monotonic()
+        self._on_end(self)
+
+    def take_stream(self) -> GenerateStream | None:
+        """Returns the stream, which has no part in requests from now on."""
+        stream, self._stream = self._stream, None
+        return stream
+
+    def remember(self, identity: Identity) -> Identity | None:
+        """Has a key come here; returns one that is forgotten for it."""
+        if identity.place is not None and identity.place is not self:  # its rights have changed
+            identity.place.identities.pop(identity.name, None)
+        self.identities[identity.name] = identity
+        self.identities.move_to_end(identity.name)
+        identity.place = self
+        if len(self.identities) <= MAX_KEYS_OF_TENANT:
+            return None
+        idle = next((each for each in self.identities.values() if not each.running), identity)
+        return self.identities.pop(idle.name)
+
+
+def _see(check: "asyncio.Task[None]") -> None:
+    """Its failure is told to who waits; if nobody does any more, it is not news."""
+    if not check.cancelled():
+        check.exception()

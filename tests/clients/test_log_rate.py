@@ -1,0 +1,31 @@
+"""How often one message is logged."""
+
+import logging
+
+import pytest
+
+from penstock.clients.log_rate import BURST, PERIOD_S, LogRate
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("penstock.clients.log_rate.time.monotonic", lambda: now[0])
+    return now
+
+
+def record(line):
+    return logging.LogRecord("uvicorn.error", logging.WARNING, "file.py", line, "bad bytes", (), None)
+
+
+def test_few_lines_of_a_message_pass_and_then_one_says_how_many_did_not(clock):
+    rate = LogRate()
+    assert sum(rate.filter(record(1)) for _ in range(100)) == BURST
+    assert rate.filter(record(2))  # another message
+    clock[0] = PERIOD_S + 1
+    later = record(1)
+    assert rate.filter(later)
+    assert later.getMessage() == f"bad bytes (and {100 - BURST} more like this in the last 61 s)"
+    last = record(1)
+    assert rate.filter(last)
+    assert last.getMessage() == "bad bytes"
