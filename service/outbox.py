@@ -335,6 +335,9 @@ class Outbox:
 
     def _beat(self) -> None:
         idle = self._loop.time() - self._last_write
+        if not self._num_live and self._writer is not None and idle > STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S:
+            # Less than what makes a stream stalled, and nothing more will be computed: nobody comes for it.
+            self.fail(ServiceError(Reason.READER_TOO_SLOW))
         if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()
             idle = 0.0

@@ -8,6 +8,7 @@ import grpc
 
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.state import EngineState
+from penstock.service.call_end import write
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.loop_lag import PERIOD_S, Lag, LoopLag
 from penstock.service.messages import milliseconds
@@ -37,7 +38,7 @@ class StatsFeed:
             num_samples = self._loop_lag.num_samples
             lag = self._loop_lag.over(num_samples - num_told)
             num_told = num_samples
-            await context.write(self._read(lag))
+            await write(context, self._read(lag))
             try:
                 async with asyncio.timeout(interval_ms / 1000):
                     await self._closed.wait()

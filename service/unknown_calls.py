@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from penstock.service.call_end import abort
+
 _log = logging.getLogger(__name__)
 
 REFUSE_TIMEOUT_S = 5.0
@@ -56,4 +58,4 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 async def _refuse(context: Any) -> None:
     with contextlib.suppress(grpc.aio.BaseError, TimeoutError):  # ``abort`` always raises; the client may be gone
         async with asyncio.timeout(REFUSE_TIMEOUT_S):
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method")
+            await abort(context, grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method")
