@@ -37,7 +37,7 @@ class AdminListener:
         self._tls = None if address.is_local else tls
         self._service = service
         self._connections = connections
-        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS)
+        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -1,65 +1,65 @@
-"""What calls may hold in the service before anything of theirs is checked, and after they are answered: metadata,
-messages on their way, answers on their way, connections."""
-
-import asyncio
-
-import grpc
+"""What calls may hold in the service before anything of theirs is checked, and after they are answered: messages on
+their way, answers on their way, connections. The bound on metadata is in early_refusals.py."""
 
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Metadata
 from penstock.service.places import Places, Rules
 from penstock.service.unread import UnreadAnswers
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
+"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again. gRPC holds what has come of one until the rest
+has, so each of the numbers below stands for as many times 8 MiB."""
 MAX_OPEN_MESSAGE_BYTES = 4096
 """Of a request of a method that is open to everyone: whoever has no key can leave little here."""
-MAX_METADATA_BYTES = 16 << 10
-"""Counted as HTTP/2 does, with 32 bytes for each header."""
-_HEADER_BYTES = 32
-CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
-"""A client that sends more is cut off: it ignores what it was told, and others wait while such a head is read."""
+
+OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST = 16, 8
+"""Messages to methods that are open to everyone that may be on their way at once: in all, and from one host."""
+OPEN_HOLD_S = 0.01
+"""How long one of them keeps others waiting. Most have come before they are waited for: stubborn clients can keep no
+probe out."""
 OPEN_PATIENCE_S = 15.0
-"""How long a method that is open to everyone waits for a message: gRPC keeps what has come of one, megabytes even, until
-the rest does."""
-PATIENCE_S = 60.0
-"""The same for callers: a message of 8 MiB may come at 140 KB/s."""
-
-
-def _too_many() -> ServiceError:
-    return ServiceError(Reason.MESSAGES_IN_FLIGHT)
-
-
-def _too_late(patience_s: float) -> ServiceError:
-    return ServiceError(Reason.DEADLINE, f"no message came within {patience_s:g} s; call again when there is one")
+"""How long such a method waits for a message."""
+MESSAGES, MESSAGES_OF_TENANT = 32, 16
+"""Messages of callers that may be on their way at once, but for the later ones of a stream."""
+HOLD_S, PATIENCE_S = 5.0, 60.0
+"""The same for callers. 8 MiB in a minute are 140 KB/s."""
+OPEN_CALLS, OPEN_CALLS_OF_HOST = 1024, 512
+"""Calls of methods that are open to everyone, which may last: ``Health.Watch``, reflection."""
+_MAX_WAITING_OPEN, _MAX_WAITING = 64, 1024
+"""Calls that wait for one of these places. gRPC takes 64 KiB of their messages."""
 
 
 class CallLimits:
     """The limits of one service, for all its listeners. What they count belongs to the event loop."""
 
     def __init__(self) -> None:
-        # While others wait, whose messages have mostly come already, a place is free again after a hundredth of a
-        # second: 16 stubborn clients cannot keep a probe out, and a thousand cannot for long.
-        self.open_messages = Places(
-            Rules(16, 8, max_waiting=64, hold_s=0.01, patience_s=OPEN_PATIENCE_S, displaced=_too_many,
-                  late=lambda: _too_late(OPEN_PATIENCE_S))
-        )  # fmt: skip
-        """Messages that clients without a key may have on their way, of up to 8 MiB each, by host."""
-        self.messages = Places(
-            Rules(32, 16, max_waiting=1024, hold_s=5.0, patience_s=PATIENCE_S, displaced=_too_many,
-                  late=lambda: _too_late(PATIENCE_S))
-        )  # fmt: skip
-        """The same for callers, by tenant: 256 MiB at most."""
+        self.open_messages = _messages(
+            OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, OPEN_PATIENCE_S
+        )
+        """Owned by hosts."""
+        self.messages = _messages(MESSAGES, MESSAGES_OF_TENANT, _MAX_WAITING, HOLD_S, PATIENCE_S)
+        """Owned by tenants."""
         self.open_calls = Places(
-            Rules(1024, 512, max_waiting=64, hold_s=0.01, patience_s=None, displaced=lambda: ServiceError(
-                Reason.MESSAGES_IN_FLIGHT, "too many calls without a key; try again later"), late=_too_many)
-        )  # fmt: skip
-        """Calls that need no key, ``Health.Watch`` above all, by host."""
+            Rules(OPEN_CALLS, OPEN_CALLS_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, None, _too_many_calls)
+        )
+        """Owned by hosts."""
         self.answers = UnreadAnswers()
         self.connections = Connections()
 
 
-def metadata_bytes(metadata: Metadata) -> int:
-    """As HTTP/2 counts them."""
-    return sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])
+def _messages(total: int, each: int, max_waiting: int, hold_s: float, patience_s: float) -> Places:
+    def late() -> ServiceError:
+        return ServiceError(
+            Reason.DEADLINE, f"the message did not come within {patience_s:g} s; call again when there is one"
+        )
+
+    return Places(Rules(total, each, max_waiting, hold_s, patience_s, _too_many_messages, late))
+
+
+def _too_many_messages() -> ServiceError:
+    return ServiceError(Reason.MESSAGES_IN_FLIGHT)
+
+
+def _too_many_calls() -> ServiceError:
+    message = "too many calls without a key were open at once, and this one for the longest; call again"
+    return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)

@@ -1,5 +1,5 @@
-"""The connections of the service's TCP ports: which of them give way, so that there is room for new ones, and those that
-are cut off.
+"""The connections of the service's TCP ports: which of them give way, so that there is room for new ones, and which are
+cut off.
 
 gRPC bounds their number and refuses what comes then; it tells nobody of them, and can close none. So they are found
 among the open files of this process, and shut down there: to gRPC it is as if the client had left. Where these cannot
@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
@@ -135,9 +135,9 @@ class Connections:
             if len(self._uses) <= fewest and _num_files() <= fewest:
                 continue
             connected = await asyncio.to_thread(_connected, frozenset(self._limits))
-            giving_way = [peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)]
-            if giving_way:
-                self._cut(giving_way)
+            leaving = {peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)}
+            if leaving:
+                self._cut(leaving)
             all_peers = set().union(*connected.values())
             for peer in [peer for peer, use in self._uses.items() if not use.num_calls and peer not in all_peers]:
                 del self._uses[peer]

@@ -16,13 +16,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from penstock.service.call_end import abort, end_call, write
-from penstock.service.call_limits import (
-    CUT_METADATA_BYTES,
-    MAX_METADATA_BYTES,
-    MAX_OPEN_MESSAGE_BYTES,
-    CallLimits,
-    metadata_bytes,
-)
+from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of
 from penstock.service.errors import (
     Reason,
@@ -66,11 +60,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """The method's handler inside the guard; None for a method that is not served, which gRPC answers itself."""
         current_request_id.set(new_request_id())
-        num_bytes = metadata_bytes(handler_call_details.invocation_metadata)
-        if num_bytes > MAX_METADATA_BYTES:
-            # gRPC's own bound holds only when a client has acknowledged it. Without this one a call, which knows its
-            # metadata as long as it lasts, could keep 16 MiB.
-            return self._too_much_metadata(num_bytes)
         try:
             handler = await continuation(handler_call_details)
         except (Exception, asyncio.CancelledError) as error:
@@ -78,16 +67,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 raise
             handler = _failing(error)
         return handler if handler is None else self._guarded(handler, handler_call_details)
-
-    def _too_much_metadata(self, num_bytes: int) -> Handler:
-        async def refuse(request_iterator: Any, context: Context) -> None:
-            try:
-                await _end(context, ServiceError(Reason.METADATA_TOO_LARGE), current_request_id.get())
-            finally:
-                if num_bytes > CUT_METADATA_BYTES:
-                    self._limits.connections.cut(context.peer())
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream

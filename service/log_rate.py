@@ -10,14 +10,14 @@ PERIOD_S = 60.0
 
 
 class LogRate(logging.Filter):
-    """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next one after that tells how many were left out. A
-    message is what the program says, without its arguments."""
+    """Lets ``BURST`` lines from each place in the program pass in ``PERIOD_S``; the first one after that says how many
+    were left out."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counting = threading.Lock()
         self._counts: dict[tuple[str, int], tuple[float, int]] = {}
-        """By where the lines come from: when their period began, and how many came in it."""
+        """By place: when their period began, and how many came in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""

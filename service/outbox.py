@@ -335,8 +335,12 @@ class Outbox:
 
     def _beat(self) -> None:
         idle = self._loop.time() - self._last_write
-        if not self._num_live and self._writer is not None and idle > STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S:
-            # Less than what makes a stream stalled, and nothing more will be computed: nobody comes for it.
+        if (
+            not self._num_live
+            and self._writer is not None
+            and idle > STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S
+        ):
+            # It is less than what makes a stream stalled, but all requests have ended, and nobody reads what is left.
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
         if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()

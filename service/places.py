@@ -29,7 +29,7 @@ class Rules:
     """The longest time in a place, though nobody waits; None is no limit."""
     displaced: Callable[[], ServiceError]
     """What those fail with who had to give way, and those who could not even wait."""
-    late: Callable[[], ServiceError]
+    late: Callable[[], ServiceError] | None = None
     """What those fail with whose patience is over."""
 
 
@@ -197,4 +197,5 @@ class Place:
             await timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
             rules = self._places.rules
-            raise (rules.displaced() if self.is_displaced else rules.late()) from None
+            make = rules.late if rules.late is not None and not self.is_displaced else rules.displaced
+            raise make() from None

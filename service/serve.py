@@ -175,6 +175,7 @@ def prepare(config: ServeConfig) -> Prepared:
         admin_listen=None if admin is None else str(admin),
         metrics_listen=None if metrics is None else str(metrics),
         scheduler=scheduler,
+        max_connections=config.max_connections,
         authenticator=files.authenticator,
         embedding=embedding,
         sampling_defaults=defaults,

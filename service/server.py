@@ -349,7 +349,7 @@ class _Running:
         self._interceptors = [StatusInterceptor(telemetry, self._limits), IdentityInterceptor(config.authenticator)]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
-        self._server = new_server(self._interceptors, max_streams, self._max_connections)
+        self._server = new_server(self._interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)

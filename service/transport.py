@@ -8,25 +8,25 @@ from contextlib import contextmanager
 
 import grpc
 
-from penstock.service.call_limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
+from penstock.service.call_limits import MAX_MESSAGE_BYTES
+from penstock.service.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
 from penstock.service.listen import Address, ListenError
 from penstock.service.log_rate import LogRate
 from penstock.service.tls import ServerTls
-from penstock.service.unknown_calls import refuse_unknown_calls
 
 _STREAM_WINDOW_BYTES = 64 << 10
 """What gRPC takes of a message before anybody reads it."""
 _SETTINGS_TIMEOUT_MS = 10_000
-"""A client that has not acknowledged the bounds of its connection by then is cut off: until it has, they do not hold."""
+"""A client that has not acknowledged its connection's bounds by then is cut off: they do not hold until it has."""
 _IDLE_CONNECTION_MS = 600_000
 """Clients connect again by themselves when they have the next call."""
 
 
 def new_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int, max_connections: int
+    interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int, max_connections: int, cut: Cut
 ) -> grpc.aio.Server:
     """Not bound yet. ``max_streams``: calls on a connection at a time; one more waits in the client, unseen.
-    ``max_connections``: of each listener."""
+    ``max_connections``: of each listener. ``cut`` ends a client's connection."""
     options = [
         # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
         ("grpc.keepalive_permit_without_calls", 1),
@@ -56,7 +56,7 @@ def new_server(
     logger.addFilter(_without_arguments)
     logger.addFilter(_log_rate)
     server = grpc.aio.server(interceptors=interceptors, options=options)
-    refuse_unknown_calls(server, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
+    refuse_early(server, cut, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
     return server
 
 
