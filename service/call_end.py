@@ -2,7 +2,8 @@
 its end where the client takes nothing any more.
 
 grpc.aio can cancel no call from the server's side. It lets go of one when nothing in Python knows it any longer, and
-then the call is cancelled: what waited to be sent is dropped, and the client is told CANCELLED.
+then the call is cancelled: what waited to be sent is dropped, and the client is told CANCELLED. The newest
+call may last for longer: gRPC's loop that accepts calls knows it until the next one comes.
 """
 
 import asyncio

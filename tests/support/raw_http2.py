@@ -37,7 +37,8 @@ class RawClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int, acknowledges: bool):
         self._reader, self._writer, self._acknowledges = reader, writer, acknowledges
         self._next = 1
-        self._room: dict[int, int] = defaultdict(lambda: 65_535)
+        self._initial = 65_535
+        self._room: dict[int, int] = defaultdict(lambda: self._initial, {0: 65_535})
         self._changed = asyncio.Event()
         self.ended: dict[int, str] = {}
         """What each stream that has ended ended with: a gRPC status by number, or ``reset``."""
@@ -47,7 +48,9 @@ class RawClient:
         """Of answers."""
         self.is_closed = False
         # No table of headers: what comes can be read without one.
-        self.send(PREFACE + frame(SETTINGS, struct.pack(">HIHI", 1, 0, 4, window)) + frame(WINDOW_UPDATE, b"\x7f\0\0\0"))
+        self.send(
+            PREFACE + frame(SETTINGS, struct.pack(">HIHI", 1, 0, 4, window)) + frame(WINDOW_UPDATE, b"\x7f\0\0\0")
+        )
         self._reading = asyncio.create_task(self._read())
 
     def send(self, raw: bytes) -> None:
@@ -72,7 +75,7 @@ class RawClient:
         """Sends data as far as the service takes it, while the stream lasts; returns how much that was."""
         at = 0
         while at < len(raw) and stream not in self.ended and not self.is_closed:
-            room = min(self._room[0], self._room[stream], MAX_FRAME, len(raw) - at)
+            room = min(self.room(stream), MAX_FRAME, len(raw) - at)
             if room <= 0:
                 self._changed.clear()
                 await self._changed.wait()
@@ -85,6 +88,10 @@ class RawClient:
             with suppress(OSError):
                 await self._writer.drain()
         return at
+
+    def room(self, stream: int) -> int:
+        """What the service takes of a stream's data for now."""
+        return min(self._room[0], self._room[stream])
 
     async def end(self, stream: int) -> str:
         """What the stream ends with; ``closed`` where the connection does."""
@@ -117,7 +124,8 @@ class RawClient:
                 name, value = struct.unpack(">HI", payload[at : at + 6])
                 if name == 4:
                     for known in [known for known in self._room if known]:
-                        self._room[known] += value - 65_535
+                        self._room[known] += value - self._initial
+                    self._initial = value
             self.send(frame(SETTINGS, b"", 0, ACK))
         elif kind == 6 and not flags & ACK:
             self.send(frame(6, payload, 0, ACK))
