@@ -46,7 +46,8 @@ def _forget(error: BaseException) -> None:
 
 
 async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> None:
-    """Writes a message of a stream. Raises ServiceError READER_TOO_SLOW where the client does not take it in time."""
+    """Writes a message of a stream whose initial metadata has been sent: no status could follow where the two are one
+    operation, and the message is held up. Raises ServiceError READER_TOO_SLOW where the client does not take it in time."""
     try:
         async with asyncio.timeout(WRITE_PATIENCE_S):
             await context.write(message)

@@ -7,7 +7,8 @@ own. Here both become INTERNAL with the call's id, under which the log has the r
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeAlias
 
@@ -83,8 +84,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 parsed = _parsed(parse, await _only_message(context, places, owner, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
-                async for message in outcome:
-                    await write(context, message)
+                await _write_all(context, outcome)
                 return None
             message = await outcome
             if handler.response_streaming:
@@ -177,6 +177,16 @@ def _small(raw: bytes) -> bytes:
             f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
         )
     return raw
+
+
+async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> None:
+    has_begun = False
+    async with aclosing(messages):
+        async for message in messages:
+            if not has_begun:
+                has_begun = True
+                await context.send_initial_metadata(())
+            await write(context, message)
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

@@ -51,6 +51,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
         """The status now and whenever it changes, until the caller leaves."""
+        await context.send_initial_metadata(())
         last = None
         while True:
             changed = self._changed

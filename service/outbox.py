@@ -356,6 +356,7 @@ class Outbox:
         self._set_live(0)
         # They know whoever has this outbox: circles, which would be there until the cycle collector comes by.
         self._write, self._on_stall = _nowhere, _nobody
+        self._failure = self._last_word = None  # and their tracebacks know the frames that know it
 
     def _set_live(self, num_live: int) -> None:
         self._num_live = num_live

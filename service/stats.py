@@ -34,6 +34,7 @@ class StatsFeed:
         bounds."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
         num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
+        await context.send_initial_metadata(())
         while True:
             num_samples = self._loop_lag.num_samples
             lag = self._loop_lag.over(num_samples - num_told)
