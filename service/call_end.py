@@ -46,8 +46,9 @@ def _forget(error: BaseException) -> None:
 
 
 async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> None:
-    """Writes a message of a stream whose initial metadata has been sent: no status could follow where the two are one
-    operation, and the message is held up. Raises ServiceError READER_TOO_SLOW where the client does not take it in time."""
+    """Writes a message of a stream. Its initial metadata must have been sent: in one operation with a message that is
+    held up, it would keep the status back too. Raises ServiceError READER_TOO_SLOW where the client does not read in
+    time."""
     try:
         async with asyncio.timeout(WRITE_PATIENCE_S):
             await context.write(message)
