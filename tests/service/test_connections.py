@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing, suppress
 
 import grpc
 import pytest
@@ -70,12 +70,10 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
 
     async def hold():
         while not stop.is_set():
-            try:
+            with suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                await reader.read()
-                writer.close()
-            except OSError:
-                pass
+                with closing(writer):
+                    await reader.read()
             await asyncio.sleep(0.05)
 
     holders = [asyncio.create_task(hold()) for _ in range(16)]
@@ -96,6 +94,7 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
         stop.set()
         for holder in holders:
             holder.cancel()
+        await asyncio.gather(*holders, return_exceptions=True)
 
 
 async def test_no_more_connections_than_there_may_be(start_service):
