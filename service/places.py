@@ -44,6 +44,9 @@ class Places:
         """Owners in turn."""
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
+        """Rings when somebody has to give way."""
+        self._late_timer: asyncio.TimerHandle | None = None
+        """Rings when somebody's patience may be over. One for all: a timer for each place would cost more."""
 
     @property
     def num_taken(self) -> int:
@@ -89,7 +92,10 @@ class Places:
         return self._num_taken < self.rules.total and len(self._taken.get(owner, ())) < self.rules.each
 
     def _give(self, place: "Place") -> None:
-        place.since = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        place.since = loop.time()
+        if self._late_timer is None and self.rules.patience_s is not None:
+            self._late_timer = loop.call_later(self.rules.patience_s, self._end_late)
         self._taken.setdefault(place.owner, {})[place] = None
         self._num_taken += 1
 
@@ -117,6 +123,18 @@ class Places:
         if waiting:
             self._waiting[owner] = waiting  # behind the others
 
+    def _end_late(self) -> None:
+        loop, patience_s = asyncio.get_running_loop(), self.rules.patience_s
+        assert patience_s is not None
+        self._late_timer = None
+        places = [place for mine in self._taken.values() for place in mine if not place.has_to_leave]
+        for place in places:
+            if place.since is not None and place.since + patience_s <= loop.time():
+                place.end(is_late=True)
+        left = [place.since for place in places if place.since is not None and not place.has_to_leave]
+        if left:
+            self._late_timer = loop.call_at(min(left) + patience_s, self._end_late)
+
     # ------------------------------------------------------------------------------------------------ who gives way
 
     def _set_timer(self) -> None:
@@ -136,7 +154,7 @@ class Places:
         now = loop.time()
         for victim in list(self._oldest()):
             if victim.since is not None and victim.since + self.rules.hold_s <= now:
-                victim.displace()
+                victim.end()
         if self._num_waiting:
             self._set_timer()
 
@@ -151,7 +169,7 @@ class Places:
         for owner in owners:
             num_wanted = self._num_waiting
             for place in self._taken[owner]:
-                if not place.is_displaced:
+                if not place.has_to_leave:
                     yield place
                 num_wanted -= 1
                 if not num_wanted:
@@ -164,38 +182,40 @@ class Places:
 class Place:
     """One place, as long as the block lasts."""
 
-    __slots__ = ("_places", "_timeout", "is_displaced", "owner", "since", "turn")
+    __slots__ = ("_is_late", "_places", "_task", "has_to_leave", "owner", "since", "turn")
 
     def __init__(self, places: Places, owner: str) -> None:
         self._places = places
-        self._timeout: asyncio.Timeout | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._is_late = False
+        self.has_to_leave = False
         self.owner = owner
         self.since: float | None = None
         """When it was given; None while it is waited for."""
         self.turn: asyncio.Future[None] | None = None
-        self.is_displaced = False
 
-    def displace(self) -> None:
+    def end(self, *, is_late: bool = False) -> None:
         """Whoever is in it fails, soon."""
-        self.is_displaced = True
-        if self._timeout is not None:
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        self.has_to_leave, self._is_late = True, is_late
+        if self._task is not None:
+            self._task.cancel()
 
     async def __aenter__(self) -> None:
         await self._places.take(self)
-        patience_s = self._places.rules.patience_s
-        self._timeout = asyncio.timeout(0.0 if self.is_displaced else patience_s)
-        await self._timeout.__aenter__()
+        if self.has_to_leave:  # before it knew that it had it
+            self._places.leave(self)
+            raise self._error()
+        self._task = asyncio.current_task()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        timeout, self._timeout = self._timeout, None
-        assert timeout is not None
+        task, self._task = self._task, None
+        assert task is not None
         self._places.leave(self)
-        try:
-            await timeout.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            rules = self._places.rules
-            make = rules.late if rules.late is not None and not self.is_displaced else rules.displaced
-            raise make() from None
+        if self.has_to_leave and task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise self._error() from None
+
+    def _error(self) -> ServiceError:
+        rules = self._places.rules
+        return rules.late() if self._is_late and rules.late is not None else rules.displaced()

@@ -32,7 +32,8 @@ class UnreadAnswers:
 
     def __init__(self) -> None:
         self._answers: dict[asyncio.Task[object], _Answer] = {}
-        """Oldest first, by the task of the handler, which lives until its answer is sent."""
+        """Oldest first, by the task of the handler, which is done when its answer has been sent. Those that are done go
+        at the next look: a callback for each call would cost more."""
         self._timer: asyncio.TimerHandle | None = None
         _log.addFilter(_log_rate)
 
@@ -42,15 +43,13 @@ class UnreadAnswers:
         assert task is not None
         loop = asyncio.get_running_loop()
         self._answers[task] = _Answer(tenant, request_id, num_bytes, loop.time())
-        task.add_done_callback(self._remove)
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._look)
 
-    def _remove(self, task: "asyncio.Task[object]") -> None:
-        self._answers.pop(task, None)
-
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
+        for task in [task for task in self._answers if task.done()]:
+            del self._answers[task]
         self._timer = loop.call_later(LOOK_S, self._look) if self._answers else None
         now = loop.time()
         waiting = [(task, answer) for task, answer in self._answers.items() if answer.since + SOON_S <= now]
@@ -61,7 +60,7 @@ class UnreadAnswers:
             is_late = answer.since + WRITE_PATIENCE_S <= now
             if is_late or num_bytes[answer.tenant] > MAX_BYTES_OF_TENANT or num_bytes.total() > MAX_BYTES:
                 num_bytes[answer.tenant] -= answer.num_bytes
-                self._remove(task)
+                del self._answers[task]
                 end_call(task)
                 _log.warning(
                     "call %s: its answer of %d bytes was not read in %.0f s; it is dropped",
