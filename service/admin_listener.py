@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.service.admin import AdminService
+from penstock.service.connections import MAX_ADMIN_CONNECTIONS, Connections
 from penstock.service.health import Health
 from penstock.service.listen import Address
 from penstock.service.reflection import add_reflection
@@ -29,12 +30,14 @@ class AdminListener:
         health: Health,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         tls: ServerTls | None,
+        connections: Connections,
     ) -> None:
         """``tls`` holds where other machines can reach the address; on loopback the tools need no certificates."""
         self._address = address
         self._tls = None if address.is_local else tls
         self._service = service
-        self._server = new_server(interceptors, _MAX_STREAMS)
+        self._connections = connections
+        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -43,7 +46,9 @@ class AdminListener:
     def bind(self) -> str:
         """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""
         with for_this_user_alone():
-            return bind(self._server, self._address, self._tls)
+            bound = bind(self._server, self._address, self._tls)
+        self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
+        return bound
 
     async def start(self) -> None:
         """Answers from here on."""

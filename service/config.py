@@ -19,6 +19,7 @@ from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
+from penstock.service.connections import MAX_CONNECTIONS
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
 from penstock.service.host_flags import DEFAULT_HOST, check_listeners, host_port
 from penstock.service.identity_flags import check_identity
@@ -128,6 +129,10 @@ class ServeConfig:
     metrics_listen: str | None = flag(
         None, "where Prometheus finds metrics, under /metrics", metavar="HOST:PORT|off",
         shown="127.0.0.1 and the next port but one; off beside a Unix socket",
+    )  # fmt: skip
+    max_connections: int = flag(
+        MAX_CONNECTIONS, "connections over gRPC at a time, fewer where the system's limit of open files does not allow "
+        "them; idle ones give way to new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, by a child process; 0 is any free one",

@@ -34,6 +34,7 @@ class Reason(Enum):
     MALFORMED_MESSAGE = auto()
     MESSAGE_COUNT = auto()
     DUPLICATE_REF = auto()
+    METADATA_TOO_LARGE = auto()
     TOO_LARGE = auto()
     TOO_EXPENSIVE = auto()
     NO_CHAT_TEMPLATE = auto()
@@ -53,6 +54,7 @@ class Reason(Enum):
     TENANT_TOKENS = auto()
     TENANT_CAP = auto()
     PREPARATION_FULL = auto()
+    MESSAGES_IN_FLIGHT = auto()
     READER_TOO_SLOW = auto()
     NO_GRAMMARS = auto()
     GRAMMAR = auto()
@@ -90,6 +92,10 @@ CATALOGUE: Mapping[Reason, Entry] = {
     # What gRPC's guide to status codes has for a violation of a request's cardinality.
     Reason.MESSAGE_COUNT: Entry(
         _Code.UNIMPLEMENTED, "this method takes exactly one message; send one, then half-close the call"
+    ),
+    # As gRPC itself refuses metadata of a client that has acknowledged its bound.
+    Reason.METADATA_TOO_LARGE: Entry(
+        _Code.RESOURCE_EXHAUSTED, "a call has at most 16 KiB of metadata; send less", DONT_RETRY
     ),
     Reason.DUPLICATE_REF: Entry(_Code.INVALID_ARGUMENT, "the ref is live on this stream already; choose another"),
     Reason.TOO_LARGE: Entry(_Code.INVALID_ARGUMENT, "the request can never fit in the KV cache; send fewer tokens"),
@@ -134,6 +140,11 @@ CATALOGUE: Mapping[Reason, Entry] = {
     ),
     Reason.TENANT_CAP: Entry(_Code.INVALID_ARGUMENT, "the request asks for more than its tenant may; ask for less"),
     Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
+    Reason.MESSAGES_IN_FLIGHT: Entry(
+        _Code.RESOURCE_EXHAUSTED,
+        "too many messages were on their way at once, and this one took the longest; try again, or send fewer at once",
+        1000,
+    ),
     Reason.READER_TOO_SLOW: Entry(
         _Code.RESOURCE_EXHAUSTED, "the stream is not read as fast as it fills; read it, or use more streams", DONT_RETRY
     ),

@@ -7,7 +7,8 @@ own. Here both become INTERNAL with the call's id, under which the log has the r
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeAlias
 
@@ -15,6 +16,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from penstock.service.call_end import abort, end_call, write
+from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
+from penstock.service.connections import peer_of
 from penstock.service.errors import (
     Reason,
     ServiceError,
@@ -25,17 +29,14 @@ from penstock.service.errors import (
     to_status,
     trailers,
 )
-from penstock.service.identity import ACCESS, Access
+from penstock.service.identity import ACCESS, Access, current_caller
+from penstock.service.places import Places
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
 from penstock.service.wire import check_parts
 
 _log = logging.getLogger(__name__)
 
-MAX_OPEN_MESSAGE_BYTES = 4096
-"""Of a request of a method that is open to everyone: whoever has no key can leave little here."""
-OPEN_PATIENCE_S = 60.0
-"""How long such a method waits for a message: gRPC keeps what has come of one, megabytes even, until the rest does."""
 ABORT_TIMEOUT_S = 1.0
 """How long the status of a call may wait behind messages that the client does not read."""
 
@@ -43,13 +44,15 @@ current_request_id: ContextVar[str] = ContextVar("current_request_id")
 """The id of the call that this task answers; on the single-request methods also the request's."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Maps whatever a handler raises to a status; to be the first in the list."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, limits: CallLimits) -> None:
         self._telemetry = telemetry
+        self._limits = limits
 
     async def intercept_service(
         self,
@@ -71,26 +74,42 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
         is_open = ACCESS.get(details.method) is Access.OPEN
+        limits = self._limits
 
-        async def run(request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def run(request_iterator: Any, context: Context, owner: str) -> Any:
+            places = limits.open_messages if is_open else limits.messages
             if handler.request_streaming:
-                parsed = _each(parse, _small_messages(context) if is_open else request_iterator)
+                parsed = _each(parse, _messages(context, places, owner, is_open))
             else:
-                parsed = _parsed(parse, await _only_message(context, is_open))
+                parsed = _parsed(parse, await _only_message(context, places, owner, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
-                async for message in outcome:
-                    await context.write(message)
+                await _write_all(context, outcome)
                 return None
             message = await outcome
+            if handler.response_streaming:
+                return None
             # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
-            return None if handler.response_streaming else serialize(message)
+            raw = serialize(message)
+            limits.answers.add(owner, current_request_id.get(), len(raw))
+            return raw
 
-        async def answer(request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            request_id = current_request_id.get()
+        async def run_within_limits(request_iterator: Any, context: Context, peer: str) -> Any:
+            caller = current_caller.get(None)
+            if not is_open:
+                return await run(request_iterator, context, "" if caller is None else caller.tenant)
+            client = peer_of(peer)
+            host = "" if client is None else client[0]
+            async with limits.open_calls.place(host):
+                return await run(request_iterator, context, host)
+
+        async def answer(request_iterator: Any, context: Context) -> Any:
+            request_id, peer = current_request_id.get(), context.peer()
+            is_known = current_caller.get(None) is not None
+            limits.connections.begin_call(peer, is_known=is_known)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
-                    answered = await run(request_iterator, context)
+                    answered = await run_within_limits(request_iterator, context, peer)
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
@@ -98,6 +117,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             else:
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
+            finally:
+                limits.connections.end_call(peer, is_known=is_known)
 
         # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
         # half-closed without a message would wait for ever, and a second message would be lost without a word.
@@ -119,30 +140,38 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-async def _only_message(context: grpc.aio.ServicerContext[Any, Any], is_open: bool) -> bytes:
+async def _only_message(context: Context, places: Places, owner: str, is_open: bool) -> bytes:
     """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
-    read = _read_small if is_open else _read
-    message = await read(context)
-    if message is None or await read(context) is not None:
-        raise ServiceError(Reason.MESSAGE_COUNT)
-    return message
+    async with places.place(owner):
+        message = await _read(context)
+        if message is None or await _read(context) is not None:
+            raise ServiceError(Reason.MESSAGE_COUNT)
+    return _small(message) if is_open else message
 
 
-async def _read(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
+async def _messages(context: Context, places: Places, owner: str, is_open: bool) -> AsyncIterator[bytes]:
+    """Reads the messages of a stream. Between those of a caller any time may pass, after the first."""
+    async with places.place(owner):
+        raw = await _read(context)
+    while raw is not None:
+        if not is_open:
+            yield raw
+            raw = await _read(context)
+            continue
+        yield _small(raw)
+        async with places.place(owner):
+            raw = await _read(context)
+
+
+async def _read(context: Context) -> bytes | None:
     """The next message; None after the last."""
     raw: Any = await context.read()
     return None if raw is grpc.aio.EOF else raw
 
 
-async def _read_small(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
-    """The next message of a call that anyone may make; None after the last. Raises ServiceError."""
-    try:
-        async with asyncio.timeout(OPEN_PATIENCE_S):
-            raw = await _read(context)
-    except TimeoutError:
-        message = f"no message came within {OPEN_PATIENCE_S:g} s; call again when there is one"
-        raise ServiceError(Reason.DEADLINE, message) from None
-    if raw is not None and len(raw) > MAX_OPEN_MESSAGE_BYTES:
+def _small(raw: bytes) -> bytes:
+    """A message of a call that anyone may make. Raises ServiceError for one that is too large."""
+    if len(raw) > MAX_OPEN_MESSAGE_BYTES:
         raise ServiceError(
             Reason.TOO_EXPENSIVE,
             f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
@@ -150,9 +179,14 @@ async def _read_small(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | No
     return raw
 
 
-async def _small_messages(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-    while (raw := await _read_small(context)) is not None:
-        yield raw
+async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> None:
+    has_begun = False
+    async with aclosing(messages):
+        async for message in messages:
+            if not has_begun:
+                has_begun = True
+                await context.send_initial_metadata(())
+            await write(context, message)
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
@@ -171,7 +205,7 @@ async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes
         yield _parsed(parse, raw)
 
 
-async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str) -> NoReturn:
+async def _end(context: Context, error: BaseException, request_id: str) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
     is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
     if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
@@ -185,10 +219,14 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException
     status = _status_of(error, request_id)
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await context.abort(status_code(status), status.message, trailers(status))
-    except (grpc.aio.InternalError, TimeoutError):
+            await abort(context, status_code(status), status.message, trailers(status))
+    except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
-    raise AssertionError("abort always raises")
+    except TimeoutError:
+        task = asyncio.current_task()
+        assert task is not None
+        end_call(task)  # with the messages that the status waits behind
+        raise asyncio.CancelledError from None
 
 
 def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.service.call_end import write
 from penstock.service.errors import Reason, ServiceError
 
 LIVENESS = "penstock.live"
@@ -50,12 +51,13 @@ class Health(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
         """The status now and whenever it changes, until the caller leaves."""
+        await context.send_initial_metadata(())
         last = None
         while True:
             changed = self._changed
             status = self._status_of(request.service)
             if status != last:
-                await context.write(health_pb2.HealthCheckResponse(status=status))
+                await write(context, health_pb2.HealthCheckResponse(status=status))
                 last = status
             if self._closed:
                 raise ServiceError(Reason.SHUTDOWN, "the service is going down")

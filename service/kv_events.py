@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
+from penstock.service.call_end import write
 from penstock.service.errors import Reason, ServiceError
 from penstock.v1 import admin_pb2 as pb
 
@@ -40,7 +41,7 @@ class KvEvents:
         self._watching.add(changed)
         try:
             while not self._is_closed:
-                await context.write(message(self._log, reader.read(MAX_MESSAGE_BYTES)))
+                await write(context, message(self._log, reader.read(MAX_MESSAGE_BYTES)))
                 changed.clear()
                 if reader.is_up_to_date and not self._is_closed:
                     self._log.wake_once(changed.set)

@@ -335,6 +335,13 @@ class Outbox:
 
     def _beat(self) -> None:
         idle = self._loop.time() - self._last_write
+        if (
+            not self._num_live
+            and self._writer is not None
+            and idle > STALLED_S + self._writing_bytes / SLOWEST_BYTES_PER_S
+        ):
+            # It is less than what makes a stream stalled, but all requests have ended, and nobody reads what is left.
+            self.fail(ServiceError(Reason.READER_TOO_SLOW))
         if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()
             idle = 0.0
@@ -349,6 +356,7 @@ class Outbox:
         self._set_live(0)
         # They know whoever has this outbox: circles, which would be there until the cycle collector comes by.
         self._write, self._on_stall = _nowhere, _nobody
+        self._failure = self._last_word = None  # and their tracebacks know the frames that know it
 
     def _set_live(self, num_live: int) -> None:
         self._num_live = num_live

@@ -190,6 +190,7 @@ def prepare(config: ServeConfig) -> Prepared:
         metrics_listen=None if metrics is None else str(metrics),
         allowed_hosts=read_hosts(config.allowed_hosts or ""),
         scheduler=scheduler,
+        max_connections=config.max_connections,
         authenticator=files.authenticator,
         embedding=embedding,
         sampling_defaults=defaults,

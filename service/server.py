@@ -25,6 +25,8 @@ from penstock.scheduler.state import EngineState
 from penstock.service.admin import AdminService
 from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
 from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.call_limits import CallLimits
+from penstock.service.connections import MAX_CONNECTIONS, max_connections
 from penstock.service.conversations import Conversations
 from penstock.service.convert import Converter
 from penstock.service.embed_inputs import EmbedConverter
@@ -101,6 +103,8 @@ class ServerConfig:
     """Names that the page is called by, besides its address."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
+    max_connections: int = MAX_CONNECTIONS
+    """Of callers at a time; fewer where open files do not allow as many."""
     authenticator: Authenticator = field(default_factory=Everyone)
     tls: ServerTls | None = None
     """Of ``listen``, and of ``admin_listen`` where other machines can reach it."""
@@ -343,9 +347,11 @@ class _Running:
         self.generation = GenerationService(surroundings, validator, config.heartbeat_s)
         embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
         self.embedding = EmbeddingService(engine, embed_converter, telemetry)
-        self._interceptors = [StatusInterceptor(telemetry), IdentityInterceptor(config.authenticator)]
+        self._limits = CallLimits()
+        self._interceptors = [StatusInterceptor(telemetry, self._limits), IdentityInterceptor(config.authenticator)]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
-        self._server = new_server(self._interceptors, max_streams)
+        self._max_connections = max_connections(config.max_connections)
+        self._server = new_server(self._interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
@@ -369,7 +375,9 @@ class _Running:
     def add_admin(self, address: Address, loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Has ``listen`` open the administration there as well."""
         service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
-        self.admin = AdminListener(address, service, self._health, self._interceptors, self._tls)
+        self.admin = AdminListener(
+            address, service, self._health, self._interceptors, self._tls, self._limits.connections
+        )
 
     def open_metrics(self, loop_lag: LoopLag) -> str | None:
         """Shows or sends metrics from here on; returns where they are shown. Raises ListenError."""
@@ -385,20 +393,23 @@ class _Running:
         try:
             bound = bind(self._server, address, self._tls)
             self._bound = address
+            self._limits.connections.add_listener(Address.parse(bound), self._max_connections)
             with for_this_user_alone():
                 for socket in private:
                     bind(self._server, socket)
         finally:
             # After a failure too: gRPC frees the ports of servers that began, and of no others.
             await self._server.start()
-        if self.admin is None:
-            return bound, None
-        admin = self.admin.bind()
-        await self.admin.start()
+        admin = None
+        if self.admin is not None:
+            admin = self.admin.bind()
+            await self.admin.start()
+        self._limits.connections.start()
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
         """Closes both; last words may take ``flush_s`` to be read."""
+        self._limits.connections.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

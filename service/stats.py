@@ -8,6 +8,7 @@ import grpc
 
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.state import EngineState
+from penstock.service.call_end import write
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.loop_lag import PERIOD_S, Lag, LoopLag
 from penstock.service.messages import milliseconds
@@ -33,11 +34,12 @@ class StatsFeed:
         bounds."""
         interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
         num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
+        await context.send_initial_metadata(())
         while True:
             num_samples = self._loop_lag.num_samples
             lag = self._loop_lag.over(num_samples - num_told)
             num_told = num_samples
-            await context.write(self._read(lag))
+            await write(context, self._read(lag))
             try:
                 async with asyncio.timeout(interval_ms / 1000):
                     await self._closed.wait()

@@ -8,17 +8,25 @@ from contextlib import contextmanager
 
 import grpc
 
+from penstock.service.call_limits import MAX_MESSAGE_BYTES
+from penstock.service.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
 from penstock.service.listen import Address, ListenError
+from penstock.service.log_rate import LogRate
 from penstock.service.tls import ServerTls
-from penstock.service.unknown_calls import refuse_unknown_calls
 
-MAX_MESSAGE_BYTES = 8 << 20
-"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again."""
-MAX_METADATA_BYTES = 16 << 10
+_STREAM_WINDOW_BYTES = 64 << 10
+"""What gRPC takes of a message before anybody reads it."""
+_SETTINGS_TIMEOUT_MS = 10_000
+"""A client that has not acknowledged its connection's bounds by then is cut off: they do not hold until it has."""
+_IDLE_CONNECTION_MS = 600_000
+"""Clients connect again by themselves when they have the next call."""
 
 
-def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int) -> grpc.aio.Server:
-    """Not bound yet. ``max_streams``: calls on a connection at a time; one more waits in the client, unseen."""
+def new_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int, max_connections: int, cut: Cut
+) -> grpc.aio.Server:
+    """Not bound yet. ``max_streams``: calls on a connection at a time; one more waits in the client, unseen.
+    ``max_connections``: of each listener. ``cut`` ends a client's connection."""
     options = [
         # Without these a client that pings a silent stream every 10 s, as most are told to, is cut off after 40 s.
         ("grpc.keepalive_permit_without_calls", 1),
@@ -34,12 +42,21 @@ def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: 
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.http2.settings_timeout", _SETTINGS_TIMEOUT_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+        # By its estimate of a connection's bandwidth gRPC would take 4 MiB of every message before anybody reads it.
+        # What is read has a window as large as the message, up to 1 MiB, in any case.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
         # Two services on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
     ]
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_without_arguments)
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    logger.addFilter(_without_arguments)
+    logger.addFilter(_log_rate)
     server = grpc.aio.server(interceptors=interceptors, options=options)
-    refuse_unknown_calls(server, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
+    refuse_early(server, cut, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
     return server
 
 
@@ -47,6 +64,9 @@ def _without_arguments(record: logging.LogRecord) -> bool:
     # Metadata that is no UTF-8 is logged by gRPC as it came, and that may be a key.
     record.args = ()
     return True
+
+
+_log_rate = LogRate()
 
 
 def bind(server: grpc.aio.Server, address: Address, tls: ServerTls | None = None) -> str:

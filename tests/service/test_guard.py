@@ -5,7 +5,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.service import guard
+from penstock.service import call_limits
 from penstock.service.identity import Bearers
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -46,7 +46,7 @@ async def failure(call):
 @pytest.mark.parametrize("path", OPEN)
 async def test_what_is_open_to_everyone_takes_small_messages_alone(channel, path, details_of):
     make, code = OPEN[path]
-    small, large = make(guard.MAX_OPEN_MESSAGE_BYTES), make(guard.MAX_OPEN_MESSAGE_BYTES + 1)
+    small, large = make(call_limits.MAX_OPEN_MESSAGE_BYTES), make(call_limits.MAX_OPEN_MESSAGE_BYTES + 1)
     assert (small.ByteSize(), large.ByteSize()) == (4096, 4097)
     call = channel.stream_stream(path)(iter([small.SerializeToString()]))
     if code is grpc.StatusCode.OK:
@@ -69,9 +69,10 @@ async def test_every_message_of_a_stream_that_is_open_to_everyone_is_small(chann
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_what_is_open_to_everyone_does_not_wait_for_ever(channel, path, monkeypatch):
+async def test_what_is_open_to_everyone_does_not_wait_for_ever(start_service, path, monkeypatch):
     """gRPC keeps the beginning of a message for as long as somebody waits for its end."""
-    monkeypatch.setattr(guard, "OPEN_PATIENCE_S", 0.01)
+    monkeypatch.setattr(call_limits, "OPEN_PATIENCE_S", 0.01)
+    channel = (await start_service(authenticator=Bearers([]))).channel
     error = await failure(channel.stream_stream(path)())
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.01 s" in error.details()

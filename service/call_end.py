@@ -1,0 +1,72 @@
+"""How a call ends that does not end by itself: its status, without what gRPC would keep of it; its writes in time; and
+its end where the client takes nothing any more.
+
+grpc.aio can cancel no call from the server's side. It lets go of one when nothing in Python knows it any longer, and
+then the call is cancelled: what waited to be sent is dropped, and the client is told CANCELLED. The newest
+call may last for longer: gRPC's loop that accepts calls knows it until the next one comes.
+"""
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import grpc
+
+from penstock.service.errors import Reason, ServiceError
+
+WRITE_PATIENCE_S = 60.0
+"""How long a client may take to read one message, and an answer that is one."""
+_OUTER_TASK = "rpc_task"
+"""gRPC's name for the task that waits for the end of a call, and keeps it alive."""
+
+
+async def abort(
+    context: "grpc.aio.ServicerContext[Any, Any]",
+    code: grpc.StatusCode,
+    message: str,
+    trailers: Sequence[tuple[str, str | bytes]] = (),
+) -> NoReturn:
+    """Ends the call with a status; raises what ``context.abort`` does."""
+    try:
+        await context.abort(code, message, tuple(trailers))
+    except grpc.aio.AbortError as error:
+        # gRPC keeps it in the state of the call, and its traceback has frames that know the call: a circle that would
+        # hold the call's metadata, and all that was read, until the cycle collector comes by.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _, error=error: _forget(error))  # type: ignore[misc]
+        raise
+    raise AssertionError("abort always raises")
+
+
+def _forget(error: BaseException) -> None:
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> None:
+    """Writes a message of a stream. Its initial metadata must have been sent: in one operation with a message that is
+    held up, it would keep the status back too. Raises ServiceError READER_TOO_SLOW where the client does not read in
+    time."""
+    try:
+        async with asyncio.timeout(WRITE_PATIENCE_S):
+            await context.write(message)
+    except TimeoutError:
+        raise ServiceError(Reason.READER_TOO_SLOW) from None
+
+
+def end_call(handler: "asyncio.Task[Any]") -> None:
+    """Ends the call that the task ``handler`` answers, whatever of it is still to be sent."""
+    handler.cancel()
+    for task in asyncio.all_tasks():
+        if task.get_name() == _OUTER_TASK and handler in _known_to(task):
+            task.cancel()
+            return
+
+
+def _known_to(task: "asyncio.Task[Any]") -> Sequence[object]:
+    """What the coroutine of gRPC's task has in its variables, which are those of no Python frame."""
+    with contextlib.suppress(TypeError):
+        return gc.get_referents(*gc.get_referents(task.get_coro()))
+    return ()

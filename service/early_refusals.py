@@ -1,0 +1,102 @@
+"""Calls that are refused before grpc.aio does anything with them: those of methods that do not exist, and those with
+more metadata than is allowed.
+
+Where no method has a call's path, gRPC reads it as UTF-8 in the loop that accepts calls. A path that is none ends that
+loop, and nothing listens any more: any client could end the service. Metadata has gRPC's own bound only when the client
+has acknowledged it: before that a client may send 16 MiB for each call, which grpc.aio keeps in a reference cycle even
+where an interceptor refuses the call.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from penstock.service.call_end import abort
+from penstock.service.errors import Reason, ServiceError, status_code, to_status, trailers
+from penstock.service.identity import Metadata
+from penstock.service.request_id import new_request_id
+
+_log = logging.getLogger(__name__)
+
+REFUSE_TIMEOUT_S = 5.0
+"""A client that takes nothing holds nothing up for longer."""
+MAX_METADATA_BYTES = 16 << 10
+"""Counted as HTTP/2 does, with 32 bytes for each header."""
+_HEADER_BYTES = 32
+CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
+"""A client that sends more loses its connection: the next call could bring as much again, and all others wait while it
+is read."""
+
+Cut = Callable[[str], None]
+
+
+def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
+    """Changes a new server. ``cut`` ends the connection of a client, which has gRPC's name for it. ``arguments`` are
+    those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
+    if not hasattr(cygrpc.AioServer, "_request_registered_call"):
+        return  # an older gRPC, which reads paths elsewhere; there is no other way to tell known calls from others
+    try:
+        server._server = _Core(cut, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
+    except TypeError:
+        # What could not be made gives back a hold on gRPC's poller that it never took: without this, the server's own.
+        cygrpc.init_grpc_aio()
+        _log.warning(
+            "grpcio %s makes its servers in a way of its own: any client can end the service, by a call whose path is "
+            "no UTF-8; use grpcio 1.85",
+            grpc.__version__,
+        )
+
+
+class _Core(cygrpc.AioServer):  # type: ignore[misc]
+    """gRPC's server behind the one of ``grpc.aio``. Every method of ours is registered with it by its path."""
+
+    def __init__(self, cut: Cut, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._cut = cut
+        self._refusals: set[asyncio.Task[None]] = set()
+
+    async def _request_registered_call(self, method: bytes) -> Any:
+        """The next call of a method, with as much metadata as is allowed. Raises what gRPC does when the server
+        stops."""
+        while True:
+            state = await super()._request_registered_call(method)
+            context, num_bytes = _look_at(state)
+            if num_bytes <= MAX_METADATA_BYTES:
+                return state
+            self._refuse(context, num_bytes)
+            del state, context  # or they would last until the next call
+
+    async def _request_call(self) -> Any:
+        """Waits for a call of no registered method. Never returns; raises what gRPC does when the server stops."""
+        while True:
+            self._refuse(*_look_at(await super()._request_call()))
+
+    def _refuse(self, context: Any, num_bytes: int) -> None:
+        if num_bytes > CUT_METADATA_BYTES:
+            self._cut(context.peer())
+            return  # nothing knows the call any more, which ends it
+        refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
+        self._refusals.add(refusal)
+        refusal.add_done_callback(self._refusals.discard)
+
+
+def _look_at(state: Any) -> tuple[Any, int]:
+    """A call, and how many bytes its metadata has."""
+    context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())  # noqa: SLF001
+    metadata: Metadata = context.invocation_metadata()
+    return context, sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])
+
+
+async def _abort(context: Any, has_too_much: bool) -> None:
+    code, message, trailing = grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method", ()
+    if has_too_much:
+        status = to_status(ServiceError(Reason.METADATA_TOO_LARGE), new_request_id())
+        code, message, trailing = status_code(status), status.message, trailers(status)
+    with contextlib.suppress(grpc.aio.BaseError, TimeoutError):  # ``abort`` always raises; the client may be gone
+        async with asyncio.timeout(REFUSE_TIMEOUT_S):
+            await abort(context, code, message, trailing)
