@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -79,7 +79,7 @@ class BackgroundLane:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Work] = []
-        self._used_s: Counter[str] = Counter()
+        self._used_s: defaultdict[str, float] = defaultdict(float)
         """CPU time, by tenant."""
         self._num_threads = self._num_busy = 0
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -10,7 +11,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from penstock.models.mask_lanes import BackgroundLane
-from penstock.models.matcher import RowMatcher, Words
+from penstock.models.matcher import CompiledGrammar, RowMatcher, Words
 from penstock.models.rows import Row
 from penstock.scheduler.plan import RowFailure
 
@@ -156,9 +157,11 @@ def _compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
         if library is None:
             continue
         num_filled, is_found = _fill_forced(work, library, words, tools)
-        first, rest = work.first + num_filled, work.drafts[num_filled:]
-        if first == work.lines.stop:
+        if num_filled > len(work.drafts):
             continue
+        # The library goes on where it stands, also if the mask there is known.
+        num_passed = work.matcher.frontier - work.end
+        first, rest = work.first + num_passed, work.drafts[num_passed:]
         if rest:
             drafted.append((library, first, rest))
         elif not is_found:
@@ -246,14 +249,22 @@ class MaskRound:
     def run(self) -> None:
         """Computes the masks: of rows that took little time together, of each other one by itself."""
         self._known.wait()
+        took_s: defaultdict[CompiledGrammar, float] = defaultdict(float)
         try:
             self._run_together([work for work in self._works if work.matcher.is_trusted])
             for work in self._works:
                 if work in self._open and not self._hands_over(work):
+                    began_s = time.thread_time()
                     try:
                         work.run()
                     finally:
                         work.lock.release()
+                    grammar = work.matcher.grammar
+                    took_s[grammar] += time.thread_time() - began_s
+                    if took_s[grammar] > STEP_BUDGET_S:
+                        # Many rows may take long together though none does by itself.
+                        grammar.note_slow()
+                        took_s[grammar] = 0.0
         finally:
             self.is_over = True
 
@@ -299,8 +310,6 @@ class MaskRound:
             self._is_closed = True
             for work in self._open:
                 self._give_up(work)
-                if not work.matcher.is_trusted:
-                    work.matcher.grammar.keep_apart()
         # Rows that are late may be written still.
         words = self.words.copy() if self._open else self.words
         for lines in self._late_lines:

@@ -28,7 +28,8 @@ BURST_S = 2.0
 SLOW_S = 0.01
 """A grammar that takes more CPU time than this for one token is worked on apart from the steps."""
 APART_S = 5.0
-"""How long a grammar stays apart after it was slow."""
+"""How long a grammar stays apart after it was slow twice within as long. Once is nothing: much is found out only once.
+"""
 MAX_BEHIND = 64
 """A row that is this many tokens behind, as after a preemption, catches up apart from the steps."""
 MAX_FORCED_BYTES = 256
@@ -58,6 +59,7 @@ class CompiledGrammar:
         self.lock = threading.Lock()
         """Held by the thread that uses one of its matchers."""
         self._apart_until = 0.0
+        self._slow_at = -APART_S
 
     @property
     def is_apart(self) -> bool:
@@ -68,9 +70,12 @@ class CompiledGrammar:
         """Takes the lock, unless another thread has it for long."""
         return self.lock.acquire(blocking=not self._puts_off)
 
-    def keep_apart(self) -> None:
-        """It was slow."""
-        self._apart_until = time.monotonic() + APART_S
+    def note_slow(self) -> None:
+        """It was slow: the second time in a short while it is kept apart."""
+        now = time.monotonic()
+        if now - self._slow_at < APART_S:
+            self._apart_until = now + APART_S
+        self._slow_at = now
 
 
 class RowMatcher:
@@ -268,7 +273,7 @@ class RowMatcher:
     def charge(self, cpu_s: float) -> bool:
         """Counts what was computed for it. Returns False where the row took too long again and again."""
         if cpu_s > SLOW_S:
-            self.grammar.keep_apart()
+            self.grammar.note_slow()
         self._credit_s -= cpu_s
         return self._credit_s >= 0.0
 

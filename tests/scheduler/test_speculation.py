@@ -287,18 +287,6 @@ def test_times_are_predicted_by_what_is_accepted():
     assert took < 0.45, "61 steps would be longer"
 
 
-def test_a_row_that_sits_out_goes_on_after_the_worker_died(new_world, new_request):
-    world = new_world(budget=64)
-    received = world.add(new_request("waiting", prompt(16), max_tokens=20, grammar="a b  c   d", max_drafts=2))
-    for _ in range(6):
-        world.schedule()
-        world.answer()
-    world.die()
-    run(world)
-    assert received.finished.reason is FinishReason.LENGTH
-    assert len(received.token_ids[0]) == 20
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
