@@ -36,8 +36,7 @@ class MaskTools:
         self.end_words = _only(tokenizer.eos_tokens, self.num_words)
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads=num_threads)
-        self._consuming: LLExecutor | None = None
-        self._broken = LLMatcher(tokenizer, "start: [", log_level=0)
+        self._of_thread = threading.local()
 
     def fill(
         self, plain: list[tuple[LLMatcher, int]], drafted: list[tuple[LLMatcher, int, list[int]]], words: Words
@@ -50,10 +49,12 @@ class MaskTools:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
 
     def consume(self, matcher: LLMatcher, token_id: int) -> bool:
-        """Consumes a token while other threads run. The library lets them only where it is given two matchers."""
-        if self._consuming is None:
-            self._consuming = LLExecutor(num_threads=1)
-        return self._consuming.consume_token_par([(matcher, token_id), (self._broken, 0)])[0]
+        """Consumes a token while other threads run. The library lets them only where it is given two matchers: the
+        other one is in error, and takes no time."""
+        mine = self._of_thread
+        if not hasattr(mine, "executor"):
+            mine.executor, mine.broken = LLExecutor(num_threads=1), LLMatcher(self.tokenizer, "start: [", log_level=0)
+        return bool(mine.executor.consume_token_par([(matcher, token_id), (mine.broken, 0)])[0])
 
     def clear_unknown(self, words: Words) -> None:
         """Forbids tokens that the model does not have."""

@@ -155,6 +155,7 @@ class RowMatcher:
                 return None
         new = list(history[self._num_consumed : end])
         if not new:
+            self._forced = self.kept(end)
             return self._matcher
         if not self._consume(new, consume):
             self.fail(end)
@@ -195,7 +196,7 @@ class RowMatcher:
         if not token_ids or not matcher.consume_tokens(token_ids):
             self._nothing_forced_at = self._num_consumed
             return False
-        self._advance(self._num_consumed + len(token_ids), token_ids)
+        self._advance(self._num_consumed + len(token_ids), self._forced + token_ids)
         self._last_token = token_ids[-1:]
         return True
 
