@@ -163,6 +163,7 @@ class CudaBackend:
         """While the layers run. They may follow from tokens of the step before, which another thread learns."""
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
+            self._memory.rows.forget(batch.masks.late)
 
     @property
     def embedding(self) -> Tensor:

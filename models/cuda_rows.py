@@ -1,7 +1,7 @@
 """Rows on the device, kept up to date with those of the plan. What changes between steps is copied in their order, so
 that a step that still runs sees rows as they were when it began."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,11 @@ class CudaRows:
         own = np.ascontiguousarray(words[:, : self._shape.mask_words]).view(np.int32)
         self.masks[self._num_lines :][: len(own)].copy_(self._copied(own), non_blocking=True)
 
+    def forget(self, numbers: Collection[int]) -> None:
+        """Rows that take no part in the choosing of a step: the device moves them on, so they are copied again."""
+        for number in numbers:
+            self._known[number] = None
+
     def num_top(self, wanted: int) -> int:
         """How many likeliest tokens there are, where so many are wanted."""
         return min(wanted, self._shape.vocab_size)
@@ -142,10 +147,11 @@ class CudaRows:
     def _take_line(self, row: Row) -> None:
         if row.counts is None and row.lists.allowed is None and not len(row.lists.bias):
             return
-        if not self._free_lines:
+        if not self._free_lines and row not in self._lines:
             for gone in [known for known in self._lines if known.is_dropped]:
                 self._free_lines.append(self._lines.pop(gone))
-        line = self._lines[row] = self._free_lines.pop()
+        line = self._lines[row] if row in self._lines else self._free_lines.pop()
+        self._lines[row] = line
         if row.counts is not None:
             self._set(self.sampler.counts[line], row.counts.ids, 1 + row.counts.output)
         if len(row.lists.bias):

@@ -263,7 +263,7 @@ class Drafting:
         while self._observed:
             drafted, rows = self._observed.popleft()
             for result in rows:
-                if result.row in drafted.records:
+                if result.row in drafted.records and result.token_ids:  # else nothing was chosen
                     record, confidences = drafted.records[result.row]
                     num_right = len(result.token_ids) - 1
                     record.chances.learn(confidences, num_right)

@@ -112,6 +112,15 @@ def one_line(message: str) -> str:
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
 
 
+_NO_FORCING = re.compile(r'%llguidance\s*\{[^}]*"no_forcing"\s*:\s*true')
+
+
+def forces_tokens(grammar: str) -> bool:
+    """Whether, by a grammar in the library's form, text that must come has only the tokens that the tokenizer makes of
+    it."""
+    return _NO_FORCING.search(grammar) is None
+
+
 _KEYWORDS = frozenset(
     """
     additionalItems allOf anyOf const contains dependencies dependentRequired dependentSchemas else enum

@@ -1,21 +1,27 @@
 """The grammars of a worker's rows: compiled beside the steps, and masks of what they allow, found out while the layers
-run. Nothing here touches a device."""
+run. Nothing here touches a device.
+
+A step waits for a mask no longer than its budget (``mask_round``). A row whose mask is late sits out: nothing is chosen
+for it until the mask is there. Rows of a grammar that was slow of late are worked on in the background; such a row is
+in a batch only when its mask is there.
+"""
 
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from penstock.models.grammar import compile_grammar, read_tokenizer
-from penstock.models.lines import Line, Masks, Words
-from penstock.models.matcher import RowMatcher
+from penstock.models.grammar import compile_grammar, forces_tokens, read_tokenizer
+from penstock.models.lines import Line, Masks
+from penstock.models.mask_lanes import BackgroundLane, WorkerThread
+from penstock.models.mask_round import MaskRound, MaskTools, RowWork
+from penstock.models.matcher import CompiledGrammar, RowMatcher
+from penstock.models.rows import Row
 from penstock.scheduler.plan import WorkerConfig
 
 MAX_COMPILED = 32
@@ -23,62 +29,49 @@ MAX_COMPILED = 32
 MAX_THREADS = 4
 """That masks of one batch are computed in. They take cores from the layers, where these run on a CPU."""
 
-T = TypeVar("T")
-
-
-class _Thread:
-    """Does one thing after another. Unlike the threads of a pool it ends with the process, whatever it waits for."""
-
-    def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """What comes of it, later."""
-        done: Future[T] = Future()
-        self._work.put((done, work))
-        return done
-
-    def _run(self) -> None:
-        while True:
-            done, work = self._work.get()
-            try:
-                done.set_result(work())
-            except BaseException as error:  # the library's panics are no Exceptions
-                done.set_exception(error)
-
-
-class _Part(NamedTuple):
-    """The lines of a row that has a grammar."""
-
-    first: int
-    """Index of the first of them among the masks."""
-    base: Line
-    drafts: list[int]
-    """After it; one more line each."""
-
 
 class Grammars:
-    """Makes the matchers of rows, and the masks of batches."""
+    """Makes the matchers of rows, and the masks of batches.
 
-    def __init__(self, read: Callable[[], LLTokenizer], vocab_size: int, puts_off: bool = True) -> None:
+    All but ``is_ready`` is called by one thread.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], LLTokenizer],
+        vocab_size: int,
+        puts_off: bool = True,
+        ends_slow_rows: bool = True,
+    ) -> None:
         """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
         the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them."""
         self.puts_off = puts_off
-        """Whether a row whose grammar is not compiled yet has its first token in a later step; else its step waits."""
+        """Whether a row whose grammar is not compiled yet, or whose mask is late, has its token in a later step; else
+        its step waits."""
         self._vocab_size = vocab_size
-        self._compiling = _Thread("grammars")
-        self._masking = _Thread("masks")
+        self._ends_slow_rows = ends_slow_rows
+        self._compiling = WorkerThread("grammars")
+        self._masking = WorkerThread("masks")
+        self._background = BackgroundLane()
+        self._round: MaskRound | None = None
+        self._changed = threading.Condition()
         self._tokenizer: Future[LLTokenizer] = self._compiling.submit(read)
-        self._filling = LLExecutor(num_threads=max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)))
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._tools: Future[MaskTools] = self._compiling.submit(self._make_tools)
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+
+    def _make_tools(self) -> MaskTools:
+        num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        return MaskTools(self._tokenizer.result(), num_threads, self._vocab_size, ends_slow_rows=self._ends_slow_rows)
 
     def matcher(self, grammar: str, num_prompt_tokens: int) -> RowMatcher:
         """That of a new row. The grammar is compiled meanwhile, unless it was of late."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiling.submit(partial(self._compile, grammar))
-            self._compiled[grammar] = compiled
+            compiling = self._compiling.submit(partial(self._compile, grammar))
+            compiling.add_done_callback(lambda _: self._notify())
+            compiled = self._compiled[grammar] = CompiledGrammar(
+                compiling, forces=forces_tokens(grammar), puts_off=self.puts_off
+            )
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
@@ -87,55 +80,106 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         return compile_grammar(self._tokenizer.result(), grammar)
 
+    # Rows that sit out -----------------------------------------------------------------------------------------------
+
+    def is_ready(self, row: Row, known: threading.Event) -> bool:
+        """Whether the row may be in the next batch. If not, its mask is found out in the background. ``known`` is set
+        when all of its history is known."""
+        matcher, end = row.matcher, len(row.history)
+        if matcher is None or not self.puts_off or matcher.failure:
+            return True
+        if matcher.is_pending or not matcher.grammar.matcher.done():
+            return False
+        if not (matcher.grammar.is_apart or matcher.is_behind(end)) or matcher.is_ready(end):
+            return True
+        matcher.is_pending = True
+        self._background.add(RowWork(row, end, known, self._found, self._tools.result()))
+        return False
+
+    def wait_ready(self, rows: Sequence[Row], known: threading.Event, timeout_s: float) -> None:
+        """Waits until one of the rows may be in a batch."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self.is_ready(row, known) for row in rows), timeout_s)
+
+    def _found(self, work: RowWork) -> None:
+        """The mask of a row that sits out is there."""
+        work.keep()
+        work.matcher.is_pending = False
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    def forced(self, row: Row, at_most: int) -> Sequence[int]:
+        """Tokens that follow the row's history if the text that must come is tokenized as the tokenizer would; often
+        none. All of the history is known."""
+        matcher, end = row.matcher, len(row.history)
+        if matcher is None or matcher.library is None or matcher.is_pending:  # nothing was sampled yet, or it is late
+            return ()
+        if matcher.grammar.is_apart:
+            return matcher.kept(end)[: min(at_most, matcher.num_known(end))]
+        if matcher.frontier <= end and matcher.grammar.try_lock():
+            try:
+                matcher.force_at(row.history, end, self._tools.result().tokenizer)
+            finally:
+                matcher.grammar.lock.release()
+        return matcher.kept(end)[:at_most]
+
     def begin(self, lines: list[Line], known: threading.Event) -> Masks | None:
         """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
         the newest tokens of the rows are."""
-        indices: list[int] = []
-        parts: list[_Part] = []
-        for index, line in enumerate(lines):
-            if line.row.matcher is not None:
-                if not line.drafts:
-                    parts.append(_Part(len(indices), line, []))
-                else:  # a row's lines come one after another, each with a draft more
-                    parts[-1].drafts.append(line.drafts[-1])
-                indices.append(index)
-        if not parts:
+        indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
+        if not indices:
             return None
-        return Masks(indices, self._masking.submit(partial(self._masks, parts, len(indices), known)))
-
-    def _masks(self, parts: list[_Part], num_lines: int, known: threading.Event) -> Words:
-        """(lines, ceil(V / 32)). Where a row's output has ended, or cannot go on, only its end is allowed."""
-        known.wait()
-        tokenizer = self._tokenizer.result()
-        words: Words = np.zeros((num_lines, -(-tokenizer.vocab_size // 32)), dtype=np.uint32)
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        followed: list[tuple[_Part, LLMatcher]] = []
-        for part in parts:
-            row = part.base.row
-            assert row.matcher is not None
-            matcher = row.matcher.at(row.history, part.base.position)
-            if matcher is None:
+        tools = self._tools.result()
+        background = self._background if self.puts_off else None
+        masks = MaskRound(np.zeros((len(indices), tools.num_words), dtype=np.uint32), known, tools, background)
+        work: RowWork | None = None
+        works = []
+        for place, index in enumerate(indices):
+            line = lines[index]
+            if line.drafts:  # a row's lines come one after another, each with a draft more
+                assert work is not None
+                work.drafts.append(line.drafts[-1])
                 continue
-            followed.append((part, matcher))
-            if part.drafts:
-                drafted.append((matcher, part.first, part.drafts))
-            else:
-                plain.append((matcher, part.first))
-        where = (words.ctypes.data, 4 * words.shape[1], num_lines)
-        if plain:
-            self._filling.unsafe_compute_mask_ptr(plain, *where)
-        if drafted:
-            self._filling.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        _clear_from(words, self._vocab_size)
-        for part, matcher in followed:
-            if matcher.is_error() or not words[part.first].any():
-                assert part.base.row.matcher is not None
-                part.base.row.matcher.fail(part.base.position)
-                words[part.first : part.first + len(part.drafts) + 1] = 0
-        # What follows a draft that cannot come is never chosen.
-        words[~words.any(axis=1)] = _only(tokenizer.eos_tokens, words.shape[1])
-        return words
+            work = RowWork(line.row, line.position, known, partial(self._found_in, masks), tools)
+            work.first = place
+            works.append(work)
+        added = [self._add(work, masks) for work in works]
+        if any(added):
+            if self._round is not None and not self._round.is_over and self.puts_off:
+                # Its thread is busy with a grammar that takes long. It goes on with that, in the background.
+                self._round.abandon()
+                self._masking.retire()
+                self._masking = WorkerThread("masks")
+            self._round = masks
+            self._masking.submit(masks.run)
+        return Masks(indices, masks, masks.late)
+
+    def _add(self, work: RowWork, masks: MaskRound) -> bool:
+        """Whether the masks of a row are left to compute, and the step waits for them."""
+        matcher = work.matcher
+        if not self.is_ready(work.row, work.known):
+            masks.sits_out(work)
+            return False
+        if matcher.failure or matcher.fill(masks.words[work.lines], work.end, work.drafts) > len(work.drafts):
+            return False
+        matcher.is_pending = True
+        if matcher.grammar.is_apart:
+            masks.sits_out(work)
+            self._background.add(RowWork(work.row, work.end, work.known, self._found, self._tools.result()))
+            return False
+        masks.add(work)
+        return True
+
+    def _found_in(self, masks: MaskRound, work: RowWork) -> None:
+        """The masks of a row in a batch are there."""
+        masks.finish(work)
+        work.matcher.is_pending = False
+        self._notify()
 
 
 def grammars_of(config: WorkerConfig) -> Grammars | None:
@@ -148,18 +192,9 @@ def grammars_of(config: WorkerConfig) -> Grammars | None:
     num_ids = config.tokenizer_num_ids or vocab_size
     arguments = (config.tokenizer, config.special_tokens, num_ids, config.eos_token_ids, config.added_tokens)
     # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
-    return Grammars(partial(read_tokenizer, *arguments), vocab_size, puts_off=config.tensor_parallel_size == 1)
-
-
-def _clear_from(words: Words, token_id: int) -> None:
-    """Forbids this token and all of larger ids."""
-    first, bit = divmod(token_id, 32)
-    words[:, first : first + 1] &= np.uint32((1 << bit) - 1)
-    words[:, first + 1 :] = 0
-
-
-def _only(token_ids: list[int], num_words: int) -> Words:
-    words: Words = np.zeros(num_words, dtype=np.uint32)
-    for token_id in token_ids:
-        words[token_id // 32] |= np.uint32(1 << (token_id % 32))
-    return words
+    return Grammars(
+        partial(read_tokenizer, *arguments),
+        vocab_size,
+        puts_off=config.tensor_parallel_size == 1,
+        ends_slow_rows=config.tensor_parallel_rank == 0,  # the others go on until the row is dropped
+    )

@@ -1,18 +1,14 @@
 """Lines of logits: the positions of a batch whose next token is chosen. Plain data; knows no tensors."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Sequence, Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from penstock.models.matcher import Words
 from penstock.models.rows import Row
 from penstock.models.token_counts import TokenCounts
 from penstock.models.token_lists import TokenLists
 from penstock.scheduler.plan import SamplingParams
-
-Words = NDArray[np.uint32]
 
 NO_DRAFTS: Sequence[int] = ()
 
@@ -58,11 +54,22 @@ class Line:
         return (*self.row.history[-num_own:], *self.drafts)
 
 
+class MaskWords(Protocol):
+    """Masks that are found out while the layers run."""
+
+    def result(self) -> Words:
+        """Waits for them: (lines, ceil(V / 32)) uint32. Bit v % 32 of word v // 32 says whether token v may come."""
+        ...
+
+
 @dataclass(frozen=True)
 class Masks:
-    """Which tokens grammars allow, found out while the layers run."""
+    """Which tokens grammars allow."""
 
     lines: list[int]
     """Indices of the batch's lines, ascending."""
-    words: "Future[Words]"
-    """(len(lines), ceil(V / 32)) uint32: bit v % 32 of word v // 32 says whether token v may come."""
+    words: MaskWords
+    """Of these lines."""
+    late: AbstractSet[int] = field(default_factory=frozenset)
+    """Numbers of rows whose masks were not there in time, once ``words`` were waited for: what is chosen for them is
+    ignored, and they stand where they stood."""

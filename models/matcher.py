@@ -1,82 +1,300 @@
 """Follows a row's output through its grammar. Knows no batch, and no thread but the caller's."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.scheduler.plan import RowFailure
+
 if TYPE_CHECKING:  # the library is there where a row has a grammar
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+Words = NDArray[np.uint32]
+"""A mask, or several: bit v % 32 of word v // 32 says whether token v may come."""
 
 FAILURE = "what the output must match became too costly to follow: make the constraint simpler"
 DEAD_END = "the constraint allows this beginning of an output, but nothing can follow it: correct the constraint"
 
+TOKEN_BUDGET_S = 0.05
+"""CPU time that a row's grammar may take for each token, on average."""
+BURST_S = 2.0
+"""CPU time that it may take beyond that before its row ends."""
+SLOW_S = 0.01
+"""A grammar that takes more CPU time than this for one token is worked on apart from the steps."""
+APART_S = 5.0
+"""How long a grammar stays apart after it was slow twice within as long. Once is nothing: much is found out only once.
+"""
+MAX_BEHIND = 64
+"""A row that is this many tokens behind, as after a preemption, catches up apart from the steps."""
+MAX_FORCED_BYTES = 256
+"""Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which keeps
+every other thread waiting."""
+CONSUMED_TOGETHER = 16
+"""Tokens that are consumed in one call while a row catches up."""
+SLOW_CALL_S = 0.002
+"""After a call that takes this long, tokens are consumed by a call that does not keep other threads waiting."""
+
+TOO_SLOW = (
+    f"the constraint takes too long to follow, more than {TOKEN_BUDGET_S * 1000:.0f} ms of computing for each token: "
+    "make it smaller or less ambiguous"
+)
+
+
+class CompiledGrammar:
+    """A grammar that rows share. Matchers of one grammar share a lexer, so one thread at a time may use them."""
+
+    def __init__(self, compiled: "Future[LLMatcher]", *, forces: bool = False, puts_off: bool = True) -> None:
+        """``compiled`` brings a matcher that is never changed, or GrammarError. ``forces``: text that must come has
+        only the tokens that the tokenizer makes of it. Without ``puts_off`` steps always wait for it: what is drafted
+        may not depend on time then."""
+        self.matcher = compiled
+        self.forces = forces
+        self._puts_off = puts_off
+        self.lock = threading.Lock()
+        """Held by the thread that uses one of its matchers."""
+        self._apart_until = 0.0
+        self._slow_at = -APART_S
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it was slow of late: no step waits for it."""
+        return self._puts_off and time.monotonic() < self._apart_until
+
+    def try_lock(self) -> bool:
+        """Takes the lock, unless another thread has it for long."""
+        return self.lock.acquire(blocking=not self._puts_off)
+
+    def note_slow(self) -> None:
+        """It was slow: the second time in a short while it is kept apart."""
+        now = time.monotonic()
+        if now - self._slow_at < APART_S:
+            self._apart_until = now + APART_S
+        self._slow_at = now
+
 
 class RowMatcher:
     """Of one row. It looks at the row's history whenever it is asked, and so needs to be told of nothing: neither of
-    tokens, nor of drafts that were not chosen, nor of a worker that begins anew."""
+    tokens, nor of drafts that were not chosen, nor of a worker that begins anew.
 
-    def __init__(self, compiled: "Future[LLMatcher]", num_prompt_tokens: int, vocab_size: int) -> None:
+    The library's matcher is past ``history[:end]`` and past the tokens that are forced to follow it::
+
+        history  . . . . . . . .
+                               ^ num_consumed - len(forced)
+        forced                   . . .
+                                       ^ num_consumed: the frontier
+
+    For positions before the frontier the mask is the forced token. The mask at the frontier is the library's.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, num_prompt_tokens: int, vocab_size: int) -> None:
         """``vocab_size``: of the model."""
         self._vocab_size = vocab_size
-        self.compiled = compiled
-        """Brings a matcher that nobody changes, or GrammarError."""
+        self.grammar = grammar
         self._num_consumed = num_prompt_tokens
-        """Tokens of the history that the matcher is past, those of the prompt included."""
         self._matcher: LLMatcher | None = None
+        self._forced: list[int] = []
+        """Tokens in front of the frontier, which must come. They are computed once."""
+        self._last_token: list[int] = []
+        self.knows_text = False
+        """Whether text is left that is forced, of which the tokens are not computed yet."""
+        self._nothing_forced_at = -1
+        """The frontier, once it is known that no token must follow it."""
+        self._mask: Words | None = None
+        """The library's, at the frontier, if it was kept."""
+        self._credit_s = BURST_S
+        self.is_trusted = False
+        """Whether its last mask took little time."""
+        self.is_pending = False
+        """Whether a thread is still at work for it."""
         self.failure = ""
         """Why the output cannot go on, fit for its caller's eyes."""
-        self.is_dead_end = False
-        """Whether that is since its grammar allows nothing more."""
+        self.failure_kind = RowFailure.COSTLY
         self._failed_at = 0
         """The position from which on it cannot."""
 
-    def at(self, history: Sequence[int], end: int) -> "LLMatcher | None":
-        """The library's matcher, after ``history[:end]``; None where the output cannot go on. Waits until the grammar
-        is compiled. The caller leaves it where it stands."""
+    @property
+    def frontier(self) -> int:
+        """The position that the library's matcher stands at."""
+        return self._num_consumed
+
+    @property
+    def library(self) -> "LLMatcher | None":
+        """The library's matcher; None before the row begins, and after it failed."""
+        return self._matcher
+
+    def is_behind(self, end: int) -> bool:
+        """Whether a row with a history this long has to catch up first."""
+        return end - self._num_consumed > MAX_BEHIND
+
+    def is_ready(self, end: int) -> bool:
+        """Whether the mask that follows a history of this length is known."""
+        return end < self._num_consumed or (end == self._num_consumed and self._mask is not None)
+
+    # With the grammar's lock ------------------------------------------------------------------------------------------
+
+    def at(
+        self, history: Sequence[int], end: int, consume: "Callable[[LLMatcher, int], bool] | None" = None
+    ) -> "LLMatcher | None":
+        """The library's matcher, after ``history[:end]`` or at a frontier behind it; None where the output cannot go
+        on. Waits until the grammar is compiled. ``consume`` consumes one token without keeping other threads from
+        running; it is used when tokens take long."""
         if self.failure:
             return None
         if self._matcher is None:
             try:
-                self._matcher = self.compiled.result().deep_copy()
+                self._matcher = self.grammar.matcher.result().deep_copy()
             except Exception:
                 # What the service could compile this process cannot, perhaps for want of memory.
                 self.fail(end)
                 return None
         new = list(history[self._num_consumed : end])
-        if new and not self._matcher.consume_tokens(new):
+        if not new:
+            self._forced = self.kept(end)
+            return self._matcher
+        if not self._consume(new, consume):
             self.fail(end)
             return None
-        self._num_consumed = end
+        self._advance(end, [])
+        self._last_token = new[-1:]
+        self._credit_s = min(BURST_S, self._credit_s + TOKEN_BUDGET_S * len(new))
         return self._matcher
 
-    def fail(self, position: int) -> None:
+    def _consume(self, token_ids: list[int], consume: "Callable[[LLMatcher, int], bool] | None") -> bool:
+        matcher = self._matcher
+        assert matcher is not None
+        if consume is None:
+            return matcher.consume_tokens(token_ids)
+        for begin in range(0, len(token_ids), CONSUMED_TOGETHER):
+            began = time.thread_time()
+            if not matcher.consume_tokens(token_ids[begin : begin + CONSUMED_TOGETHER]):
+                return False
+            if time.thread_time() - began > SLOW_CALL_S:
+                return all(consume(matcher, token_id) for token_id in token_ids[begin + CONSUMED_TOGETHER :])
+        return True
+
+    def _advance(self, frontier: int, forced: list[int]) -> None:
+        self._num_consumed = frontier
+        self._forced = forced
+        self._mask = None
+
+    def force(self, tokenizer: "LLTokenizer") -> bool:
+        """Moves the frontier past tokens that must follow it; returns whether there are any. They are those that the
+        tokenizer makes of the text that must come."""
+        matcher = self._matcher
+        assert matcher is not None, "the row has begun"
+        if not self.grammar.forces or self._nothing_forced_at == self._num_consumed or self._mask is not None:
+            return False
+        token_ids = self._forced_tokens(matcher, tokenizer)
+        # The tokenizer may spell the text with tokens that the model lacks.
+        token_ids = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
+        if not token_ids or not matcher.consume_tokens(token_ids):
+            self._nothing_forced_at = self._num_consumed
+            return False
+        self._advance(self._num_consumed + len(token_ids), self._forced + token_ids)
+        self._last_token = token_ids[-1:]
+        return True
+
+    def force_at(self, history: Sequence[int], end: int, tokenizer: "LLTokenizer") -> None:
+        """Finds out which tokens must follow ``history[:end]``."""
+        began_s = time.thread_time()
+        if self.at(history, end) is not None:
+            self.force(tokenizer)
+        self.charge(time.thread_time() - began_s)
+
+    def _forced_tokens(self, matcher: "LLMatcher", tokenizer: "LLTokenizer") -> list[int]:
+        text = matcher.compute_ff_bytes()
+        self.knows_text = len(text) > MAX_FORCED_BYTES
+        if len(text) <= MAX_FORCED_BYTES:
+            return matcher.compute_ff_tokens() if text else []
+        # The rest of a long text goes on to be forced when this piece is used up. The library writes a special token
+        # as text that begins with 0xFF, which only ``compute_ff_tokens`` reads.
+        piece = text[:MAX_FORCED_BYTES].partition(b"\xff")[0]
+        return tokenizer.tokenize_partial(piece, self._last_token)[0]
+
+    def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts may follow the history, one after the other. The lock is not needed: it is taken here,
+        and while another thread has it, the answer is 0."""
+        if self._matcher is None or self.is_pending or not self.grammar.try_lock():
+            return 0
+        try:
+            if self.grammar.is_apart:
+                return self._num_agreeing(len(history), drafts[: self.num_known(len(history))])
+            matcher = self.at(history, len(history))
+            if matcher is None:
+                return 0
+            count = self._num_agreeing(len(history), drafts)
+            rest = list(drafts[count:])
+            is_at_frontier = len(history) + count == self._num_consumed
+            return count + (matcher.validate_tokens(rest) if rest and is_at_frontier else 0)
+        finally:
+            self.grammar.lock.release()
+
+    # What is kept -----------------------------------------------------------------------------------------------------
+
+    def kept(self, end: int) -> list[int]:
+        """Tokens that must follow a history of this length, as far as they are known."""
+        behind = self._num_consumed - end
+        return self._forced[-behind:] if 0 < behind <= len(self._forced) else []
+
+    def num_known(self, end: int) -> int:
+        """How many of the kept tokens may be drafted such that all masks are known, the one behind them included."""
+        return max(0, len(self.kept(end)) - (self._mask is None))
+
+    def _num_agreeing(self, end: int, drafts: Sequence[int]) -> int:
+        pairs = zip(self.kept(end), drafts, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def fill(self, words: Words, end: int, drafts: Sequence[int]) -> int:
+        """Writes the masks of a row's lines as far as they are known: line i follows a history of length ``end`` and i
+        drafts. Returns the number of lines for which nothing is left to do, all of them where a draft cannot come;
+        lines behind such a draft stay as they are."""
+        kept = self.kept(end)
+        for index, token_id in enumerate(kept[: len(words)]):
+            words[index, token_id // 32] = np.uint32(1 << (token_id % 32))
+            if index < len(drafts) and drafts[index] != token_id:
+                return len(words)
+        count = min(len(kept), len(words))
+        if count < len(words) and self._mask is not None and end + count == self._num_consumed:
+            words[count] = self._mask
+            count += 1
+        return count
+
+    def keep(self, mask: Words) -> None:
+        """Keeps the mask at the frontier."""
+        self._mask = mask.copy()
+
+    # How it ends ------------------------------------------------------------------------------------------------------
+
+    def charge(self, cpu_s: float) -> bool:
+        """Counts what was computed for it. Returns False where the row took too long again and again."""
+        if cpu_s > SLOW_S:
+            self.grammar.note_slow()
+        self._credit_s -= cpu_s
+        return self._credit_s >= 0.0
+
+    def fail(self, position: int, kind: RowFailure | None = None) -> None:
         """No token can be chosen for this position. Why, the library says in words of the caller's, which no message
         repeats."""
+        if kind is None:
+            # An error of the library is about its limits, except for this one.
+            error = "" if self._matcher is None else self._matcher.get_error()
+            is_dead_end = self._matcher is not None and (not error or error.startswith("NoExtension"))
+            kind = RowFailure.DEAD_END if is_dead_end else RowFailure.COSTLY
         self._failed_at = position
-        # An error of the library is about its limits, except for this one.
-        error = "" if self._matcher is None else self._matcher.get_error()
-        self.is_dead_end = self._matcher is not None and (not error or error.startswith("NoExtension"))
-        self.failure = DEAD_END if self.is_dead_end else FAILURE
-        self._matcher = None
+        self.failure_kind = kind
+        self.failure = _MESSAGES[kind]
+        self._matcher = self._mask = None
+        self._forced = []
 
     def fails_at(self, position: int) -> bool:
         """Whether what is chosen for it is no output: it only stands for the end."""
         return bool(self.failure) and position >= self._failed_at
 
-    def forced(self, history: Sequence[int], at_most: int) -> Sequence[int]:
-        """Tokens that follow the history if the text that must come is tokenized as the tokenizer would; often none.
-        All of the history is known."""
-        if self._matcher is None:  # nothing was sampled yet
-            return ()
-        matcher = self.at(history, len(history))
-        token_ids = [] if matcher is None else matcher.compute_ff_tokens()[:at_most]
-        # The tokenizer may spell the text with tokens that the model lacks.
-        return list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
 
-    def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts may follow the history, one after the other."""
-        if self._matcher is None:
-            return 0
-        matcher = self.at(history, len(history))
-        return 0 if matcher is None else matcher.validate_tokens(list(drafts))
+_MESSAGES = {RowFailure.COSTLY: FAILURE, RowFailure.DEAD_END: DEAD_END, RowFailure.SLOW: TOO_SLOW}

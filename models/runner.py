@@ -14,7 +14,7 @@ from penstock.models.backend import Backend
 from penstock.models.batch import Batch, Sampled, build_batch
 from penstock.models.drafter import Wanted
 from penstock.models.drafting import NOTHING, Drafted, Drafting
-from penstock.models.put_off import PutOff
+from penstock.models.put_off import without_late
 from penstock.models.rows import Row, RowTable
 from penstock.models.step_costs import SIZES
 from penstock.scheduler.plan import (
@@ -39,6 +39,12 @@ LARGE_BYTES = 256 << 20
 """Of weights that a CPU takes long to multiply by: so long that new memory doesn't matter."""
 
 
+EMPTY_STEP_S = 0.01
+"""How long a step whose rows all wait for masks goes on, so that new rows can join the next one."""
+LATE = -2
+"""Where the next token of a row would stand that sits out."""
+
+
 class Runner:
     """Runs plans on a backend, strictly in order."""
 
@@ -52,7 +58,6 @@ class Runner:
         self._backend = backend
         self._drafting = drafting
         self._grammars = grammars
-        self._put_off = PutOff()
         self._matching: set[int] = set()
         """Numbers of rows whose output must match a grammar."""
         self._clock = clock
@@ -157,7 +162,9 @@ class Runner:
             self._backend.copy_in(plan.copies_in)
         if plan.is_empty:
             return lambda: StepResult(plan.step, [], [], 0, (self._clock() - began) // 1000)
-        plan, idle = self._put_off.left_of(plan, self._rows)
+        plan, idle = self._without_late(plan)
+        if plan.is_empty:
+            return lambda: StepResult(plan.step, idle, [], 0, 0)
         finish = self._compute(plan, self._draft(plan), began)
         return finish if not idle else partial(_with_idle, finish, idle)
 
@@ -175,13 +182,23 @@ class Runner:
                 self._matching.add(added.row)
                 assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
                 rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens)
-                if self._grammars.puts_off:
-                    self._put_off.add(rows[added.row])
         if drafting is not None:
             if fresh or plan.copies_in:
                 drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
                 drafting.add(rows[added.row])
+
+    def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
+        """What a plan is without rows whose masks are not there, and these rows' results. Where that leaves nothing, it
+        waits a little."""
+        grammars, known = self._grammars, self._newest
+        if grammars is None or not self._matching:
+            return plan, []
+        left, idle = without_late(plan, self._rows, lambda row: grammars.is_ready(row, known))
+        if left.is_empty and idle:
+            grammars.wait_ready([self._rows[result.row] for result in idle], known, EMPTY_STEP_S)
+            left, idle = without_late(plan, self._rows, lambda row: grammars.is_ready(row, known))
+        return left, idle
 
     def _draft(self, plan: StepPlan) -> Drafted:
         """Drafts follow from what was chosen last, and so does where rows stand whose drafts are computed now."""
@@ -192,7 +209,7 @@ class Runner:
         if not matched and not wanted:
             return NOTHING
         self._newest.wait()
-        forced = _forced(matched, plan.max_drafts)
+        forced = self._forced(matched, plan.max_drafts)
         drafted = NOTHING
         if self._drafting is not None and (others := [one for one in wanted if one.row.number not in forced]):
             room = plan.max_drafts - sum(map(len, forced.values()))
@@ -214,7 +231,12 @@ class Runner:
             batch = replace(batch, masks=masks)
         finish = self._backend.begin(batch)
         ends = batch.ends.tolist()
-        places = [_expect(row, end, num) for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)]
+        # A backend that is still computing has waited for the masks all the same.
+        late = frozenset() if batch.masks is None else batch.masks.late
+        places = [
+            _sit_out(row, end, num) if row.number in late and num else _expect(row, end, num)
+            for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)
+        ]
         learned = self._newest = threading.Event()
         self._has_drafts = bool(drafted.drafts)
 
@@ -222,6 +244,8 @@ class Runner:
             try:
                 sampled, parts, features = finish()
                 rows = _results(batch, places, sampled)
+                if batch.masks is not None:
+                    self._prepare_masks(batch, learned)
                 if self._drafting is not None and features is not None:
                     self._drafting.read(batch, features)
             finally:
@@ -236,6 +260,23 @@ class Runner:
 
         return result
 
+    def _prepare_masks(self, batch: Batch, known: threading.Event) -> None:
+        """Has masks that no step waits for found out before the next plan comes."""
+        if self._grammars is not None and not self.runs_ahead:
+            for row in batch.rows:
+                self._grammars.is_ready(row, known)
+
+    def _forced(self, matched: list[Wanted], room: int) -> dict[int, Sequence[int]]:
+        """By row number, tokens that grammars force: likelier than anything that a drafter knows. At most so many."""
+        assert self._grammars is not None or not matched, "rows with grammars have a tokenizer"
+        forced: dict[int, Sequence[int]] = {}
+        for row, most in matched:
+            token_ids = self._grammars.forced(row, min(most, room)) if room and self._grammars is not None else ()
+            if token_ids:
+                forced[row.number] = token_ids
+                room -= len(token_ids)
+        return forced
+
 
 def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:
     """The result, with those of rows of the plan that had nothing to compute."""
@@ -244,16 +285,10 @@ def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepR
     return result
 
 
-def _forced(matched: list[Wanted], room: int) -> dict[int, Sequence[int]]:
-    """By row number, tokens that grammars force: likelier than anything that a drafter knows. At most so many."""
-    forced: dict[int, Sequence[int]] = {}
-    for row, most in matched:
-        assert row.matcher is not None
-        token_ids = row.matcher.forced(row.history, min(most, room)) if room else ()
-        if token_ids:
-            forced[row.number] = token_ids
-            room -= len(token_ids)
-    return forced
+def _sit_out(row: Row, end: int, num_lines: int) -> int:
+    """The row stands before the token out of which its next one comes. Returns that no token is expected."""
+    row.num_computed = end - num_lines
+    return LATE
 
 
 def _expect(row: Row, end: int, num_lines: int) -> int:
@@ -273,6 +308,8 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
         if not num_lines:
             vector = row.pooled.vector() if row.pooled is not None and end == len(row.history) else None
             results.append(RowResult(row.number, row.epoch, end, [], vector=vector))
+        elif place == LATE:
+            results.append(RowResult(row.number, row.epoch, end - num_lines, []))
         elif num_lines == 1:
             token = sampled[first]
             row.learn(place, token.token_id)
@@ -280,10 +317,15 @@ def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[Ro
         else:
             drafts = batch.lines[first + num_lines - 1].drafts
             results.append(_verified(row, drafts, sampled[first : first + num_lines]))
-        if num_lines and row.matcher is not None and row.matcher.fails_at(batch.lines[first].position):
-            failure, is_dead_end = row.matcher.failure, row.matcher.is_dead_end
+        matcher = row.matcher if place != LATE else None
+        if num_lines and matcher is not None and matcher.fails_at(batch.lines[first].position):
             results[-1] = RowResult(
-                row.number, row.epoch, row.num_computed, [], failure=failure, is_dead_end=is_dead_end
+                row.number,
+                row.epoch,
+                row.num_computed,
+                [],
+                failure=matcher.failure,
+                failure_kind=matcher.failure_kind,
             )
         first += num_lines
     return results

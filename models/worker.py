@@ -58,7 +58,11 @@ def main() -> None:
     prepare_child(WORKER)
     faulthandler.enable()
     with socket.socket(fileno=descriptor) as connection:
-        sys.exit(serve(Channel(connection)))
+        code = serve(Channel(connection))
+    logging.shutdown()
+    # Not by ``sys.exit``: threads may be inside a native library, which crashes if the interpreter is gone when it
+    # returns.
+    os._exit(code)
 
 
 def serve(channel: Channel) -> int:

@@ -8,9 +8,15 @@ from collections.abc import Callable
 
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.outlook import Outlook
-from penstock.scheduler.plan import RowResult, TokenLogprobs
+from penstock.scheduler.plan import RowFailure, RowResult, TokenLogprobs
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.request import Delta, Embedded, FinishReason
+
+_REASONS = {
+    RowFailure.COSTLY: FinishReason.GRAMMAR,
+    RowFailure.DEAD_END: FinishReason.DEAD_END,
+    RowFailure.SLOW: FinishReason.SLOW_CONSTRAINT,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +58,9 @@ class Answers:
             if num_tokens:
                 assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
             else:
-                assert row.num_computed <= choice.num_planned, f"row {row.row} is ahead of its plans"
+                # A row that decodes and sits out stands where it stood.
+                most = max(choice.num_planned, len(choice.token_ids) - 1)
+                assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
             choice.num_computed = row.num_computed
             self._planner.publish_confirmed(choice)
         if num_tokens:
@@ -65,7 +73,7 @@ class Answers:
             choice.live.request.sink(Embedded(choice.index, row.vector))
             self._end(choice, FinishReason.STOP)
         if row.failure:
-            self._break_off(choice, FinishReason.DEAD_END if row.is_dead_end else FinishReason.GRAMMAR, row.failure)
+            self._break_off(choice, _REASONS[row.failure_kind], row.failure)
 
     def limit(self, choice: Choice, max_tokens: int) -> None:
         """Output ends after so many tokens: at once, if there are as many."""

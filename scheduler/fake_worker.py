@@ -68,14 +68,14 @@ class FakeRow:
     """Those of the positions computed so far that its vector is of."""
     tags: list[int] = field(default_factory=list)
     """Of the KV of each position, as ``Slots`` made them."""
-    num_put_off: int = 0
-    """Steps in which its next token is put off: as many as its grammar has blanks, but none where the history that it
-    begins with ends with a block, which others may read as soon as it is planned."""
+    late_steps: str = ""
+    """Its grammar: a character for each step that could bring a token, a blank where the row sits out."""
 
-    def waits(self) -> bool:
-        """Whether this step is one of them."""
-        self.num_put_off -= 1
-        return self.num_put_off >= 0
+    def sits_out(self) -> bool:
+        """Whether its mask is late in this step."""
+        is_late = self.late_steps.startswith(" ")
+        self.late_steps = self.late_steps[1:]
+        return is_late
 
 
 class Slots(Protocol):
@@ -315,7 +315,7 @@ class FakeWorker:
             added.sampling,
             added.pooling,
             added.max_drafts,
-            num_put_off=added.grammar.count(" ") if len(added.token_ids) % self._facts.block_size else 0,
+            late_steps=added.grammar,
         )
         if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
             raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
@@ -328,10 +328,13 @@ class FakeWorker:
         row = self._rows[number]
         if not start == row.num_computed < end <= len(row.history):
             raise BrokenPlan(f"row {number} cannot compute {start} to {end}")
-        if end == len(row.history) and row.waits():
-            end -= 1
+        is_late = end == len(row.history) and row.sits_out()
+        if is_late and end % self._facts.block_size:
+            end -= 1  # else others may read the block as soon as it is planned
         self._slots.write(row, start, end)
         row.num_computed = end
+        if is_late:
+            row.num_computed = len(row.history) - 1
         if row.pooling is not None:
             return self._pool(row, start, end)
         last = min(end, row.num_prompt_tokens - 1)
@@ -339,7 +342,7 @@ class FakeWorker:
             known = row.history[start + 1 : last + 1]
             part = _logprobs(known, row.sampling.prompt_logprobs, start + 1)
             prompt_logprobs.append(PromptLogprobsPart(number, row.epoch, start + 1, part))
-        token_ids = [self._sample(row)] if end == len(row.history) else []
+        token_ids = [self._sample(row)] if end == len(row.history) and not is_late else []
         return self._result(row, token_ids)
 
     def _pool(self, row: FakeRow, start: int, end: int) -> RowResult:
@@ -362,7 +365,8 @@ class FakeWorker:
             raise BrokenPlan(f"row {number} is continued by {max_tokens} tokens")
         if start + max_tokens > self._facts.max_model_len:
             raise BrokenPlan(f"row {number} leaves the model's context")
-        if row.waits():
+        if row.sits_out():
+            self._slots.write(row, start, start + 1)
             return self._result(row, [])
         # As if a drafter had proposed all that it may, some of it right: all is computed, some accepted.
         num_drafted = min(max_tokens - 1, room)

@@ -58,8 +58,9 @@ class Outlook:
         work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
         drafted = [row for row in result.rows if row.num_drafted]
         num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
-        self._model.observe(work, seconds, num_drafted, num_tokens - len(drafted))
-        self._recent_s.append(seconds)
+        if result.computed_us:  # else all of its rows waited for something
+            self._model.observe(work, seconds, num_drafted, num_tokens - len(drafted))
+            self._recent_s.append(seconds)
         self._answered_at = self._clock()
         if work.chunks:
             self._prompts_at = self._answered_at

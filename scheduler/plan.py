@@ -144,6 +144,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top: list[float]
 
 
+class RowFailure(Enum):
+    """Why a row with a grammar cannot go on."""
+
+    COSTLY = "costly"
+    """Its grammar became too costly to follow: a limit on states or items was reached."""
+    DEAD_END = "dead_end"
+    """Nothing can follow its output by its grammar: the same request would fail again."""
+    SLOW = "slow"
+    """Its grammar took more time for each token than it may, again and again."""
+
+
 class RowResult(msgspec.Struct, array_like=True, gc=False):
     """What a step made of one row."""
 
@@ -152,18 +163,18 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     num_computed: int
     """Confirmed KV positions now: the row's KV is valid in ``[0, num_computed)``."""
     token_ids: list[int]
-    """Accepted tokens: none for a chunk that does not end the history or is pooled, nor of a row whose grammar is not
-    compiled yet; else 1 to ``max_tokens``."""
+    """Accepted tokens: none for a chunk that does not end the history or is pooled, nor of a row that has a grammar and
+    whose mask is late; else 1 to ``max_tokens``."""
     logprobs: TokenLogprobs | None = None
     vector: bytes | None = None
     """Of a pooled row whose history is computed: ``hidden_size`` float32 numbers in the machine's byte order."""
     num_drafted: int = 0
     """Drafts that were computed with it; ``len(token_ids) - 1`` of them were accepted."""
     failure: str = ""
-    """Why its output cannot go on, fit for its caller's eyes: its grammar became too costly to follow. Its tokens so
-    far are as good as ever, and it is not continued."""
-    is_dead_end: bool = False
-    """Whether it fails because nothing can follow its output by its grammar: the same request would fail again."""
+    """Why its output cannot go on, fit for its caller's eyes. Its tokens so far are as good as ever, and it is not
+    continued."""
+    failure_kind: RowFailure = RowFailure.COSTLY
+    """What kind of failure that is, if there is one."""
 
 
 class PromptLogprobsPart(msgspec.Struct, array_like=True, gc=False):
@@ -184,7 +195,7 @@ class StepResult(msgspec.Struct, array_like=True, gc=False):
     waited_us: int
     """How long the worker had nothing to do before this plan reached it; 0 if the plan was there already."""
     computed_us: int
-    """How long the step took."""
+    """How long the step took; 0 if all of its rows waited for masks, and nothing was computed."""
 
 
 class DraftMethod(Enum):

@@ -24,6 +24,8 @@ class FinishReason(Enum):
     """What its output must match became too costly to follow."""
     DEAD_END = auto()
     """What its output must match allowed a beginning that nothing can follow."""
+    SLOW_CONSTRAINT = auto()
+    """What its output must match took too long to follow, for one token after another."""
     INTERNAL = auto()
 
 

@@ -59,6 +59,7 @@ class Reason(Enum):
     NO_GRAMMARS = auto()
     GRAMMAR = auto()
     DEAD_END = auto()
+    SLOW_CONSTRAINT = auto()
     DEADLINE = auto()
     CANCELLED = auto()
     DRAINING = auto()
@@ -161,6 +162,11 @@ CATALOGUE: Mapping[Reason, Entry] = {
         _Code.INVALID_ARGUMENT,
         "the constraint allows a beginning of an output that nothing can follow; correct the constraint",
     ),
+    Reason.SLOW_CONSTRAINT: Entry(
+        _Code.RESOURCE_EXHAUSTED,
+        "the constraint takes too long to follow; make it smaller or less ambiguous",
+        DONT_RETRY,
+    ),
     Reason.DEADLINE: Entry(_Code.DEADLINE_EXCEEDED, "the deadline passed"),
     Reason.CANCELLED: Entry(_Code.CANCELLED, "cancelled by the client"),
     Reason.DRAINING: Entry(_Code.UNAVAILABLE, "the service takes no new requests; try another", 1000),
@@ -204,6 +210,7 @@ _ENDINGS: Mapping[FinishReason, Reason | None] = {
     FinishReason.SHUTDOWN: Reason.SHUTDOWN,
     FinishReason.GRAMMAR: Reason.GRAMMAR,
     FinishReason.DEAD_END: Reason.DEAD_END,
+    FinishReason.SLOW_CONSTRAINT: Reason.SLOW_CONSTRAINT,
     FinishReason.INTERNAL: Reason.INTERNAL,
 }
 

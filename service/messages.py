@@ -20,6 +20,7 @@ _REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
     FinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
     FinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
     FinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
+    FinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
     FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
 }
 

@@ -11,7 +11,8 @@ import torch
 
 from penstock.kernels.cpu import SampledToken, SamplingRow, address
 from penstock.kernels.reference_sampling import keyed_gumbel
-from penstock.models.lines import Line, Masks, Words
+from penstock.models.lines import Line, Masks
+from penstock.models.matcher import Words
 from penstock.models.rows import RowTable
 from penstock.models.sampler import sample_lines
 from penstock.models.sampling_rows import SamplingRows

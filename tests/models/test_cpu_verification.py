@@ -12,7 +12,8 @@ from penstock.models.backend import load_backend
 from penstock.models.batch import build_batch
 from penstock.models.cpu_backend import CpuBackend
 from penstock.models.drafter import Drafter, Proposal
-from penstock.models.lines import Masks, Words
+from penstock.models.lines import Masks
+from penstock.models.matcher import Words
 from penstock.models.rows import RowTable
 from penstock.models.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan

@@ -16,7 +16,8 @@ from penstock.models.backend import Backend, load_backend
 from penstock.models.batch import build_batch
 from penstock.models.draft_model import DraftModelDrafter, load as load_draft_model
 from penstock.models.drafter import Wanted
-from penstock.models.lines import Line, Masks, Words
+from penstock.models.lines import Line, Masks
+from penstock.models.matcher import Words
 from penstock.models.rows import RowTable
 from penstock.models.runner import _expect, _results
 from penstock.scheduler.plan import (

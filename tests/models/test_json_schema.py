@@ -8,7 +8,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.models.exact_numbers import integers_between
 from penstock.models.grammar import GrammarError, to_grammar
-from penstock.models.matcher import DEAD_END, FAILURE, RowMatcher
+from penstock.models.matcher import DEAD_END, FAILURE, CompiledGrammar, RowMatcher
+from penstock.scheduler.plan import RowFailure
 
 BYTES = LLTokenizer("byte")
 P = 2**53 + 1
@@ -233,10 +234,10 @@ def test_a_dead_end_is_told_from_what_is_too_costly():
     for compiled, failure in ((dead, DEAD_END), (costly, FAILURE)):
         known: Future[LLMatcher] = Future()
         known.set_result(compiled)
-        row = RowMatcher(known, 0, 256)
+        row = RowMatcher(CompiledGrammar(known), 0, 256)
         matcher = row.at(list(b"ab"), 2)
         if matcher is not None:
             matcher.compute_bitmask()
             row.fail(2)
         assert row.failure == failure
-        assert row.is_dead_end == (failure == DEAD_END)
+        assert row.failure_kind is (RowFailure.DEAD_END if failure == DEAD_END else RowFailure.COSTLY)

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.lane import sequence_work
-from penstock.scheduler.plan import SamplingParams, WorkerFacts
+from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
 from penstock.scheduler.request import Change, FinishReason, Speculation
 from penstock.scheduler.simulate import Simulation
 from penstock.scheduler.step_model import StepModel, StepWork
@@ -221,14 +221,16 @@ def test_a_grammar_that_fails_with_the_last_token_has_not_failed(new_world, new_
     assert received.finished.reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("late_steps", ["   ", "a  b c    d ef ", " " * 50])
 @pytest.mark.parametrize("max_tokens", [1, 20])
 @pytest.mark.parametrize("length", [1, 5, 16, 17])
-def test_a_first_token_that_is_put_off_comes_later(new_world, new_request, length, max_tokens):
-    """While a grammar is compiled; beside others, and with plans in flight that were made before it was known."""
+def test_a_token_of_a_row_that_sits_out_comes_later(new_world, new_request, length, max_tokens, late_steps):
+    """While its grammar is compiled or its mask is late; beside others, and with plans in flight that were made before
+    that was known."""
     world = new_world(budget=64)
     other = world.add(new_request("other", prompt(5, 3), max_tokens=20))
     received = world.add(
-        new_request("waiting", prompt(length), max_tokens=max_tokens, n=2, grammar="   ", max_drafts=2)
+        new_request("waiting", prompt(length), max_tokens=max_tokens, n=2, grammar=late_steps, max_drafts=2)
     )
     run(world)
     assert received.finished.reason is other.finished.reason is FinishReason.LENGTH
@@ -283,3 +285,21 @@ def test_times_are_predicted_by_what_is_accepted():
     took = ended_at - request.arrival
     assert simulation.scheduler.outlook.alone_s(request, sequence_work(20, 20, 16)) == pytest.approx(took, rel=0.25)
     assert took < 0.45, "61 steps would be longer"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (RowFailure.COSTLY, FinishReason.GRAMMAR),
+        (RowFailure.DEAD_END, FinishReason.DEAD_END),
+        (RowFailure.SLOW, FinishReason.SLOW_CONSTRAINT),
+    ],
+)
+def test_each_failure_of_a_grammar_ends_its_request_in_its_own_way(new_world, new_request, kind, reason):
+    world = new_world()
+    received = world.add(new_request("one", prompt(5), max_tokens=5, grammar="g"))
+    world.schedule()
+    result = world.worker.run(world.plans.popleft())
+    result.rows[0].failure, result.rows[0].failure_kind, result.rows[0].token_ids = "no more", kind, []
+    world.scheduler.update(result)
+    assert (received.finished.reason, received.finished.message) == (reason, "no more")

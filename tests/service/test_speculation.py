@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
 from penstock.service.config import ServeConfig, parse_config
 from penstock.service.flags import ConfigError
 from penstock.service.local import LocalServiceError, local_service
@@ -215,17 +215,21 @@ async def test_the_model_is_described_with_it(drafting, start_service):
 class FailingExecutor(FakeExecutor):
     """Its worker gives a row up with its tenth token."""
 
+    kind = RowFailure.COSTLY
+
     async def results(self):
         async for result in super().results():
             for row in result.rows:
                 if row.num_computed >= 18:
-                    row.failure = "the grammar is too costly"
+                    row.failure, row.failure_kind = "the grammar is too costly", self.kind
             yield result
 
 
-async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, details_of, new_reading):
+@pytest.mark.parametrize(("kind", "reason"), [(RowFailure.COSTLY, "GRAMMAR"), (RowFailure.SLOW, "SLOW_CONSTRAINT")])
+async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, details_of, new_reading, kind, reason):
     """What it had brought by then stays."""
     executor = FailingExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"))
+    executor.kind = kind
     service = await start_service(executor, SchedulerConfig())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.generation.Complete(request())
@@ -233,7 +237,7 @@ async def test_a_grammar_too_costly_to_follow_ends_its_request(start_service, de
     assert caught.value.details() == "the grammar is too costly"
     assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "-1"
     details = details_of(caught.value)
-    assert details["ErrorInfo"].reason == "GRAMMAR"
+    assert details["ErrorInfo"].reason == reason
     assert details["Finished"].reason == pb.FINISH_REASON_ERROR
 
     call = service.generation.Generate()

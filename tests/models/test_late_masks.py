@@ -1,0 +1,284 @@
+"""Rows whose masks are late or take too long: they sit out, their outputs are the same, and no other row waits."""
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.models import mask_round, matcher
+from penstock.models.backend import load_backend
+from penstock.models.drafter import Drafter, Proposal
+from penstock.models.drafting import Drafting
+from penstock.models.grammar import read_tokenizer, to_grammar
+from penstock.models.grammars import Grammars
+from penstock.models.matcher import TOO_SLOW, RowMatcher
+from penstock.models.runner import Runner
+from penstock.models.step_costs import StepCosts
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan, WorkerConfig
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+EOS = (4093, 4095)
+VOCAB_SIZE = 4096
+MAX_TOKENS = 60
+LONG = "The gate of a penstock meters the flow. " * 20
+KINDS = {
+    "choices": to_grammar("choices", json.dumps(["an apple a day", "a pear", LONG])),
+    "forced": to_grammar("choices", json.dumps([LONG])),
+    "regex": to_grammar("regex", r"[ab]{10}(cd|ef)+[0-9]{4,30}"),
+    "JSON schema": to_grammar(
+        "json_schema",
+        '{"type": "object", "properties": {"a rather long name": {"enum": ["apple", "pear"]}, "number": {"type":'
+        ' "integer", "minimum": 0, "maximum": 999}}, "required": ["a rather long name", "number"]}',
+    ),
+    "any JSON": to_grammar("any_json", ""),
+    "Lark": to_grammar("lark", 'start: "<call>" body "</call>"\nbody: /[a-z ]{5,20}/ | "(" body ")"'),
+    "ambiguous": to_grammar("lark", "start: s\ns: s s s | s s | /[a-e]/"),
+    "not forced": to_grammar("choices", json.dumps([LONG]), forces=False),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return read_tokenizer(str(DEMO), (), VOCAB_SIZE, EOS)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return load_backend(
+        WorkerConfig(
+            str(DEMO), backend="reference", dtype="float32", kv_cache_bytes=32 << 20, max_model_len=512,
+            tokenizer=str(DEMO), tokenizer_vocab_size=VOCAB_SIZE, eos_token_ids=EOS,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def make_world(backend, tokenizer):
+    def make(drafter=None, **options):
+        drafting = drafter and Drafting(drafter, 8, StepCosts(2048), runs_ahead=False, clock=lambda: 0.0)
+        return World(Runner(backend, drafting, Grammars(lambda: tokenizer, VOCAB_SIZE, **options)), tokenizer)
+
+    return make
+
+
+class Guesses(Drafter):
+    """Proposes tokens that may be right, and often are not."""
+
+    def __init__(self, tokenizer):
+        self.random = random.Random(1)
+        self.texts = [tokenizer.tokenize_str(text) for text in ("ababab", '"number": 1', " gate of", "aaaa", "0123")]
+
+    def propose(self, wanted):
+        proposals = [self.random.choice(self.texts)[:most] for _, most in wanted]
+        return [Proposal(token_ids, [0.9] * len(token_ids)) for token_ids in proposals]
+
+    def forget(self, row):
+        pass
+
+
+class World:
+    """Rows of one runner, all of them in each step, from their prompts to their ends."""
+
+    def __init__(self, runner, tokenizer):
+        self.runner, self.prompt = runner, tokenizer.tokenize_str("The fruit:")
+        self.outputs, self.failures, self.ended = {}, {}, set()
+        self.num_idle, self._added = 0, []
+
+    def add(self, number, grammar, seed=5, max_drafts=0, output=()):
+        history = [*self.prompt, *output]
+        blocks = list(range(number * 16, number * 16 + 16))
+        sampling = SamplingParams(temperature=1.0, seed=seed, stop_token_ids=EOS)
+        self._added.append(
+            AddedRow(number, 0, history, len(self.prompt), 0, blocks, sampling, None, max_drafts, grammar)
+        )
+        self.outputs[number] = list(output)
+
+    def step(self):
+        added, self._added = self._added, []
+        chunks = [Chunk(row.row, 0, len(row.token_ids)) for row in added]
+        running = self.outputs.keys() - self.ended - {row.row for row in added}
+        decodes = [Decode(number, 1 + self.max_drafts(number)) for number in sorted(running)]
+        plan = StepPlan(0, [], added, [], chunks, decodes, max_drafts=100)
+        for row in self.runner.run(plan).rows:
+            output = self.outputs[row.row]
+            output += row.token_ids
+            self.num_idle += not row.token_ids
+            stops = [index for index, token_id in enumerate(output) if token_id in EOS]
+            if stops:
+                del output[stops[0] + 1 :]
+            if row.failure:
+                self.failures[row.row] = (row.failure, row.failure_kind)
+            if row.failure or stops or len(output) >= MAX_TOKENS:
+                del output[MAX_TOKENS:]
+                self.ended.add(row.row)
+
+    def max_drafts(self, number):
+        return self.runner._rows[number].max_drafts
+
+    def run(self, until=lambda: False):
+        while self.outputs.keys() - self.ended and not until():
+            self.step()
+        return self.outputs
+
+    def drop(self):
+        self.runner.run(StepPlan(0, list(self.outputs), [], [], [], []))
+
+
+@pytest.fixture(scope="module")
+def oracle(backend, tokenizer):
+    """What each grammar's row outputs alone, where steps wait for masks and nothing is drafted."""
+    outputs = {}
+    for number, (kind, grammar) in enumerate(KINDS.items()):
+        world = World(Runner(backend, None, Grammars(lambda: tokenizer, VOCAB_SIZE, puts_off=False)), tokenizer)
+        world.add(0, grammar, seed=number)
+        outputs[kind] = world.run()[0]
+        world.drop()
+    return outputs
+
+
+def add_all(world, max_drafts=0):
+    for number, grammar in enumerate(KINDS.values()):
+        world.add(number, grammar, seed=number, max_drafts=max_drafts)
+
+
+def check(world, oracle):
+    assert not world.failures
+    assert dict(zip(KINDS, (world.outputs[number] for number in range(len(KINDS))), strict=True)) == oracle
+
+
+@pytest.mark.parametrize("max_drafts", [0, 6])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])
+def test_late_rows_output_what_they_would_in_time(monkeypatch, make_world, tokenizer, oracle, chance, max_drafts):
+    """Beside one another: masks are late at random, with drafts that are forced, right and wrong."""
+    drawn, fill = random.Random(2), mask_round.MaskTools.fill
+
+    def fill_late(self, *args):
+        if drawn.random() < chance:
+            time.sleep(0.002)
+        fill(self, *args)
+
+    monkeypatch.setattr(mask_round, "STEP_BUDGET_S", 0.0005)
+    monkeypatch.setattr(matcher, "MAX_FORCED_BYTES", 12)  # less than a row has drafts for
+    monkeypatch.setattr(mask_round.MaskTools, "fill", fill_late)
+    world = make_world(Guesses(tokenizer))
+    add_all(world, max_drafts)
+    world.run()
+    check(world, oracle)
+    world.drop()
+
+
+def test_rows_of_slow_grammars_output_what_they_would_in_time(monkeypatch, make_world, tokenizer, oracle):
+    """All of their masks are found out in the background."""
+    monkeypatch.setattr(matcher.CompiledGrammar, "is_apart", True)
+    world = make_world(Guesses(tokenizer))
+    add_all(world, max_drafts=6)
+    world.run()
+    check(world, oracle)
+    assert world.num_idle
+    world.drop()
+
+
+@pytest.mark.parametrize("length", [1, 7, 20, 59])
+def test_rows_go_on_after_a_crash_in_the_middle_of_forced_text(monkeypatch, make_world, oracle, length):
+    """Also those that are far behind, which catch up in the background."""
+    monkeypatch.setattr(matcher, "MAX_BEHIND", 10)
+    monkeypatch.setattr(matcher, "SLOW_CALL_S", 0.0)
+    world = make_world()
+    for number, (kind, grammar) in enumerate(KINDS.items()):
+        output = oracle[kind][:length]
+        if output[-1] not in EOS and len(output) < len(oracle[kind]):
+            world.add(number, grammar, seed=number, output=output)
+    for number, output in world.run().items():
+        assert output == list(oracle.values())[number]
+    assert not world.failures
+    world.drop()
+
+
+def test_no_row_waits_for_one_whose_mask_takes_long(monkeypatch, make_world, oracle):
+    """It goes on when its mask is there. Meanwhile another one with a grammar, and one without, reach their ends."""
+    go_on, blocked, fill = threading.Event(), threading.Event(), mask_round.MaskTools.fill
+    ambiguous = list(KINDS).index("ambiguous")
+    world = make_world()
+
+    def fill_blocked(self, plain, drafted, words):
+        row = world.runner._rows[ambiguous]
+        if row.matcher.library is not None and any(one is row.matcher.library for one, *_ in [*plain, *drafted]):
+            blocked.set()
+            go_on.wait()
+        fill(self, plain, drafted, words)
+
+    monkeypatch.setattr(mask_round.MaskTools, "fill", fill_blocked)
+    world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
+    world.add(2, KINDS["regex"], seed=2)
+    world.add(1, "", seed=2)
+    world.run(until=lambda: world.ended == {1, 2})
+    assert blocked.is_set()
+    assert world.outputs[ambiguous] == []
+    go_on.set()
+    world.run()
+    assert (world.outputs[2], world.outputs[ambiguous]) == (oracle["regex"], oracle["ambiguous"])
+    world.drop()
+
+
+def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, make_world, oracle):
+    """With an error of its own, and what it had brought by then."""
+    ambiguous = list(KINDS).index("ambiguous")
+    charge = RowMatcher.charge
+    world = make_world()
+
+    def charge_more(self, cpu_s):
+        is_slow = self is world.runner._rows[ambiguous].matcher
+        return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s)
+
+    monkeypatch.setattr(RowMatcher, "charge", charge_more)
+    world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
+    world.add(2, KINDS["regex"], seed=2)
+    world.run()
+    assert world.failures == {ambiguous: (TOO_SLOW, RowFailure.SLOW)}
+    output = world.outputs[ambiguous]
+    assert 3 <= len(output) < len(oracle["ambiguous"])
+    assert output == oracle["ambiguous"][: len(output)]
+    assert world.outputs[2] == oracle["regex"]
+    world.drop()
+
+
+def test_forced_text_is_tokenized_once_for_a_row(monkeypatch, make_world, tokenizer):
+    """In pieces, however long it is, and as the tokenizer does; the text is known to the library after the first."""
+    pieces, forced_tokens = [], RowMatcher._forced_tokens
+
+    def watched(self, *args):
+        token_ids = forced_tokens(self, *args)
+        pieces.append(len(token_ids))
+        return token_ids
+
+    monkeypatch.setattr(RowMatcher, "_forced_tokens", watched)
+    world = make_world()
+    world.add(0, KINDS["forced"])
+    output = world.run()[0]
+    expected = tokenizer.tokenize_str(LONG)
+    assert output == expected[:MAX_TOKENS]
+    assert max(pieces) > 10
+    assert sum(pieces) <= len(expected)
+    assert len(pieces) <= 2 + MAX_TOKENS // min(piece for piece in pieces if piece)
+    world.drop()
+
+
+def test_a_mask_that_cannot_be_computed_ends_its_row_alone(monkeypatch, make_world, oracle):
+    at = RowMatcher.at
+    world = make_world()
+
+    def broken(self, *args):
+        if self is world.runner._rows[0].matcher:
+            raise RuntimeError("a panic of the library")
+        return at(self, *args)
+
+    monkeypatch.setattr(RowMatcher, "at", broken)
+    world.add(0, KINDS["Lark"])
+    world.add(2, KINDS["regex"], seed=2)
+    world.run()
+    assert world.failures[0][1] is RowFailure.COSTLY
+    assert world.outputs[2] == oracle["regex"]
+    world.drop()
