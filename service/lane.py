@@ -1,6 +1,7 @@
 """Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
 
-Tenants take turns, a job each: whoever sends more than its share waits for itself alone.
+Tenants take turns, a job each, and a tenant never has all threads: whoever sends more than its share waits only for its
+own jobs. A job cannot be interrupted, so turns alone would have others wait until a long one ends.
 """
 
 import asyncio
@@ -27,7 +28,11 @@ class Lane:
     A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting_bytes: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_waiting_bytes: int, *, threads_per_tenant: int = 1) -> None:
+        """``threads_per_tenant``: how many of the threads may work for one tenant at a time."""
+        self._threads_per_tenant = threads_per_tenant
+        self._num_running: Counter[str] = Counter()
+        """Jobs that have begun and not ended, by tenant. The lock's."""
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: Counter[str] = Counter()
         """By tenant; what is being worked at included."""
@@ -52,8 +57,11 @@ class Lane:
         done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), tenant, num_bytes))
         with self._lock:
             self._queues.setdefault(tenant, {})[done] = work
-        self._threads.submit(self._do_next)
-        return await asyncio.wrap_future(done)
+        self._threads.submit(self._do_jobs)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            del done, work  # an error's traceback has this frame, and ``done`` has the error: a circle
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled, and nothing is waited for."""
@@ -63,19 +71,35 @@ class Lane:
         for done in waiting:
             done.cancel()
 
-    def _do_next(self) -> None:
-        """In a thread, once for each job; nothing is left to do for one that was cancelled."""
+    def _do_jobs(self) -> None:
+        """In a thread, until there is no job that may begin: each one that ends may let another begin."""
+        while (job := self._next_job()) is not None:
+            tenant, done, work = job
+            del job
+            try:
+                if done.set_running_or_notify_cancel():
+                    _work(done, work)
+            finally:
+                del done, work  # while this thread is idle its frame would hold the last job's input
+                with self._lock:
+                    self._num_running[tenant] -= 1
+                    if not self._num_running[tenant]:
+                        del self._num_running[tenant]
+
+    def _next_job(self) -> tuple[str, Future[Any], _Job] | None:
+        """Takes the job whose turn it is out of its queue."""
         with self._lock:
-            if not self._queues:
-                return
-            tenant, queue = next(iter(self._queues.items()))
+            free = (name for name in self._queues if self._num_running[name] < self._threads_per_tenant)
+            tenant = next(free, None)
+            if tenant is None:
+                return None
+            queue = self._queues.pop(tenant)
             done = next(iter(queue))
             work = queue.pop(done)
-            del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
-        if done.set_running_or_notify_cancel():
-            _work(done, work)
+            self._num_running[tenant] += 1
+            return tenant, done, work
 
     def _release(self, loop: asyncio.AbstractEventLoop, tenant: str, num_bytes: int, done: Future[Any]) -> None:
         if done.cancelled():

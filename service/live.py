@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from google.rpc import status_pb2
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.request import (
     Accepted,
@@ -123,9 +124,9 @@ class LiveRequest:
         """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
         that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
         try:
-            self._surroundings.converter.check(start)
             self._tenant = self._caller.tenant_for(start.tenant)
-            self._surroundings.engine.check_rates(self._tenant)
+            self._surroundings.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+            self._surroundings.converter.check(start)
             self._form = output_form(start)
             context = self._context()
             self._span = self._surroundings.telemetry.request(

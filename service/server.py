@@ -352,7 +352,9 @@ class _Running:
             ModelService(config.model_name, version, facts, tokenizer, lambda: engine.config, speculation, defaults),
             self._server,
         )
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+            TokenizerService(validator, self.pool, engine.charge), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         add_reflection((*SERVICES, health_name), self._server)
