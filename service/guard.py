@@ -21,6 +21,7 @@ from penstock.service.errors import (
     StatusError,
     code_of,
     from_exception,
+    release_frames,
     status_code,
     to_status,
     trailers,
@@ -74,9 +75,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def run(request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if handler.request_streaming:
-                parsed = _each(parse, _small_messages(context) if is_open else request_iterator)
+                parsed = _messages(parse, context, is_open)
             else:
-                parsed = _parsed(parse, await _only_message(context, is_open))
+                parsed = await _parsed(parse, await _only_message(context, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 async for message in outcome:
@@ -150,25 +151,26 @@ async def _read_small(context: grpc.aio.ServicerContext[Any, Any]) -> bytes | No
     return raw
 
 
-async def _small_messages(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-    while (raw := await _read_small(context)) is not None:
-        yield raw
-
-
-def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     # What the generated code gives as a parser is a method of the message's class.
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     if descriptor is not None:
-        check_parts(raw, descriptor)
+        await check_parts(raw, descriptor)
     try:
         return parse(raw)
     except DecodeError:
         raise ServiceError(Reason.MALFORMED_MESSAGE) from None
 
 
-async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for raw in raw_messages:
-        yield _parsed(parse, raw)
+async def _messages(
+    parse: Callable[[bytes], Any], context: grpc.aio.ServicerContext[Any, Any], is_open: bool
+) -> AsyncIterator[Any]:
+    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours."""
+    read = _read_small if is_open else _read
+    while (raw := await read(context)) is not None:
+        parsed = [await _parsed(parse, raw)]
+        del raw
+        yield parsed.pop()
 
 
 async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException, request_id: str) -> NoReturn:
@@ -183,18 +185,25 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], error: BaseException
         # The client went away while a message was on its way: nobody is left to be told.
         raise asyncio.CancelledError from None
     status = _status_of(error, request_id)
+    del error  # an error that is known has let go of its frames; this one would be in the next one's
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort(status_code(status), status.message, trailers(status))
     except (grpc.aio.InternalError, TimeoutError):
         raise asyncio.CancelledError from None
+    except grpc.aio.AbortError as aborted:
+        # gRPC's state of the call keeps it, and its frames have the call. Later: it is on its way to gRPC.
+        asyncio.get_running_loop().call_soon(release_frames, aborted)
+        raise
     raise AssertionError("abort always raises")
 
 
 def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+    known = from_exception(error)
+    if known is not None or isinstance(error, StatusError):
+        release_frames(error)
     if isinstance(error, StatusError):
         return error.status
-    known = from_exception(error)
     if known is None:
         _log.error("call %s: an error of our own", request_id, exc_info=error)
         known = ServiceError(Reason.INTERNAL)

@@ -46,10 +46,10 @@ class Caller:
         INVALID_FIELD for what is no name."""
         if named in ("", self.tenant):
             return self.tenant
-        if not self.may_act_for_others:
-            raise ServiceError(Reason.TENANT_DENIED, field="tenant")
         if not TENANT_NAME.fullmatch(named):
             raise invalid("tenant", "must be 1 to 64 letters, digits, '_', '.' and '-'")
+        if not self.may_act_for_others:
+            raise ServiceError(Reason.TENANT_DENIED, field="tenant")
         return named
 
 

@@ -37,6 +37,7 @@ from penstock.service.errors import (
     ending_status,
     from_exception,
     from_refusal,
+    release_frames,
     status_code,
     to_status,
 )
@@ -288,6 +289,8 @@ class LiveRequest:
         reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
         was_prepared = self._request is not None
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
+        if known is error or isinstance(error, Refused):  # else the log may not have written it yet
+            release_frames(error)
         # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
         if was_prepared:
             asyncio.get_running_loop().call_soon(self._abort, reason, "")
