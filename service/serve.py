@@ -32,7 +32,6 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, SpeculationConfig, WorkerConfig, WorkerFacts
-from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls, HttpCalls, Transport, metrics_call
 from penstock.service.config import PROGRAM, ServeConfig, parse_config
@@ -160,7 +159,7 @@ def prepare(config: ServeConfig) -> Prepared:
         max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        policy=Policy[config.scheduling_policy.upper()],
+        policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching,
         target_itl_s=config.target_itl / 1000 or None,
         default_tenant=tenants.default,
