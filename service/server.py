@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.clients.event_loop import calm_collector
+from penstock.clients.event_loop import MemoryWatch, calm_collector
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -224,7 +224,8 @@ class Server:
         """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the
         configured delay and grace; a second signal ends both."""
         calm_collector()
-        loop = asyncio.get_running_loop()
+        loop, memory = asyncio.get_running_loop(), MemoryWatch()
+        memory.start(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         try:
@@ -234,6 +235,7 @@ class Server:
                     await asyncio.wait_for(self._hurry.wait(), self._config.drain_delay_s)
             await self.stop(self._config.grace_s)
         finally:
+            memory.stop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 

@@ -14,7 +14,7 @@ import tokenizers
 from penstock.service.prompt_limit import PromptLimit
 from penstock.service.template_text import runs
 
-_WINDOW_CHARS = 64 << 10
+_WINDOW_CHARS = 16 << 10
 _USUAL_CHARS_PER_TOKEN = 8
 """More than usual texts have. Of a text that would still be too long with so many, the tokens are first estimated."""
 _ESTIMATE_FACTOR = 2
