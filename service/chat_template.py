@@ -6,6 +6,7 @@ The template is the operator's file, the messages are a caller's: it runs in Jin
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jinja2
@@ -132,9 +133,11 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except TemplateRefusal as refusal:
+            _clear_frames(refusal)
             raise invalid("chat", f"the model's chat template refuses it{self._reason(refusal)}") from None
         except Exception as error:
             # Whatever a template does with a caller's messages is a fault of this one request.
+            _clear_frames(error)
             raise invalid("chat", f"the model's chat template fails on it ({type(error).__name__})") from error
 
     def _reason(self, refusal: TemplateRefusal) -> str:
@@ -166,6 +169,21 @@ class ChatTemplate:
         if role == "developer" and role not in self._facts.roles:
             role = "system"
         return own_text(role) if role in self.roles else role
+
+
+def _clear_frames(error: Exception) -> None:
+    """Has the frames of a template that failed let go of the messages. jinja2 makes frames with the template's lines
+    for the traceback, and these and their callers hold each other: a circle, until the cycle collector comes by."""
+    entry = error.__traceback__
+    while entry is not None:
+        frame: FrameType | None = entry.tb_frame
+        while frame is not None:
+            try:
+                frame.clear()
+            except RuntimeError:
+                break  # it still runs, and so do its callers
+            frame = frame.f_back
+        entry = entry.tb_next
 
 
 def _as_call(call: ToolCall) -> dict[str, Any]:
