@@ -56,6 +56,8 @@ from penstock.service.tokenizer_files import TokenizerFacts, foresee_facts
 from penstock.service.watched_files import FileError
 
 USAGE_ERROR = 2
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that runs Python code, such as a template, keeps the event loop waiting; Python's own is 5 ms."""
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
@@ -94,6 +96,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     raise_open_files_limit()
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -16,6 +16,7 @@ class Process:
         self.num_bytes = 1 << 30
         self.garbage = 0
         self.num_collections = 0
+        self.num_trims = 0
 
     def size(self) -> int:
         return self.num_bytes
@@ -23,6 +24,9 @@ class Process:
     def grow(self, num_bytes: int, garbage: int = 0) -> None:
         self.num_bytes += num_bytes
         self.garbage += garbage
+
+    def trim(self) -> None:
+        self.num_trims += 1
 
     def collect(self) -> None:
         self.num_bytes -= self.garbage
@@ -37,7 +41,7 @@ async def process():
 
 @pytest.fixture
 async def watch(process):
-    watch = MemoryWatch(process.size, process.collect)
+    watch = MemoryWatch(process.size, process.collect, process.trim)
     watch.start(asyncio.get_running_loop())
     yield watch
     watch.stop()
@@ -69,6 +73,22 @@ async def test_garbage_is_not_taken_for_what_is_needed(process, watch):
     process.grow(COLLECT_AFTER_BYTES - 1)
     watch.look()
     assert process.num_collections == 1
+
+
+async def test_what_is_free_goes_back_to_the_system_now_and_then(process, watch, monkeypatch):
+    process.grow(COLLECT_AFTER_BYTES)
+    watch.look()
+    await until(lambda: process.num_trims == 1)
+    process.grow(COLLECT_AFTER_BYTES)
+    watch.look()
+    await asyncio.sleep(0.01)
+    assert process.num_trims == 1  # it has just been done
+    monkeypatch.setattr(event_loop, "TRIM_INTERVAL_S", 0.0)
+    watch.look()
+    await until(lambda: process.num_trims == 2)
+    watch.look()
+    await asyncio.sleep(0.01)
+    assert process.num_trims == 2
 
 
 async def test_it_looks_by_itself_until_it_is_stopped(process, monkeypatch):
