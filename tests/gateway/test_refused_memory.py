@@ -92,4 +92,3 @@ async def test_no_route_keeps_what_it_refuses(gateway, without_collector):
         grown[path] = await settled() - before
     most = NUM_TIMES * len(bodies(next(iter(PROMPTS)))) * MOST_BYTES + BUFFER_BYTES
     assert {path: num_bytes for path, num_bytes in grown.items() if num_bytes > most} == {}
-    print(grown)
