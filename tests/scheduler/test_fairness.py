@@ -225,13 +225,15 @@ def steps_of_another_tenant(world, new_request, held):
         step(world)
         num_steps += 1
     assert received.finished.usage.output_tokens == 20
+    assert not received.finished.timings.preemptions, "it has the fewest rows, so it keeps its blocks"
     world.drain()
     return num_steps
 
 
+@pytest.mark.parametrize("num_blocks", [18, 25, 33, 40])
 @pytest.mark.parametrize("held", [0, 4, 7])
-def test_streams_of_one_tenant_do_not_keep_the_blocks_from_another(world_type, new_request, held):
+def test_streams_of_one_tenant_do_not_keep_the_blocks_from_another(world_type, new_request, held, num_blocks):
     """Neither those that go on for long, nor those that nobody reads."""
     limits = config(policy=Policy.FAIR, max_num_seqs=16)
-    num_steps = steps_of_another_tenant(world_type(40, limits), new_request, held)
+    num_steps = steps_of_another_tenant(world_type(num_blocks, limits), new_request, held)
     assert num_steps <= 2 + steps_of_another_tenant(world_type(1000, limits), new_request, held)
