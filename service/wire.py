@@ -95,6 +95,7 @@ def _count(raw: bytes, message: Descriptor) -> Iterator[None]:
 
 
 def _too_many_entries(root: Descriptor, field: FieldDescriptor) -> ServiceError:
+    assert field.containing_type is not None
     path, bound = _maps_in(root)[field], FIELD_BOUNDS[field.containing_type.name][field.name]
     assert isinstance(bound, Biases), "the one kind of bound that a map has"
     return ServiceError(

@@ -72,6 +72,7 @@ def test_requests_come_no_faster_than_they_may(world, kind):
     with pytest.raises(Refused) as refused:
         scheduler.charge("a", kind)
     assert refused.value.kind is RefusalKind.TENANT_RATE
+    assert refused.value.retry_after_ms is not None
     assert 450 <= refused.value.retry_after_ms <= 500
     assert "try again in 0.5 s" in refused.value.message
     scheduler.charge("b", kind)

@@ -4,7 +4,7 @@ for each reason, by every method."""
 import asyncio
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle
 from typing import Any
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[str, pb.Start, str]] = {
 
 
 @pytest.fixture
-def held_bytes() -> Callable[[], int]:
+def held_bytes() -> Iterator[Callable[[], int]]:
     """Without the collector."""
     count = held_bytes_counter()
     gc.collect()

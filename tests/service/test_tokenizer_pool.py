@@ -80,7 +80,7 @@ async def test_tenants_take_turns_and_each_has_a_thread_at_a_time():
     gate = threading.Event()
     order: list[str] = []
     tenants = ["greedy"] * 4 + ["modest", "other"] * 2
-    blocked = [asyncio.ensure_future(lane.run(gate.wait, 100, "greedy"))]
+    blocked: list[asyncio.Future[object]] = [asyncio.ensure_future(lane.run(gate.wait, 100, "greedy"))]
     blocked += [asyncio.ensure_future(lane.run(partial(order.append, name), 100, name)) for name in tenants]
     await asyncio.sleep(0)
     gate.set()
