@@ -1,8 +1,21 @@
 """The event loop of programs that handle many messages."""
 
 import asyncio
+import ctypes
 import gc
+import os
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+COLLECT_AFTER_BYTES = 64 << 20
+"""Of growth of the process. The collector itself counts objects, and a few of them may hold hundreds of megabytes."""
+LOOK_INTERVAL_S = 1.0
+TRIM_INTERVAL_S = 10.0
+"""Giving 600 MB back takes 70 ms, in which nothing can be allocated."""
+_MEMORY = Path("/proc/self/statm")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -23,3 +36,64 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 100)
+
+
+class MemoryWatch:
+    """Runs the cycle collector when the process has grown by ``COLLECT_AFTER_BYTES`` since it last ran so, beside the
+    collector's own counts of objects; what is free then goes back to the system. Does nothing where the system does not
+    tell how large the process is."""
+
+    def __init__(
+        self,
+        resident_bytes: Callable[[], int] | None = None,
+        collect: Callable[[], object] = gc.collect,
+        trim: Callable[[], object] | None = None,
+    ) -> None:
+        self._resident_bytes = resident_bytes or _resident_bytes
+        self._collect = collect
+        self._trim = trim or _trim_heap
+        self._trimmed_at = -TRIM_INTERVAL_S
+        self._wants_trim = False
+        self._least_bytes = 0
+        """Since the last collection."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Looks once a second, until ``stop``."""
+        with suppress(OSError):
+            self._least_bytes = self._resident_bytes()
+            self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again, loop)
+
+    def stop(self) -> None:
+        """Safe to call twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def look(self) -> None:
+        """Collects if the process has grown enough."""
+        num_bytes = self._resident_bytes()
+        if num_bytes - self._least_bytes >= COLLECT_AFTER_BYTES:
+            self._collect()
+            self._least_bytes = self._resident_bytes()
+            self._wants_trim = True
+        else:
+            self._least_bytes = min(self._least_bytes, num_bytes)
+        if self._wants_trim and time.monotonic() >= self._trimmed_at + TRIM_INTERVAL_S:
+            self._wants_trim, self._trimmed_at = False, time.monotonic()
+            threading.Thread(target=self._trim, name="trim", daemon=True).start()
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(LOOK_INTERVAL_S, self._look_again, loop)
+        with suppress(OSError):
+            self.look()
+
+
+def _trim_heap() -> None:
+    """Has glibc give back what is free in the heap: by itself it gives back only what is free at its end."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """Raises OSError where the system has no such file."""
+    return int(_MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -2,7 +2,7 @@
 
 import math
 
-from penstock.scheduler.allowance import Allowance
+from penstock.scheduler.allowance import Allowance, Rated
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
 from penstock.scheduler.lineup import Queued
@@ -63,7 +63,7 @@ class Admission:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
         self._check_tenant(request, num_tenant_live)
-        check_rates(num_prompt_tokens, allowance, now)
+        check_tokens(num_prompt_tokens, allowance, now)
         if not self._has_room(own_queue, num_prompt_tokens, queue_share):
             self._check_queue(queue, num_prompt_tokens)
         if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
@@ -122,15 +122,25 @@ class Admission:
             )
 
 
-def check_rates(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
-    """Raises Refused, with the time after which the request would be taken if no other came before."""
-    wait_s = allowance.request_wait_s(now)
+_TOO_FAST = {
+    Rated.REQUEST: "sends requests faster than it may",
+    Rated.TOKENIZER_CALL: "calls the tokenizer faster than it may",
+}
+
+
+def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
+    """Raises Refused, with the time after which one more would be taken if no other came before."""
+    wait_s = allowance.wait_s(kind, now)
     if wait_s > 0:
         raise Refused(
             RefusalKind.TENANT_RATE,
-            f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s",
+            f"this tenant {_TOO_FAST[kind]}; try again in {wait_s:.3g} s",
             _retry_after_ms(wait_s),
         )
+
+
+def check_tokens(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
+    """Raises Refused, with the time after which the tenant has so many tokens left if none are used before."""
     wait_s = allowance.token_wait_s(num_prompt_tokens, now)
     if wait_s > 0:
         raise Refused(

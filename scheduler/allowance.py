@@ -1,15 +1,27 @@
-"""What a tenant may still have at a time: a rate of requests and a budget of tokens, each a bucket that fills steadily.
+"""What a tenant may still have at a time: a rate of requests, the same rate of calls of the tokenizer, and a budget of
+tokens, each a bucket that fills steadily.
 
 The token bucket of RFC 2697 in its simplest form: it holds ``capacity`` at most and gains ``per_s`` a second. What is
 only known afterwards, an output, is taken when it is there, even where the bucket then owes some: whoever comes next
 waits until that is made up for. Knows no clock: the time is handed in, by ``time.monotonic()``.
 """
 
+from enum import Enum, auto
+
 from penstock.scheduler.config import TenantLimits
 
 MIN_BURST = 1.0
 """Requests that may come at once, however low the rate is."""
 _S_PER_MINUTE = 60.0
+
+
+class Rated(Enum):
+    """What ``requests_per_second`` limits, each for itself."""
+
+    REQUEST = auto()
+    """To generate or to embed; counted when it arrives, so a request that is refused counts too."""
+    TOKENIZER_CALL = auto()
+    """Text to tokens or tokens to text. A gateway may make one for a request, which must not cost it two."""
 
 
 class Bucket:
@@ -44,34 +56,36 @@ class Bucket:
 
 
 class Allowance:
-    """A tenant's two buckets, where its limits ask for them."""
+    """A tenant's buckets, where its limits ask for them."""
 
-    __slots__ = ("_requests", "_tokens")
+    __slots__ = ("_rates", "_tokens")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
-        self._requests: Bucket | None = None
+        self._rates: dict[Rated, Bucket | None] = dict.fromkeys(Rated)
         self._tokens: Bucket | None = None
         self.reconfigure(limits, now)
 
     def reconfigure(self, limits: TenantLimits, now: float) -> None:
         """``limits`` hold from now on."""
         rate, budget = limits.requests_per_second, limits.tokens_per_minute
-        self._requests = _sized(self._requests, None if rate is None else max(MIN_BURST, rate), rate, now)
+        burst = None if rate is None else max(MIN_BURST, rate)
+        self._rates = {kind: _sized(bucket, burst, rate, now) for kind, bucket in self._rates.items()}
         self._tokens = _sized(self._tokens, budget, None if budget is None else budget / _S_PER_MINUTE, now)
 
-    def request_wait_s(self, now: float) -> float:
-        """How long until a request may come."""
-        return 0.0 if self._requests is None else self._requests.wait_s(1.0, now)
+    def wait_s(self, kind: Rated, now: float) -> float:
+        """How long until one more may come."""
+        bucket = self._rates[kind]
+        return 0.0 if bucket is None else bucket.wait_s(1.0, now)
 
     def token_wait_s(self, num_tokens: int, now: float) -> float:
         """How long until there are so many tokens, or as many as there can be."""
         return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
 
-    def take_request(self, num_prompt_tokens: int, now: float) -> None:
-        """A request was admitted."""
-        if self._requests is not None:
-            self._requests.take(1.0, now)
-        self.take_tokens(num_prompt_tokens, now)
+    def take(self, kind: Rated, now: float) -> None:
+        """One came."""
+        bucket = self._rates[kind]
+        if bucket is not None:
+            bucket.take(1.0, now)
 
     def take_tokens(self, num_tokens: int, now: float) -> None:
         """So many were used."""
@@ -80,7 +94,8 @@ class Allowance:
 
     def is_full(self, now: float) -> bool:
         """Whether nothing would be lost if this were made anew."""
-        return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in (self._requests, self._tokens))
+        buckets = (*self._rates.values(), self._tokens)
+        return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in buckets)
 
 
 def _sized(bucket: Bucket | None, capacity: float | None, per_s: float | None, now: float) -> Bucket | None:

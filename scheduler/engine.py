@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from penstock.kv.events import KvEventLog
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import WorkerFacts
@@ -105,10 +106,11 @@ class Engine:
             raise
         self._pump_soon()
 
-    def check_rates(self, tenant: str) -> None:
-        """Raises Refused where no request of a tenant would be taken now: before its prompt is tokenized."""
+    def charge(self, tenant: str, kind: Rated) -> None:
+        """Counts against a tenant's rate what comes, whatever becomes of it: before its text is tokenized. Raises
+        Refused where the rate is used up, and then nothing is counted."""
         if self._scheduler is not None:
-            self._scheduler.check_rates(tenant)
+            self._scheduler.charge(tenant, kind)
 
     def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
         """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""

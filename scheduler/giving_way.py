@@ -4,10 +4,11 @@ Rows whose output nobody reads go first. Then those that come after whoever is i
 priority, or the tenant with the most rows for its weight; among them the one that has the least to compute again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.choice import Choice
+from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.lineup import RunningRows
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.tenants import Tenants
@@ -43,14 +44,20 @@ class GivingWay:
         self._kv = kv
         self._tenants = tenants
 
-    def for_row(self, needy: Choice) -> Choice:
-        """Whose blocks a decoding row takes: its own, if nobody comes after it. Rows are planned in order of rank, so
-        whoever is chosen is not in the plan yet."""
+    def order(self, choice: Choice) -> tuple[float, Rank]:
+        """The order in which decoding rows are planned: where tenants take turns, those of the tenant with the fewest
+        rows for its weight come first, so that the rows of one with many are still there to give way."""
+        return (_excess(choice) if self._policy is Policy.FAIR else 0.0, choice.rank)
+
+    def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
+        """Whose blocks a decoding row takes: its own, if nobody comes after it. ``not_planned``: the decoding rows that
+        were not in the plan yet, some of which may have given way since; nobody in the plan may."""
         running = self._running
         if running.held:
             return self._cheapest(running.held)
-        rank = needy.rank
-        later = [choice for line in (running.prefilling, running.decoding) for choice in line if choice.rank > rank]
+        own = self.order(needy)
+        unplanned = chain(running.prefilling, (row for row in not_planned if row.state is ChoiceState.DECODING))
+        later = [choice for choice in unplanned if self.order(choice) > own]
         return self._cheapest(self._last(later)) if later else needy
 
     @property

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.admission import Admission, check_rates
+from penstock.scheduler.admission import Admission, check_rate, check_tokens
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
@@ -94,10 +95,14 @@ class Intake:
         predicted_s = self._outlook.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
         return rank_of(self._policy, request, predicted_s, number, choice)
 
-    def check_rates(self, tenant: str) -> None:
-        """Raises Refused where no request of a tenant would be taken now: before anything is spent on one."""
+    def check_rates(self, tenant: str, kind: Rated) -> None:
+        """Raises Refused where a tenant has used up its rate, or its tokens for a request: before anything is spent on
+        one."""
+        allowance, now = self._tenants.allowance(tenant), self._clock()
         try:
-            check_rates(1, self._tenants.allowance(tenant), self._clock())
+            check_rate(kind, allowance, now)
+            if kind is Rated.REQUEST:
+                check_tokens(1, allowance, now)
         except Refused:
             self._planner.counters.refused += 1
             raise

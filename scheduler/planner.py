@@ -6,7 +6,7 @@ blocks: only a decoding row can, and then it takes them from a row that gives wa
 drafts, which take nothing from anybody.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import NamedTuple
@@ -209,15 +209,17 @@ class Planner:
 
     def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, Choice]]:
         """A token for each row; returns those that may have drafts, with their places in the plan."""
-        decoding = self.running.decoding
+        # A copy, since rows may give way meanwhile.
+        rows = sorted(self.running.decoding, key=self._giving_way.order)
         drafting: list[tuple[int, Choice]] = []
-        index = decode_kv = 0
-        while index < len(decoding):
-            choice = decoding[index]
+        decode_kv = 0
+        for index, choice in enumerate(rows):
+            if choice.state is not ChoiceState.DECODING:
+                continue  # it gave way
             # The worst case: every token in flight is accepted, and each of them is computed now.
             num_slots = choice.length_bound
             if num_slots < choice.length_limit:
-                if num_slots > choice.capacity and not self._grow(plan, choice, num_slots):
+                if num_slots > choice.capacity and not self._grow(plan, choice, num_slots, rows[index + 1 :]):
                     continue
                 if choice.max_drafts:
                     drafting.append((len(plan.decodes), choice))
@@ -227,7 +229,6 @@ class Planner:
                 decode_kv += num_slots
             elif choice.complete_from is None:
                 choice.complete_from = plan.step
-            index += 1
         self.decode_kv = decode_kv
         return drafting
 
@@ -253,18 +254,18 @@ class Planner:
         if num_slots <= choice.capacity:
             return num_drafts
         num_new = self.kv.num_blocks_for(num_slots) - len(choice.block_ids)
-        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, choice, num_slots):
+        if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, choice, num_slots, ()):
             return num_drafts
         return choice.capacity - choice.length_bound
 
-    def _grow(self, plan: StepPlan, choice: Choice, num_slots: int) -> bool:
+    def _grow(self, plan: StepPlan, choice: Choice, num_slots: int, not_planned: Sequence[Choice]) -> bool:
         """Gives a row the blocks that it needs, taking them from rows that give way; False if it was the last and gave
-        way itself."""
+        way itself. ``not_planned``: the decoding rows that are not in the plan yet."""
         num_blocks = self.kv.num_blocks_for(num_slots)
         while (new := self.kv.grow(choice.block_ids, num_blocks)) is None:
             if self._pins.remove_all():
                 continue
-            victim = self._giving_way.for_row(choice)
+            victim = self._giving_way.for_row(choice, not_planned)
             needy = "it" if victim is choice else choice.live.request.request_id
             self._preempt(victim, lacked_blocks(needy, num_blocks - len(choice.block_ids)))
             if victim is choice:

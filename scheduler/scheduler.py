@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.answers import Answers
 from penstock.scheduler.choice import Choice, ChoiceState, LiveRequest
 from penstock.scheduler.config import SchedulerConfig
@@ -103,9 +104,11 @@ class Scheduler:
 
     # Requests in and out --------------------------------------------------------------------------------------------
 
-    def check_rates(self, tenant: str) -> None:
-        """Raises Refused where no request of a tenant would be taken now: before anything is spent on one."""
-        self._intake.check_rates(tenant)
+    def charge(self, tenant: str, kind: Rated) -> None:
+        """Counts against a tenant's rate what comes, whatever becomes of it: before anything is spent on it. Raises
+        Refused where the rate is used up, and then nothing is counted."""
+        self._intake.check_rates(tenant, kind)
+        self.tenants.charge(tenant, kind)
 
     def add(self, request: Request) -> None:
         """Takes a request into the queue and tells its sink. Raises Refused."""

@@ -12,7 +12,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator
 
-from penstock.scheduler.allowance import Allowance
+from penstock.scheduler.allowance import Allowance, Rated
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
 MAX_REMEMBERED = 4096
@@ -82,13 +82,19 @@ class Tenants:
         use = self._uses.get(name)
         return Allowance(self._config.tenant(name), self._clock()) if use is None else use.allowance
 
+    def charge(self, name: str, kind: Rated) -> None:
+        """Takes from a tenant's rate what comes, whatever becomes of it."""
+        if self._config.tenant(name).requests_per_second is None:
+            return
+        now = self._clock()
+        self._use(name, now).allowance.take(kind, now)
+        self._forget_some()
+
     def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
         """A request begins to live."""
         now = self._clock()
-        use = self._uses.get(name)
-        if use is None:
-            use = self._uses[name] = TenantUse(name, self._config.tenant(name), now)
-        use.allowance.take_request(num_prompt_tokens, now)
+        use = self._use(name, now)
+        use.allowance.take_tokens(num_prompt_tokens, now)
         if not use.num_waiting:
             turns = [other.turn for other in self._busy.values() if other.num_waiting]
             last_turn = 0.0 if self._last is None else self._last.turn
@@ -113,8 +119,7 @@ class Tenants:
         del self._busy[use.name]
         # Anew, so that no rounding error stays.
         self._total_weight = sum(other.limits.weight for other in self._busy.values())
-        if len(self._uses) > 2 * MAX_REMEMBERED:
-            self._forget()
+        self._forget_some()
 
     def charge_new(self) -> None:
         """A step is answered: what it chose is charged."""
@@ -159,8 +164,16 @@ class Tenants:
         """Those with the most live requests."""
         return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
 
-    def _forget(self) -> None:
+    def _use(self, name: str, now: float) -> TenantUse:
+        use = self._uses.get(name)
+        if use is None:
+            use = self._uses[name] = TenantUse(name, self._config.tenant(name), now)
+        return use
+
+    def _forget_some(self) -> None:
         """Those whose rates are untouched and that were served least since they were lifted lose the least by it."""
+        if len(self._uses) <= 2 * MAX_REMEMBERED:
+            return
         now = self._clock()
         idle = [use for use in self._uses.values() if not use.num_live]
         idle.sort(key=lambda use: (not use.allowance.is_full(now), use.turn))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from penstock.service.errors import Reason, ServiceError
+from penstock.service.errors import Reason, ServiceError, release_frames
 
 WRITE_PATIENCE_S = 60.0
 """How long a client may take to read one message, and an answer that is one."""
@@ -36,13 +36,9 @@ async def abort(
         # hold the call's metadata, and all that was read, until the cycle collector comes by.
         task = asyncio.current_task()
         assert task is not None
-        task.add_done_callback(lambda _, error=error: _forget(error))  # type: ignore[misc]
+        task.add_done_callback(lambda _, error=error: release_frames(error))  # type: ignore[misc]
         raise
     raise AssertionError("abort always raises")
-
-
-def _forget(error: BaseException) -> None:
-    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> None:

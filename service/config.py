@@ -19,6 +19,7 @@ from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.policy import Policy
 from penstock.service.connections import MAX_CONNECTIONS
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
 from penstock.service.host_flags import DEFAULT_HOST, check_listeners, host_port
@@ -268,13 +269,11 @@ class ServeConfig:
         1_000_000, "tokens of each tenant's contexts that are kept to be continued; all tenants together have 16 times "
         "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
     )  # fmt: skip
-    scheduling_policy: str = flag(
-        "fcfs",
-        "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time left, "
-        "fair the tenant that was served least for its weight",
-        choices=["fcfs", "priority", "deadline", "fair"],
-        group="scheduling",
-    )
+    scheduling_policy: str | None = flag(
+        None, "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time "
+        "left, fair the tenant that was served least for its weight", choices=["fcfs", "priority", "deadline", "fair"],
+        group="scheduling", shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
+    )  # fmt: skip
     target_itl: float = flag(
         0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
         "that fit; a high one favours prompts", metavar="MS", low=0, high=60_000,
@@ -378,6 +377,13 @@ class ServeConfig:
     def has_credentials(self) -> bool:
         """Whether callers must say who they are."""
         return self.api_keys_file is not None or self.jwt_jwks_file is not None
+
+    @property
+    def policy(self) -> Policy:
+        """Who goes first: by default tenants take turns where there are any, so that none can keep others waiting."""
+        if self.scheduling_policy is not None:
+            return Policy(self.scheduling_policy)
+        return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
 
     @property
     def needs_certificates(self) -> bool:

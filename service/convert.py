@@ -201,29 +201,34 @@ class Converter:
         kind = start.WhichOneof("prompt")
         truncation = self._truncation(start)
         if kind == "text":
-            return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation), salt, "text")
+            limit = self._pool.limit("text")
+            return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation, limit), salt, limit)
         if kind == "chat":
-            field, token_ids = "chat", self._tokenizer.encode_chat(parse_chat(start.chat))
+            limit = self._pool.limit("chat")
+            token_ids = self._tokenizer.encode_chat(parse_chat(start.chat), limit if truncation is None else None)
         else:
-            field, token_ids = "token_ids.ids", list(start.token_ids.ids)
-            self._validator.check_ids(token_ids, field)
-        return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, field)
+            limit, token_ids = self._pool.limit("token_ids.ids"), list(start.token_ids.ids)
+            self._validator.check_ids(token_ids, limit.field)
+        return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
     def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
         kind = start.WhichOneof("prompt")
-        more: list[int] = []
-        field: str = kind or "continue_from"
-        if kind == "text":
-            more = self._tokenizer.encode_after(start.text)
-        elif kind == "chat":
-            more = self._tokenizer.encode_chat_after(parse_chat(start.chat))
-        elif kind == "token_ids":
-            field, more = "token_ids.ids", list(start.token_ids.ids)
-            self._validator.check_ids(more, field)
+        field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)
+        limit = self._pool.limit_after(context, field)
+        most = limit if truncation is None else None
+        more: list[int] = []
+        if kind == "text":
+            more = self._tokenizer.encode_after(start.text, most)
+        elif kind == "chat":
+            more = self._tokenizer.encode_chat_after(parse_chat(start.chat), most)
+        elif kind == "token_ids":
+            more = list(start.token_ids.ids)
+            self._validator.check_ids(more, field)
         if truncation is not None and len(context.token_ids) + len(more) > truncation.max_tokens:
-            return self._pool.prompt(truncation.cut(context.token_ids + more), salt, field)
-        return self._pool.continued(context, more, salt, field)
+            cut = truncation.cut(context.token_ids + more)
+            return self._pool.prompt(cut, salt, self._pool.limit(field))
+        return self._pool.continued(context, more, salt, limit)
 
     def _truncation(self, start: pb.Start) -> Truncation | None:
         return Truncation.of(start, self._validator.limits.max_model_len - 1)

@@ -93,7 +93,8 @@ def _look_at(state: Any) -> tuple[Any, int]:
 
 
 async def _abort(context: Any, has_too_much: bool) -> None:
-    code, message, trailing = grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method", ()
+    code, message = grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method"
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
     if has_too_much:
         status = to_status(ServiceError(Reason.METADATA_TOO_LARGE), new_request_id())
         code, message, trailing = status_code(status), status.message, trailers(status)

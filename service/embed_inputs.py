@@ -111,12 +111,14 @@ class EmbedConverter:
 
     def _prompt(self, item: pb.EmbedInput, field: str, salt: bytes, truncation: Truncation | None) -> Prompt:
         if item.WhichOneof("input") == "text":
-            token_ids, field = self._pool.tokenizer.encode(item.text, True, truncation), f"{field}.text"
+            limit = self._pool.limit(f"{field}.text", room_for_output=0)
+            token_ids = self._pool.tokenizer.encode(item.text, True, truncation, limit)
         else:
-            token_ids, field = list(item.token_ids.ids), f"{field}.token_ids.ids"
-            self._validator.check_ids(token_ids, field)
+            limit = self._pool.limit(f"{field}.token_ids.ids", room_for_output=0)
+            token_ids = list(item.token_ids.ids)
+            self._validator.check_ids(token_ids, limit.field)
             token_ids = token_ids if truncation is None else truncation.cut(token_ids)
-        return self._pool.prompt(token_ids, salt, field, room_for_output=0)
+        return self._pool.prompt(token_ids, salt, limit)
 
     def fill(self, response: pb.EmbedResponse, vectors: Sequence[bytes], request: pb.EmbedRequest) -> None:
         """Puts the vectors, cut to ``vector_bytes``, into the answer as the request wants them; takes about 0.1 us a

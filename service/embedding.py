@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.request import Embedded, Event, Finished, FinishReason, Request, Timings, Usage
 from penstock.service.convert import Origin
@@ -92,9 +93,9 @@ class _LiveEmbedding:
             self._engine.abort(self._request_id, reason)
 
     async def _answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
-        self._converter.check(request)
         self._tenant = self._caller.tenant_for(request.tenant)
-        self._engine.check_rates(self._tenant)
+        self._engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+        self._converter.check(request)
         self._span = telemetry.request(self._request_id, self._tenant, _OPERATION, request.traceparent)
         self._vector_bytes = self._converter.vector_bytes(request)
         self._request = await self._prepared(request)

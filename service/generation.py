@@ -200,6 +200,7 @@ class _Stream:
         async for frame in frames:
             num_refused = self._num_refused
             self._take(frame)
+            del frame  # it may have megabytes, and the next one may not come for hours
             if self._num_refused > max(num_refused, MAX_REFUSED_IN_A_ROW):
                 await asyncio.sleep(REFUSED_PAUSE_S)
 

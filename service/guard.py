@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,6 +25,7 @@ from penstock.service.errors import (
     StatusError,
     code_of,
     from_exception,
+    release_frames,
     status_code,
     to_status,
     trailers,
@@ -79,12 +80,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def run(request_iterator: Any, context: Context, owner: str) -> Any:
             places = limits.open_messages if is_open else limits.messages
             if handler.request_streaming:
-                parsed = _each(parse, _messages(context, places, owner, is_open))
+                parsed = _messages(parse, context, places, owner, is_open)
             else:
-                parsed = _parsed(parse, await _only_message(context, places, owner, is_open))
+                parsed = await _parsed(parse, await _only_message(context, places, owner, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
-                await _write_all(context, outcome)
+                await _write_all(context, cast("AsyncGenerator[Any, None]", outcome))
                 return None
             message = await outcome
             if handler.response_streaming:
@@ -149,20 +150,6 @@ async def _only_message(context: Context, places: Places, owner: str, is_open: b
     return _small(message) if is_open else message
 
 
-async def _messages(context: Context, places: Places, owner: str, is_open: bool) -> AsyncIterator[bytes]:
-    """Reads the messages of a stream. Between those of a caller any time may pass, after the first."""
-    async with places.place(owner):
-        raw = await _read(context)
-    while raw is not None:
-        if not is_open:
-            yield raw
-            raw = await _read(context)
-            continue
-        yield _small(raw)
-        async with places.place(owner):
-            raw = await _read(context)
-
-
 async def _read(context: Context) -> bytes | None:
     """The next message; None after the last."""
     raw: Any = await context.read()
@@ -189,20 +176,35 @@ async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> N
             await write(context, message)
 
 
-def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     # What the generated code gives as a parser is a method of the message's class.
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
     if descriptor is not None:
-        check_parts(raw, descriptor)
+        await check_parts(raw, descriptor)
     try:
         return parse(raw)
     except DecodeError:
         raise ServiceError(Reason.MALFORMED_MESSAGE) from None
 
 
-async def _each(parse: Callable[[bytes], Any], raw_messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for raw in raw_messages:
-        yield _parsed(parse, raw)
+async def _messages(
+    parse: Callable[[bytes], Any], context: Context, places: Places, owner: str, is_open: bool
+) -> AsyncIterator[Any]:
+    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
+    those of a caller any time may pass, after the first."""
+    is_timed = True
+    while True:
+        if is_timed:
+            async with places.place(owner):
+                raw = await _read(context)
+        else:
+            raw = await _read(context)
+        if raw is None:
+            return
+        is_timed = is_open
+        parsed = [await _parsed(parse, _small(raw) if is_open else raw)]
+        del raw
+        yield parsed.pop()
 
 
 async def _end(context: Context, error: BaseException, request_id: str) -> NoReturn:
@@ -217,6 +219,7 @@ async def _end(context: Context, error: BaseException, request_id: str) -> NoRet
         # The client went away while a message was on its way: nobody is left to be told.
         raise asyncio.CancelledError from None
     status = _status_of(error, request_id)
+    del error  # an error that is known has let go of its frames; this one would be in the next one's
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort(context, status_code(status), status.message, trailers(status))
@@ -230,9 +233,11 @@ async def _end(context: Context, error: BaseException, request_id: str) -> NoRet
 
 
 def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+    known = from_exception(error)
+    if known is not None or isinstance(error, StatusError):
+        release_frames(error)
     if isinstance(error, StatusError):
         return error.status
-    known = from_exception(error)
     if known is None:
         _log.error("call %s: an error of our own", request_id, exc_info=error)
         known = ServiceError(Reason.INTERNAL)

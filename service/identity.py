@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from penstock.service.errors import Reason, ServiceError
+from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.watched_files import FileError, NamedFile
 
 DEFAULT_TENANT = "default"
@@ -42,9 +42,12 @@ class Caller:
     may_administer: bool = False
 
     def tenant_for(self, named: str) -> str:
-        """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED."""
+        """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED, and
+        INVALID_FIELD for what is no name."""
         if named in ("", self.tenant):
             return self.tenant
+        if not TENANT_NAME.fullmatch(named):
+            raise invalid("tenant", "must be 1 to 64 letters, digits, '_', '.' and '-'")
         if not self.may_act_for_others:
             raise ServiceError(Reason.TENANT_DENIED, field="tenant")
         return named

@@ -1,6 +1,7 @@
 """Threads that work beside the event loop, how much may wait for them, and whose turn it is. Knows nothing of the work.
 
-Tenants take turns, a job each: one that sends more than its share waits only for its own jobs. A job that waits for
+Tenants take turns, a job each, and no tenant has all threads: one that sends more than its share waits only for its own
+jobs. A job cannot be interrupted, so with turns only, others would wait until a long one ends. A job that waits for
 another process lets the next one run meanwhile.
 """
 
@@ -19,7 +20,7 @@ _BYTES_PER_JOB = 1024
 """What waiting costs besides the input."""
 
 _current = threading.local()
-"""The ``lane`` whose thread this is."""
+"""The ``lane`` whose thread this is, and the ``tenant`` whose job it does."""
 
 T = TypeVar("T")
 _Job = Callable[[], Any]
@@ -32,11 +33,11 @@ def giving_way() -> Iterator[None]:
     if lane is None:
         yield
         return
-    lane.pause()
+    lane.pause(_current.tenant)
     try:
         yield
     finally:
-        lane.resume()
+        lane.resume(_current.tenant)
 
 
 class Lane:
@@ -45,21 +46,31 @@ class Lane:
     A tenant may have as much as is still free: one alone fills half of the room, and leaves the other half to others.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting_bytes: int, num_giving_way: int = 0) -> None:
-        """``num_giving_way``: jobs that wait for other processes, besides ``num_threads`` that work."""
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        max_waiting_bytes: int,
+        *,
+        threads_per_tenant: int = 1,
+        num_giving_way: int = 0,
+    ) -> None:
+        """``threads_per_tenant``: how many of the threads may work for one tenant at a time. ``num_giving_way``: jobs
+        that wait for other processes, besides ``num_threads`` that work."""
         self._num_threads = num_threads
-        self._num_jobs = num_threads + num_giving_way
-        self._num_working = 0
-        """Threads that work or are about to. The lock's."""
-        self._running: Counter[str] = Counter()
-        """Jobs that have begun, by tenant. The lock's."""
+        self._threads_per_tenant = threads_per_tenant
+        self._max_jobs = num_threads + num_giving_way
+        self._jobs: Counter[str] = Counter()
+        """Those that have begun and not ended, by tenant. The lock's."""
+        self._working: Counter[str] = Counter()
+        """The same without those that give way. The lock's."""
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes: Counter[str] = Counter()
         """By tenant; what is being worked at included."""
         self._queues: dict[str, dict[Future[Any], _Job]] = {}
         """By tenant, without empty ones; whose turn it is comes first. The lock's."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(self._num_jobs, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str) -> T:
         """Runs ``work`` in a thread, when it is the tenant's turn; ``num_bytes`` is how much input it holds while it
@@ -77,10 +88,11 @@ class Lane:
         done.add_done_callback(functools.partial(self._release, asyncio.get_running_loop(), tenant, num_bytes))
         with self._lock:
             self._queues.setdefault(tenant, {})[done] = work
-            is_needed = self._take_turn()
-        if is_needed:
-            self._threads.submit(self._do_jobs)
-        return await asyncio.wrap_future(done)
+            self._wake_thread()
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            del done, work  # an error's traceback has this frame, and ``done`` has the error: a circle
 
     def close(self) -> None:
         """Ends the threads; work that has not begun is cancelled, and nothing is waited for."""
@@ -90,60 +102,64 @@ class Lane:
         for done in waiting:
             done.cancel()
 
-    def pause(self) -> None:
+    def pause(self, tenant: str) -> None:
         """In a thread whose job waits for another process: lets the next job begin."""
         with self._lock:
-            self._num_working -= 1
-            is_needed = self._take_turn()
-        if is_needed:
+            _count_down(self._working, tenant)
+            self._wake_thread()
+
+    def resume(self, tenant: str) -> None:
+        """In the same thread: the job goes on, beside the one that began."""
+        with self._lock:
+            self._working[tenant] += 1
+
+    def _wake_thread(self) -> None:
+        """Has a thread look for a job where one may begin. The lock is held."""
+        if self._next_tenant() is not None:
             with contextlib.suppress(RuntimeError):  # the lane was closed meanwhile
                 self._threads.submit(self._do_jobs)
 
-    def resume(self) -> None:
-        """In the same thread: the job goes on, beside the one that began."""
-        with self._lock:
-            self._num_working += 1
-
-    def _take_turn(self) -> bool:
-        """Whether one more thread is to do what is queued; it counts as working from here on. The lock is held."""
-        is_needed = bool(self._queues) and self._num_working < self._num_threads
-        self._num_working += is_needed
-        return is_needed
+    def _next_tenant(self) -> str | None:
+        """Whose job may begin now. The lock is held."""
+        free = self._max_jobs - self._jobs.total()
+        if free <= 0 or self._working.total() >= self._num_threads:
+            return None
+        most_jobs = max(free, self._threads_per_tenant)
+        for tenant in self._queues:
+            if self._working[tenant] < self._threads_per_tenant and self._jobs[tenant] < most_jobs:
+                return tenant
+        return None
 
     def _do_jobs(self) -> None:
-        """In a thread: one job after the other, while there are any that may begin."""
+        """In a thread, until there is no job that may begin: each one that ends may let others begin."""
         _current.lane = self
-        while (taken := self._take()) is not None:
-            tenant, done, work = taken
+        while (job := self._take_job()) is not None:
+            _current.tenant, done, work = job
+            del job
             try:
                 if done.set_running_or_notify_cancel():
                     _work(done, work)
             finally:
-                del done, work, taken
-                self._end(tenant)
+                del done, work  # while this thread is idle its frame would hold the last job's input
+                with self._lock:
+                    _count_down(self._working, _current.tenant)
+                    _count_down(self._jobs, _current.tenant)
 
-    def _take(self) -> tuple[str, Future[Any], _Job] | None:
-        """The next job that may begin; None ends the thread's turn."""
+    def _take_job(self) -> tuple[str, Future[Any], _Job] | None:
+        """Takes the job whose turn it is out of its queue."""
         with self._lock:
-            free = self._num_jobs - self._running.total()
-            tenant = next((tenant for tenant in self._queues if self._running[tenant] < free), None)
-            if tenant is None or self._num_working > self._num_threads:
-                self._num_working -= 1
+            tenant = self._next_tenant()
+            if tenant is None:
                 return None
-            queue = self._queues[tenant]
+            queue = self._queues.pop(tenant)
             done = next(iter(queue))
             work = queue.pop(done)
-            del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
-            self._running[tenant] += 1
+            self._working[tenant] += 1
+            self._jobs[tenant] += 1
+            self._wake_thread()  # the end of one job may let two others begin
             return tenant, done, work
-
-    def _end(self, tenant: str) -> None:
-        with self._lock:
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
 
     def _release(self, loop: asyncio.AbstractEventLoop, tenant: str, num_bytes: int, done: Future[Any]) -> None:
         if done.cancelled():
@@ -161,9 +177,13 @@ class Lane:
                 self._queues.pop(tenant, None)
 
     def _give_back(self, tenant: str, num_bytes: int) -> None:
-        self._waiting_bytes[tenant] -= num_bytes
-        if not self._waiting_bytes[tenant]:
-            del self._waiting_bytes[tenant]
+        _count_down(self._waiting_bytes, tenant, num_bytes)
+
+
+def _count_down(counts: Counter[str], tenant: str, number: int = 1) -> None:
+    counts[tenant] -= number
+    if not counts[tenant]:
+        del counts[tenant]
 
 
 def _work(done: Future[T], work: Callable[[], T]) -> None:

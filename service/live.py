@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from google.rpc import status_pb2
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from penstock.scheduler.allowance import Rated
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.request import (
     Accepted,
@@ -36,6 +37,7 @@ from penstock.service.errors import (
     ending_status,
     from_exception,
     from_refusal,
+    release_frames,
     status_code,
     to_status,
 )
@@ -123,9 +125,9 @@ class LiveRequest:
         """Checks the request and has it prepared; it enters the queue after the one that ``after`` prepares, unless
         that takes long. Never raises. ``start`` is not kept: its prompt may have 4 MiB."""
         try:
-            self._surroundings.converter.check(start)
             self._tenant = self._caller.tenant_for(start.tenant)
-            self._surroundings.engine.check_rates(self._tenant)
+            self._surroundings.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+            self._surroundings.converter.check(start)
             self._form = output_form(start)
             context = self._context()
             self._span = self._surroundings.telemetry.request(
@@ -287,6 +289,8 @@ class LiveRequest:
         reason = FinishReason.DEADLINE if known.reason is Reason.DEADLINE else FinishReason.INTERNAL
         was_prepared = self._request is not None
         self._finish(self._unqueued(reason), to_status(known, self.request_id))
+        if known is error or isinstance(error, Refused):  # else the log may not have written it yet
+            release_frames(error)
         # Whatever went wrong, the engine must not go on with it. Later, since this may be the engine calling.
         if was_prepared:
             asyncio.get_running_loop().call_soon(self._abort, reason, "")

@@ -36,7 +36,6 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, SpeculationConfig, WorkerConfig, WorkerFacts
-from penstock.scheduler.policy import Policy
 from penstock.scheduler.state import EngineState
 from penstock.service.calls import Administration, Calls, HttpCalls, Transport, metrics_call
 from penstock.service.config import PROGRAM, ServeConfig, parse_config
@@ -61,6 +60,8 @@ from penstock.service.tokenizer_files import TokenizerFacts, foresee_facts
 from penstock.service.watched_files import FileError
 
 USAGE_ERROR = 2
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that runs Python code, such as a template, keeps the event loop waiting; Python's own is 5 ms."""
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
@@ -101,6 +102,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     set_up_logging(config.log_format, config.log_level, holds_texts=True, handler=LogThread())
     _keep_one_arena()
     offer_service_to_oom_killer()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Threads of the tokenizer's own would compete with the worker for the cores, and we have a pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -176,7 +178,7 @@ def prepare(config: ServeConfig) -> Prepared:
         max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
-        policy=Policy[config.scheduling_policy.upper()],
+        policy=config.policy,
         enable_prefix_caching=config.enable_prefix_caching,
         target_itl_s=config.target_itl / 1000 or None,
         default_tenant=tenants.default,

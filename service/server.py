@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.clients.event_loop import calm_collector
+from penstock.clients.event_loop import MemoryWatch, calm_collector
 from penstock.models.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine import Engine
@@ -230,7 +230,8 @@ class Server:
         """For a process that is a service: serves until SIGTERM, SIGINT or ``request_stop``, then stops with the
         configured delay and grace; a second signal ends both."""
         calm_collector()
-        loop = asyncio.get_running_loop()
+        loop, memory = asyncio.get_running_loop(), MemoryWatch()
+        memory.start(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         try:
@@ -240,6 +241,7 @@ class Server:
                     await asyncio.wait_for(self._hurry.wait(), self._config.drain_delay_s)
             await self.stop(self._config.grace_s)
         finally:
+            memory.stop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
@@ -362,7 +364,9 @@ class _Running:
             ),
             self._server,
         )
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerService(validator, self.pool), self._server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+            TokenizerService(validator, self.pool, engine.charge), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         add_reflection((*SERVICES, health_name), self._server)

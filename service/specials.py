@@ -11,7 +11,16 @@ from itertools import groupby
 
 import tokenizers
 
+from penstock.service.prompt_limit import PromptLimit
 from penstock.service.template_text import runs
+
+_WINDOW_CHARS = 16 << 10
+_USUAL_CHARS_PER_TOKEN = 8
+"""More than usual texts have. Of a text that would still be too long with so many, the tokens are first estimated."""
+_ESTIMATE_FACTOR = 2
+_ESTIMATE_SLACK = 1024
+"""An estimate cuts words at the windows' ends, so it refuses a text only when it finds this much more than it may have:
+a window's ends change a few tokens."""
 
 
 class Specials:
@@ -30,6 +39,10 @@ class Specials:
         any_of_them = _any_of(sorted(self._id_of)) if self._id_of else "(?!)"
         self._templates = re.compile(any_of_them)
         self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
+        self.longest_name = max(map(len, self._id_of), default=0)
+        """Characters of the longest special token."""
+        self.takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        """Whether a token may stand for any number of spaces around it."""
         secret = f"\U0010fffd{secrets.token_hex(8)}"
         self._alias_of: dict[str, str] = {}
         self._single_words = frozenset(token.content for token in specials.values() if token.single_word)
@@ -45,20 +58,27 @@ class Specials:
         """Whether the model knows a special token as an ordinary piece too, as Unigram and word-level ones may: then
         text that looks like one is split."""
 
-    def encode(self, text: str, add_special_tokens: bool, *, follows: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool, *, follows: bool = False, limit: PromptLimit | None = None
+    ) -> list[int]:
         """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt.
-        ``follows``: it is no beginning, where some tokenizers add a space."""
+        ``follows``: it is no beginning, where some tokenizers add a space. Raises ServiceError where there are more
+        than ``limit`` allows."""
         if not self._splits and not follows:
-            return self._ids(text, add_special_tokens)
-        # A function, since a template of text would have the library hash the whole pattern each time.
-        split = self._beginnings.sub(lambda beginning: beginning[1] + self._splitter, text) if self._splits else text
+            return self._ids(text, add_special_tokens, limit)
+        split, num_splitters = text, 0
+        if self._splits:
+            # A function, since a template of text would have the library hash the whole pattern each time.
+            split, num_splitters = self._beginnings.subn(lambda beginning: beginning[1] + self._splitter, text)
         if follows:
             split = self._splitter + split
-        return [token_id for token_id in self._ids(split, add_special_tokens) if token_id != self._splitter_id]
+            num_splitters += 1
+        ids = self._ids(split, add_special_tokens, limit, num_splitters)
+        return [token_id for token_id in ids if token_id != self._splitter_id]
 
-    def encode_template(self, rendered: str, *, follows: bool = False) -> list[int]:
+    def encode_template(self, rendered: str, *, follows: bool = False, limit: PromptLimit | None = None) -> list[int]:
         """Ids of what a template rendered, with special tokens in text of its own alone; ``follows``: something comes
-        before it."""
+        before it. Raises ServiceError where there are more than ``limit`` allows."""
         parts = list(runs(rendered))
         whole = "".join(text for text, _ in parts)
         special_ids: list[int] = []
@@ -77,16 +97,41 @@ class Specials:
             aliased.append(self._templates.sub(alias, text) if is_own else text)
             num_chars += len(text)
         in_order = iter(special_ids)
-        encoded = self.encode("".join(aliased), False, follows=follows)
+        encoded = self.encode("".join(aliased), False, follows=follows, limit=limit)
         ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
         assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
         return ids
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    def _ids(
+        self, text: str, add_special_tokens: bool, limit: PromptLimit | None = None, num_splitters: int = 0
+    ) -> list[int]:
+        """``num_splitters`` of the ids are the splitter's, which count for nothing. Raises ServiceError."""
+        if limit is not None and self._has_far_too_many(text, limit.max_new_tokens + num_splitters):
+            limit.refuse()
+        encoding = self._encoding(text, add_special_tokens)
+        if limit is not None:
+            # Before the list is made: one of millions takes 100 MB, and Python's lock for as many milliseconds.
+            limit.check(len(encoding) - num_splitters)
         ids: list[int] = encoding.ids
         return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _has_far_too_many(self, text: str, max_tokens: int) -> bool:
+        """Whether a very long text has many more tokens than ``max_tokens``, by windows of it: the whole could take
+        seconds, and 100 bytes a token."""
+        if self.takes_spaces or len(text) <= max(_WINDOW_CHARS, _USUAL_CHARS_PER_TOKEN * max_tokens):
+            return False
+        most = _ESTIMATE_FACTOR * max_tokens + _ESTIMATE_SLACK
+        num_tokens = 0
+        for start in range(0, len(text), _WINDOW_CHARS):
+            num_tokens += len(self._encoding(text[start : start + _WINDOW_CHARS], False))
+            if num_tokens > most:
+                return True
+        return False
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from penstock.service.identity import DEFAULT_TENANT, Caller, current_caller
 from penstock.service.lane import Lane
 from penstock.service.longest_token import longest_token_bytes
 from penstock.service.pieces import Pieces, UnsupportedDecoder
+from penstock.service.prompt_limit import PromptLimit
 from penstock.service.reasoning import REASONING_MARKS, Reasoning
 from penstock.service.specials import Specials
 from penstock.service.template_renderers import DEFAULT_TIMEOUT_S
@@ -33,6 +34,8 @@ _LONG_BYTES = 64 << 10
 _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
 """Conversations whose templates take long: this many at a time let others pass them, with short prompts and with long
 ones."""
+_LONG_THREADS = 4
+"""For what is long: one tenant has one of them at a time, so that so many tenants do not wait for each other."""
 _NOBODY = Caller(DEFAULT_TENANT)
 """Outside of a call."""
 
@@ -71,6 +74,10 @@ class Tokenizer:
             raise TokenizerError(
                 f"{files.path}: too many special tokens begin with one another: use another model"
             ) from error
+        self._longest_rendered = None
+        """The most characters of a rendered template that one token stands for, where that is known."""
+        if self.longest_token_bytes is not None and not self._specials.takes_spaces:
+            self._longest_rendered = max(self.longest_token_bytes, self._specials.longest_name)
         self._library = library
         self._templates = files.templates
         self.reasoning = Reasoning(
@@ -112,35 +119,50 @@ class Tokenizer:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE, field="chat")
         return self._templates[name]
 
-    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+        limit: PromptLimit | None = None,
+    ) -> list[int]:
         """A caller's text. With ``add_special_tokens`` the tokenizer puts its own around it, such as a beginning of
-        sequence, which ``truncation`` leaves there; in the text there are none. Raises ServiceError."""
+        sequence, which ``truncation`` leaves there; in the text there are none. Raises ServiceError, also where there
+        are more tokens than ``limit`` allows, which does not count for a text that is truncated."""
         _check_size((text,), "text")
-        token_ids = self._specials.encode(text, add_special_tokens)
+        token_ids = self._specials.encode(text, add_special_tokens, limit=limit if truncation is None else None)
         if truncation is None or len(token_ids) <= truncation.max_tokens:
             return token_ids
         if not add_special_tokens or not self._library.num_special_tokens_to_add(False):
             return truncation.cut(token_ids)
         return truncation.cut_inside(token_ids, self._specials.encode(text, False))
 
-    def encode_chat(self, chat: Chat) -> list[int]:
+    def encode_chat(self, chat: Chat, limit: PromptLimit | None = None) -> list[int]:
         """A conversation: special tokens where the template has them, none where a text of the caller's does.
 
-        Raises ServiceError.
+        Raises ServiceError, also where there are more tokens than ``limit`` allows.
         """
-        return self._specials.encode_template(self._template_of(chat).render(chat))
+        rendered = self._template_of(chat).render(chat)
+        self._check_rendered(rendered, limit)
+        return self._specials.encode_template(rendered, limit=limit)
 
-    def encode_after(self, text: str) -> list[int]:
+    def encode_after(self, text: str, limit: PromptLimit | None = None) -> list[int]:
         """A caller's text that follows other tokens: tokenized by itself, without special tokens and without the space
-        that some tokenizers put before a beginning. Raises ServiceError."""
+        that some tokenizers put before a beginning. Raises ServiceError as ``encode`` does."""
         _check_size((text,), "text")
-        return self._specials.encode(text, False, follows=True)
+        return self._specials.encode(text, False, follows=True, limit=limit)
 
-    def encode_chat_after(self, chat: Chat) -> list[int]:
+    def encode_chat_after(self, chat: Chat, limit: PromptLimit | None = None) -> list[int]:
         """New messages of a conversation whose tokens end with an answer of the assistant's: the end of that turn, and
-        the messages. Raises ServiceError."""
-        template = self._template_of(chat)
-        return self._specials.encode_template(template.render_after_answer(chat), follows=True)
+        the messages. Raises ServiceError as ``encode_chat`` does."""
+        rendered = self._template_of(chat).render_after_answer(chat)
+        self._check_rendered(rendered, limit)
+        return self._specials.encode_template(rendered, follows=True, limit=limit)
+
+    def _check_rendered(self, rendered: str, limit: PromptLimit | None) -> None:
+        """Refuses what has too many tokens whatever they are. Raises ServiceError."""
+        if limit is not None and self._longest_rendered is not None:
+            limit.check_at_least(-(-len(rendered) // self._longest_rendered))
 
     def render_chat(self, chat: Chat) -> str:
         """A conversation as the text that the template makes of it. Raises ServiceError."""
@@ -209,9 +231,10 @@ def _check_size(texts: Iterable[str], field: str) -> None:
 
 
 class TokenizerPool:
-    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold. Tenants take turns.
+    """Runs what is slow off the event loop, in a few threads, and refuses more than it can hold. Tenants take turns,
+    and one tenant never has all threads.
 
-    Long texts have a thread of their own, so that a short one never waits for them. The threads run side by side: the
+    Long texts have threads of their own, so that a short one never waits for them. The threads run side by side: the
     library lets go of Python's lock while it encodes.
     """
 
@@ -224,14 +247,21 @@ class TokenizerPool:
         num_threads: int = 2,
         max_waiting_bytes: int = 64 << 20,
     ) -> None:
-        """``num_threads``: one for what is long, the others for the rest, for which there is at least one.
-        ``max_waiting_bytes`` may wait on either side, and half of that of one tenant."""
+        """``num_threads`` may work for one tenant: one on what is long, the others on the rest, for which there is at
+        least one. ``max_waiting_bytes`` may wait on either side, and half of that of one tenant."""
         self.tokenizer = tokenizer
         self._block_size = block_size
         self._max_prompt_tokens = max_prompt_tokens
         self._context = max_prompt_tokens + 1
-        self._short = Lane("tokenizer", max(1, num_threads - 1), max_waiting_bytes, _NUM_RENDERING)
-        self._long = Lane("tokenizer-long", 1, max_waiting_bytes, _NUM_RENDERING_LONG)
+        num_short = max(1, num_threads - 1)
+        self._short = Lane(
+            "tokenizer",
+            num_short + 1,
+            max_waiting_bytes,
+            threads_per_tenant=num_short,
+            num_giving_way=_NUM_RENDERING,
+        )
+        self._long = Lane("tokenizer-long", _LONG_THREADS, max_waiting_bytes, num_giving_way=_NUM_RENDERING_LONG)
 
     async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is how much input it holds while it waits. ``tenant``: whose work it
@@ -243,39 +273,32 @@ class TokenizerPool:
         lane = self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes, current_caller.get(_NOBODY).tenant if tenant is None else tenant)
 
+    def limit(self, field: str, room_for_output: int = 1) -> PromptLimit:
+        """The most tokens of a prompt that stands in ``field``, by the model's context."""
+        return PromptLimit(self._context - room_for_output, field)
+
+    def limit_after(self, context: Context, field: str) -> PromptLimit:
+        """The same for a prompt that begins with a context."""
+        return PromptLimit(self._max_prompt_tokens, field, len(context.token_ids))
+
     def check_text(self, text: str, field: str = "text", room_for_output: int = 1) -> None:
         """Refuses at once a prompt that has too many tokens whatever they are. Raises ServiceError."""
-        longest, most = self.tokenizer.longest_token_bytes, self._context - room_for_output
+        longest = self.tokenizer.longest_token_bytes
         # No character is less than a byte, so their number, which is there already, will do.
-        if longest is not None and len(text) > longest * most:
-            least = -(-len(text) // longest)
-            problem = f"must be 1 to {most:,} tokens; it has {least:,} at least"
-            raise invalid(field, problem, Reason.CONTEXT_LENGTH)
+        if longest is not None:
+            self.limit(field, room_for_output).check_at_least(-(-len(text) // longest))
 
-    def check_length(self, num_tokens: int, field: str, room_for_output: int = 1) -> None:
-        """Refuses a prompt that is empty, or longer than the model's context. Raises ServiceError."""
-        most = self._context - room_for_output
-        if not 1 <= num_tokens <= most:
-            reason = Reason.CONTEXT_LENGTH if num_tokens else Reason.INVALID_FIELD
-            raise invalid(field, f"must be 1 to {most:,} tokens; it has {num_tokens:,}", reason)
-
-    def prompt(self, token_ids: list[int], salt: bytes, field: str, room_for_output: int = 1) -> Prompt:
+    def prompt(self, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
         """Checks a prompt's ids and hashes its blocks; to be called in ``run``'s work. Raises ServiceError."""
-        self.check_length(len(token_ids), field, room_for_output)
-        self.tokenizer.check_ids(token_ids, field)
+        limit.check(len(token_ids))
+        self.tokenizer.check_ids(token_ids, limit.field)
         return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
 
-    def continued(self, context: Context, token_ids: list[int], salt: bytes, field: str) -> Prompt:
+    def continued(self, context: Context, token_ids: list[int], salt: bytes, limit: PromptLimit) -> Prompt:
         """The same for a prompt that begins with a context: that was checked once, and its known hashes still hold."""
+        limit.check(len(token_ids))
+        self.tokenizer.check_ids(token_ids, limit.field)
         whole = context.token_ids + token_ids
-        if len(whole) > self._max_prompt_tokens:
-            raise invalid(
-                field,
-                f"at most {self._max_prompt_tokens:,} tokens together with the context; they are {len(whole):,}, "
-                f"{len(context.token_ids):,} of them the context's",
-                Reason.CONTEXT_LENGTH,
-            )
-        self.tokenizer.check_ids(token_ids, field)
         known = context.block_hashes
         parent = known[-1] if known else b""
         rest = whole[len(known) * self._block_size :]

@@ -1,14 +1,16 @@
 """TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 
+from penstock.scheduler.allowance import Rated
 from penstock.service.bounds import Validator
 from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.identity import current_caller
 from penstock.service.text import text_offsets
 from penstock.service.text_size import utf8_bytes
 from penstock.service.tokenizer import TokenizerPool
@@ -26,15 +28,22 @@ _WithOffsets = TypeVar("_WithOffsets", pb.TokenizeResponse, pb.DetokenizeRespons
 
 
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
-    """Checks on the loop, works in the pool."""
+    """Checks on the loop, works in the pool.
 
-    def __init__(self, validator: Validator, pool: TokenizerPool) -> None:
+    Calls count against their tenant's rate, but for those of DescribeTokens: clients make them while they read a
+    stream, to name its tokens.
+    """
+
+    def __init__(self, validator: Validator, pool: TokenizerPool, charge: Callable[[str, Rated], None]) -> None:
+        """``charge`` counts a call of a tenant, or raises Refused."""
+        self._charge = charge
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text to ids."""
+        self._count_call()
         self._validator.check(request)
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
         truncation = Truncation.of(request, self._validator.limits.max_model_len)
@@ -47,6 +56,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Ids to text."""
+        self._count_call()
         self._validator.check(request)
         shows_specials = request.include_special_tokens
 
@@ -58,6 +68,9 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
             return self._with_offsets(response, request, token_ids, "token_ids", shows_specials)
 
         return await self._pool.run(work, request.ByteSize())
+
+    def _count_call(self) -> None:
+        self._charge(current_caller.get().tenant, Rated.TOKENIZER_CALL)
 
     def _with_offsets(
         self,
@@ -99,12 +112,14 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         """Messages to the prompt."""
+        self._count_call()
         self._validator.check(request)
         check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))
 
         def work() -> pb.RenderChatResponse:
             chat = parse_chat(request.chat)
             response = pb.RenderChatResponse(text=self._tokenizer.render_chat(chat))
+            _check_answer(response.ByteSize(), "chat")  # before the text is tokenized
             return _with_ids(response, self._tokenizer.encode_chat(chat), "chat")
 
         return await self._pool.run(work, request.ByteSize())

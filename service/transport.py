@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import grpc
 
+from penstock.clients.log_rate import LogRate
 from penstock.service.call_limits import MAX_MESSAGE_BYTES
 from penstock.service.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
 from penstock.service.listen import Address, ListenError
-from penstock.service.log_rate import LogRate
 from penstock.service.tls import ServerTls
 
 _STREAM_WINDOW_BYTES = 64 << 10

@@ -5,8 +5,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from penstock.clients.log_rate import LogRate
 from penstock.service.call_end import WRITE_PATIENCE_S, end_call
-from penstock.service.log_rate import LogRate
 
 LOOK_S = 1.0
 SOON_S = 5.0

@@ -107,6 +107,7 @@ class AnswerResponse(Response):
         except Abandoned:
             pass
         except (GatewayError, RequestFailed) as failure:
+            failure.__traceback__ = None  # the exchange keeps it, and its frames have the exchange: a circle
             error = as_gateway_error(failure, partial(self._caller_name, self._exchange.failed_index))
             if has_begun:
                 last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")

@@ -37,7 +37,7 @@ class Exchange:
         self._failure: RequestFailed | Abandoned | None = None
         self._nudged = False
         self._news = asyncio.Event()
-        self._has_come: Callable[[], bool] = lambda: False
+        self._has_come: Callable[[], bool] = _never
         """What is waited for, before ``pass_on`` or without it."""
         self._passing: tuple[Handler, asyncio.Future[None]] | None = None
         """What was given to ``pass_on``, and the end that it waits for."""
@@ -136,9 +136,12 @@ class Exchange:
     async def _until(self, has_come: Callable[[], bool]) -> None:
         """Who waits is woken once, not by each token."""
         self._has_come = has_come
-        while not has_come():
-            self._news.clear()
-            await self._news.wait()
+        try:
+            while not has_come():
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self._has_come = _never  # what is waited for knows this exchange, which has the prompts: a circle
 
     def _tell(self) -> None:
         """There is news. It is handled here and now, since each token is news: to wake a task for it costs more than to
@@ -175,6 +178,11 @@ class Exchange:
             of.setdefault(index, []).append(event)
         self._waiting[self._num_merged :] = [(index, event) for index, events in of.items() for event in merge(events)]
         self._num_merged = len(self._waiting)
+
+
+def _never() -> bool:
+    """What is waited for while nobody waits."""
+    return False
 
 
 class _Place:

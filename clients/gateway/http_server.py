@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.event_loop import calm_collector, loop_factory
+from penstock.clients.event_loop import MemoryWatch, calm_collector, loop_factory
 from penstock.clients.gateway.certificate import Certificate
 from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.http_connection import PatientProtocol
@@ -63,6 +63,7 @@ def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
         server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
         calm_collector()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            MemoryWatch().start(runner.get_loop())
             runner.run(server.serve([listener]))
         return 0 if server.started else 1
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.scheduler.allowance import Allowance, Bucket
+from penstock.scheduler.allowance import Allowance, Bucket, Rated
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.request import RefusalKind, Refused
 from penstock.scheduler.tenants import MAX_REMEMBERED, Tenants
@@ -43,8 +43,8 @@ class TestBucket:
         allowance, now, taken = Allowance(TenantLimits(requests_per_second=rate), 0.0), 0.0, []
         for gap in gaps:
             now += gap
-            if not allowance.request_wait_s(now):
-                allowance.take_request(1, now)
+            if not allowance.wait_s(Rated.REQUEST, now):
+                allowance.take(Rated.REQUEST, now)
                 taken.append(now)
         for first in range(0, len(taken), 7):
             for last in range(first, len(taken)):
@@ -63,30 +63,54 @@ def refusal(world, request):
     return refused.value
 
 
-def test_requests_come_no_faster_than_they_may(world, new_request):
+@pytest.mark.parametrize("kind", Rated)
+def test_requests_come_no_faster_than_they_may(world, kind):
     world = world(a=TenantLimits(requests_per_second=2))
+    scheduler = world.scheduler
+    for _ in range(2):
+        scheduler.charge("a", kind)
+    with pytest.raises(Refused) as refused:
+        scheduler.charge("a", kind)
+    assert refused.value.kind is RefusalKind.TENANT_RATE
+    assert refused.value.retry_after_ms is not None
+    assert 450 <= refused.value.retry_after_ms <= 500
+    assert "try again in 0.5 s" in refused.value.message
+    scheduler.charge("b", kind)
+    world.now += refused.value.retry_after_ms / 1000
+    scheduler.charge("a", kind)
+    with pytest.raises(Refused):
+        scheduler.charge("a", kind)
 
-    def request(number, tenant="a"):
-        return new_request(f"{tenant}{number}", [1, 2, 3], tenant=tenant, max_tokens=1)
 
-    for number in range(2):
-        assert world.add(request(number)) is not None
-    refused = refusal(world, request(2))
-    assert refused.kind is RefusalKind.TENANT_RATE
-    assert 450 <= refused.retry_after_ms <= 500
-    assert "try again in 0.5 s" in refused.message
-    assert world.add(request(3, "b")) is not None
-    world.now += refused.retry_after_ms / 1000
-    assert world.add(request(4)) is not None
-    assert refusal(world, request(5)).kind is RefusalKind.TENANT_RATE
+def test_requests_and_calls_of_the_tokenizer_are_counted_apart(world):
+    world = world(a=TenantLimits(requests_per_second=1))
+    world.scheduler.charge("a", Rated.REQUEST)
+    world.scheduler.charge("a", Rated.TOKENIZER_CALL)
+    with pytest.raises(Refused, match="calls the tokenizer faster"):
+        world.scheduler.charge("a", Rated.TOKENIZER_CALL)
+
+
+def test_tokens_that_are_used_up_stop_requests_and_no_call_of_the_tokenizer(world, new_request):
+    world = world(a=TenantLimits(tokens_per_minute=20))
+    assert world.add(new_request("first", [1] * 20, tenant="a", max_tokens=1)) is not None
+    with pytest.raises(Refused) as refused:
+        world.scheduler.charge("a", Rated.REQUEST)
+    assert refused.value.kind is RefusalKind.TENANT_TOKENS
+    world.scheduler.charge("a", Rated.TOKENIZER_CALL)
     world.drain()
 
 
-def test_what_is_refused_for_another_reason_takes_nothing(world, new_request):
-    world = world(a=TenantLimits(requests_per_second=1, max_prompt_tokens=4))
-    assert refusal(world, new_request("long", [1] * 5, tenant="a")).kind is RefusalKind.TENANT_CAP
-    assert world.add(new_request("short", [1], tenant="a")) is not None
-    world.drain()
+def test_tenants_without_a_rate_are_not_remembered_for_what_they_send(world):
+    world = world()
+    world.scheduler.charge("somebody", Rated.REQUEST)
+    assert not world.scheduler.tenants._uses
+
+
+def test_tenants_with_a_rate_are_remembered_within_a_bound():
+    tenants = Tenants(SchedulerConfig(default_tenant=TenantLimits(requests_per_second=1)), lambda: 0.0)
+    for number in range(3 * MAX_REMEMBERED):
+        tenants.charge(f"{number}", Rated.REQUEST)
+    assert len(tenants._uses) <= 2 * MAX_REMEMBERED
 
 
 def test_prompts_and_outputs_are_taken_from_the_budget(world, new_request):
@@ -114,19 +138,15 @@ def test_a_prompt_waits_until_it_fits_and_a_longer_one_until_all_is_there(world,
     world.drain()
 
 
-def test_limits_that_change_hold_at_once(world, new_request):
-    world = world()
-
-    def add(number):
-        return world.scheduler.add(new_request(f"{number}", [1], tenant="a", max_tokens=1))
-
-    add(1)
-    world.scheduler.reconfigure(SchedulerConfig(tenants={"a": TenantLimits(requests_per_second=1)}))
-    add(2)
+def test_limits_that_change_hold_at_once(world):
+    scheduler = world().scheduler
+    scheduler.charge("a", Rated.REQUEST)
+    scheduler.reconfigure(SchedulerConfig(tenants={"a": TenantLimits(requests_per_second=1)}))
+    scheduler.charge("a", Rated.REQUEST)
     with pytest.raises(Refused):
-        add(3)
-    world.scheduler.reconfigure(SchedulerConfig())
-    add(4)
+        scheduler.charge("a", Rated.REQUEST)
+    scheduler.reconfigure(SchedulerConfig())
+    scheduler.charge("a", Rated.REQUEST)
 
 
 def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants():

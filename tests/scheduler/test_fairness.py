@@ -207,3 +207,33 @@ def test_whoever_is_given_a_row_is_predicted_to_have_it(world_type, new_request,
         begins += 1
     assert begins < 4
     world.drain()
+
+
+def steps_of_another_tenant(world, new_request, held):
+    """How many steps a request takes beside a tenant whose streams want all blocks; ``held``: nobody reads them."""
+    for number in range(8):
+        world.add(new_request(f"a{number}", prompt(8, first=number), tenant="a", max_tokens=100))
+    for _ in range(25):
+        step(world)
+    for number in range(held):
+        world.scheduler.hold(f"a{number}", True)
+    for _ in range(10):
+        step(world)
+    received = world.add(new_request("b", prompt(8), tenant="b", max_tokens=20))
+    num_steps = 0
+    while "b" in world.alive():
+        step(world)
+        num_steps += 1
+    assert received.finished.usage.output_tokens == 20
+    assert not received.finished.timings.preemptions, "it has the fewest rows, so it keeps its blocks"
+    world.drain()
+    return num_steps
+
+
+@pytest.mark.parametrize("num_blocks", [18, 25, 33, 40])
+@pytest.mark.parametrize("held", [0, 4, 7])
+def test_streams_of_one_tenant_do_not_keep_the_blocks_from_another(world_type, new_request, held, num_blocks):
+    """Neither those that go on for long, nor those that nobody reads."""
+    limits = config(policy=Policy.FAIR, max_num_seqs=16)
+    num_steps = steps_of_another_tenant(world_type(num_blocks, limits), new_request, held)
+    assert num_steps <= 2 + steps_of_another_tenant(world_type(1000, limits), new_request, held)

@@ -365,7 +365,7 @@ def prompt_logprobs_repeated_after_preemption(patch):
 
 
 def victim_of_the_highest_rank(patch):
-    patch.setattr(GivingWay, "for_row", lambda giving_way, needy: min(giving_way._running, key=lambda c: c.rank))
+    patch.setattr(GivingWay, "for_row", lambda giving_way, needy, later: min(giving_way._running, key=lambda c: c.rank))
 
 
 def cache_kept_over_a_restart(patch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.scheduler.policy import Policy
 from penstock.service.config import ServeConfig, parse_config
 from penstock.service.flags import ConfigError
 
@@ -217,3 +218,18 @@ def test_a_models_name_for_clients(tmp_path):
     assert parse_config([str(tmp_path / "tiny")]).model_name == "tiny"
     assert parse_config(["Qwen/Qwen3-0.6B"]).model_name == "Qwen/Qwen3-0.6B"
     assert parse_config(["demo", "--served-model-name", "x"]).model_name == "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ([], Policy.FCFS),
+        (["--api-keys-file=keys"], Policy.FAIR),
+        (["--tenants-file=tenants.yaml"], Policy.FAIR),
+        (["--jwt-jwks-file=keys.json", "--jwt-issuer=i", "--jwt-audience=a"], Policy.FAIR),
+        (["--api-keys-file=keys", "--scheduling-policy=fcfs"], Policy.FCFS),
+        (["--scheduling-policy=deadline"], Policy.DEADLINE),
+    ],
+)
+def test_tenants_take_turns_by_default_where_there_are_any(arguments, policy):
+    assert parse_config(arguments).policy is policy

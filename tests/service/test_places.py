@@ -112,7 +112,7 @@ async def test_owners_who_wait_take_turns():
     (first,) = await holders(places, "x")
     waiting = [Holder(places, owner) for owner in "aaab"]
     await settle()
-    order = []
+    order: list[int] = []
     for _ in waiting:
         (first.leave if not order else waiting[order[-1]].leave).set()
         await settle()

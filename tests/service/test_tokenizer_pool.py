@@ -10,6 +10,7 @@ import pytest
 from penstock.kv.block_hash import hash_blocks
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.identity import Caller, current_caller
+from penstock.service.lane import Lane
 from penstock.service.tokenizer import TokenizerPool
 
 
@@ -22,11 +23,11 @@ def pool(byte_tokenizer):
 
 def test_prompts_come_with_their_block_hashes(pool):
     token_ids = pool.tokenizer.encode("What is a penstock?")
-    prompt = pool.prompt(token_ids, b"salt", "text")
+    prompt = pool.prompt(token_ids, b"salt", pool.limit("text"))
     assert prompt.token_ids == token_ids
     assert prompt.block_hashes == hash_blocks(token_ids, 4, b"salt")
     assert len(prompt.block_hashes) == len(token_ids) // 4 > 0
-    assert not set(prompt.block_hashes) & set(pool.prompt(token_ids, b"pepper", "text").block_hashes)
+    assert not set(prompt.block_hashes) & set(pool.prompt(token_ids, b"pepper", pool.limit("text")).block_hashes)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_prompts_come_with_their_block_hashes(pool):
 )
 def test_prompts_out_of_bounds_are_refused(pool, token_ids, problem):
     with pytest.raises(ServiceError, match=problem):
-        pool.prompt(token_ids, b"", "token_ids")
+        pool.prompt(token_ids, b"", pool.limit("token_ids"))
 
 
 async def test_a_text_far_too_long_is_refused_before_it_is_tokenized(pool):
@@ -73,29 +74,62 @@ async def test_a_tenant_leaves_room_for_others(pool):
     assert outcomes.count(True) == len(blocked) - len(refused)
 
 
-async def test_tenants_take_turns(pool):
+async def test_tenants_take_turns_and_each_has_a_thread_at_a_time():
+    """Here for one thread: see the next test for what more of them do."""
+    lane = Lane("test", 1, 100_000)
     gate = threading.Event()
     order: list[str] = []
     tenants = ["greedy"] * 4 + ["modest", "other"] * 2
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 100, "greedy"))]
-    blocked += [asyncio.ensure_future(pool.run(partial(order.append, name), 100, name)) for name in tenants]
+    blocked: list[asyncio.Future[object]] = [asyncio.ensure_future(lane.run(gate.wait, 100, "greedy"))]
+    blocked += [asyncio.ensure_future(lane.run(partial(order.append, name), 100, name)) for name in tenants]
     await asyncio.sleep(0)
     gate.set()
     await asyncio.gather(*blocked)
+    lane.close()
     assert order == ["greedy", "modest", "other"] * 2 + ["greedy"] * 2
+
+
+@pytest.mark.parametrize("num_bytes", [100, 100_000], ids=["short", "long"])
+async def test_nobody_waits_for_a_job_of_another_tenant(byte_tokenizer, num_bytes):
+    """A job cannot be interrupted, and one text may take seconds."""
+    pool = TokenizerPool(byte_tokenizer, block_size=4, max_prompt_tokens=50)
+    gate = threading.Event()
+    running: list[str] = []
+
+    def work(name: str) -> None:
+        running.append(name)
+        gate.wait()
+
+    greedy = [asyncio.ensure_future(pool.run(partial(work, "greedy"), num_bytes, "greedy")) for _ in range(8)]
+    try:
+        async with asyncio.timeout(120):
+            await pool.run(lambda: None, num_bytes, "modest")
+            assert running == ["greedy"]
+    finally:
+        gate.set()
+        await asyncio.gather(*greedy)
+        pool.close()
+    assert running == ["greedy"] * 8
+
+
+async def test_a_tenant_alone_has_as_many_threads_as_it_may(byte_tokenizer):
+    lane = Lane("test", 4, 100_000, threads_per_tenant=2)
+    both = threading.Barrier(2)
+    async with asyncio.timeout(120):
+        await asyncio.gather(*[lane.run(both.wait, 1, "a") for _ in range(6)])
+    lane.close()
 
 
 async def test_work_without_a_tenant_is_the_callers(pool):
     gate = threading.Event()
-    order: list[str] = []
-    blocked = [asyncio.ensure_future(pool.run(gate.wait, 100, "a"))]
-    for tenant in "aab":
+    blocked = []
+    for tenant in ("a", "a", "b"):
         current_caller.set(Caller(tenant))
-        blocked.append(asyncio.create_task(pool.run(partial(order.append, tenant), 100)))
+        blocked.append(asyncio.create_task(pool.run(gate.wait, 100)))
     await asyncio.sleep(0)
+    assert set(pool._short._waiting_bytes) == {"a", "b"}
     gate.set()
     await asyncio.gather(*blocked)
-    assert order == ["a", "b", "a"]
 
 
 class Input:

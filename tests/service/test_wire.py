@@ -1,10 +1,16 @@
 """What would take long to parse is refused before it is."""
 
+import asyncio
+
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import Descriptor
 
+from penstock.service import wire
+from penstock.service.bounds import FIELD_BOUNDS
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.wire import MAX_PARTS, check_parts
+from penstock.service.wire import MAX_MAP_ENTRIES, MAX_PARTS, check_parts
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20
@@ -43,11 +49,11 @@ class Looked(bytes):
 
 
 @pytest.mark.parametrize("name", EMPTY_PARTS)
-def test_millions_of_parts_are_not_counted_to_the_end(name):
+async def test_millions_of_parts_are_not_counted_to_the_end(name):
     message, content = EMPTY_PARTS[name]
     raw = Looked(content)
     with pytest.raises(ServiceError) as error:
-        check_parts(raw, message)
+        await check_parts(raw, message)
     assert raw.num_looks < 2 * MAX_PARTS + 100
     assert error.value.reason is Reason.TOO_EXPENSIVE
     assert "40,000" in error.value.message
@@ -65,29 +71,29 @@ def test_millions_of_parts_are_not_counted_to_the_end(name):
     ],
     ids=["no tag", "no number", "breaks off", "breaks off inside", "fixed", "groups"],
 )
-def test_what_is_no_message_is_left_to_the_parser(raw):
-    check_parts(raw, EMBED)
+async def test_what_is_no_message_is_left_to_the_parser(raw):
+    await check_parts(raw, EMBED)
 
 
-def test_the_largest_chat_is_taken():
+async def test_the_largest_chat_is_taken():
     message = pb.ChatMessage(role="assistant", content="x" * 500, tool_call_id="i", name="n")
     message.tool_calls.add(id="i", name="n", arguments="{}")
     chat = pb.Chat(messages=[message] * 4096, tools=["{}"] * 128, template_variables="{}", add_generation_prompt=True)
-    check_parts(tokenizer_pb2.RenderChatRequest(chat=chat).SerializeToString(), RENDER)
+    await check_parts(tokenizer_pb2.RenderChatRequest(chat=chat).SerializeToString(), RENDER)
 
 
-def test_long_texts_and_packed_ids_are_one_part_each():
+async def test_long_texts_and_packed_ids_are_one_part_each():
     start = pb.Start(text="x" * (4 * MIB))
-    check_parts(pb.GenerateRequest(start=start).SerializeToString(), pb.GenerateRequest.DESCRIPTOR)
+    await check_parts(pb.GenerateRequest(start=start).SerializeToString(), pb.GenerateRequest.DESCRIPTOR)
     ids = embedding_pb2.EmbedInput(token_ids=pb.TokenIds(ids=[300] * MIB))
-    check_parts(embedding_pb2.EmbedRequest(inputs=[ids]).SerializeToString(), EMBED)
+    await check_parts(embedding_pb2.EmbedRequest(inputs=[ids]).SerializeToString(), EMBED)
 
 
-def test_the_bound_itself_is_allowed():
+async def test_the_bound_itself_is_allowed():
     raw = inside(1, inside(1, b"xx")) * (MAX_PARTS // 2)
-    check_parts(raw, EMBED)
+    await check_parts(raw, EMBED)
     with pytest.raises(ServiceError):
-        check_parts(raw + inside(1, b""), EMBED)
+        await check_parts(raw + inside(1, b""), EMBED)
 
 
 @pytest.mark.parametrize("method", ["EmbeddingService/Embed", "GenerationService/Complete"])
@@ -97,6 +103,115 @@ async def test_a_call_is_refused_before_it_is_parsed(start_service, details_of, 
         await service.channel.unary_unary(f"/penstock.v1.{method}")(inside(1, b"") * (3 * MIB))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details_of(error.value)["ErrorInfo"].reason == "TOO_EXPENSIVE"
+
+
+START = 1
+"""The number of ``start`` in all of them."""
+
+
+def biases(num_entries: int, tag: bytes = b"\x72") -> bytes:
+    """Entries of ``logit_bias`` whose keys collide in protobuf's table."""
+    entries = (pb.Sampling(logit_bias={(number << 16) & 0xFFFFFFFF: 1.0}) for number in range(num_entries))
+    return b"".join(tag + entry.SerializeToString()[1:] for entry in entries)
+
+
+def started(sampling: bytes) -> bytes:
+    """The fields of a ``Start`` with it, in the messages that begin a request."""
+    number = pb.Start.DESCRIPTOR.fields_by_name["sampling"].number
+    return bytes(inside(START, inside(number, sampling)))
+
+
+WITH_BIASES = (pb.CompleteRequest, pb.GenerateOneRequest, pb.GenerateRequest)
+MANY_ENTRIES = {
+    "one map": started(biases(MAX_MAP_ENTRIES + 1)),
+    "the same key": started(b"\x72\x00" * (MAX_MAP_ENTRIES + 1)),
+    "parts that are merged": started(biases(MAX_MAP_ENTRIES)) + started(biases(1)),
+    "tags that are too long": started(biases(MAX_MAP_ENTRIES + 1, tag=b"\xf2\x00")),
+    "160 KiB": started(biases(13_000)),
+    "beside a text": inside(START, inside(2, b"a word or more " * 1000)) + started(biases(MAX_MAP_ENTRIES + 1)),
+}
+
+
+@pytest.mark.parametrize("message", WITH_BIASES)
+@pytest.mark.parametrize("name", MANY_ENTRIES)
+async def test_a_map_with_too_many_entries_is_refused_before_it_is_built(message, name):
+    raw = Looked(MANY_ENTRIES[name])
+    with pytest.raises(ServiceError) as error:
+        await check_parts(raw, message.DESCRIPTOR)
+    assert raw.num_looks < 6 * MAX_MAP_ENTRIES
+    assert error.value.reason is Reason.TOO_EXPENSIVE
+    assert error.value.field == "sampling.logit_bias"
+    assert "1,024 entries" in error.value.message
+
+
+@pytest.mark.parametrize("message", WITH_BIASES)
+async def test_a_map_that_is_a_little_too_large_is_left_to_the_validator(message):
+    """So that its request is refused alone, and not the stream that it comes by."""
+    await check_parts(started(biases(MAX_MAP_ENTRIES)), message.DESCRIPTOR)
+
+
+async def test_a_short_message_without_a_map_is_not_looked_at():
+    raw = Looked(inside(1, b"r" * 60_000))
+    await check_parts(raw, EMBED)
+    raw = Looked(inside(START, inside(2, b"x" * 60_000)))
+    await check_parts(raw, pb.GenerateRequest.DESCRIPTOR)
+    assert not raw.num_looks
+
+
+def maps_of_the_contract() -> set[tuple[str, str]]:
+    """(message, field), of all that the contract's messages have."""
+    found = set()
+    for name in FIELD_BOUNDS:
+        for module in (pb, embedding_pb2, tokenizer_pb2):
+            message = module.DESCRIPTOR.message_types_by_name.get(name)
+            fields = [] if message is None else message.fields
+            found |= {(name, each.name) for each in fields if each.message_type and is_entry(each.message_type)}
+    return found
+
+
+def is_entry(message: Descriptor) -> bool:
+    return bool(message.GetOptions().map_entry)
+
+
+def test_no_map_of_the_contract_may_have_as_many():
+    maps = maps_of_the_contract()
+    assert ("Sampling", "logit_bias") in maps
+    assert all(getattr(FIELD_BOUNDS[message][field], "high") < MAX_MAP_ENTRIES for message, field in maps)  # noqa: B009 - of its kind
+
+
+def test_maps_are_found_wherever_they_are():
+    """In a message of a message, in a map's own values, and in a message that holds itself."""
+    file = descriptor_pb2.FileDescriptorProto(name="nested.proto", package="nested", syntax="proto3")
+    inner, outer = file.message_type.add(name="Inner"), file.message_type.add(name="Outer")
+    for message, value in ((inner, None), (outer, ".nested.Inner")):
+        entry = message.nested_type.add(name="MEntry", options=descriptor_pb2.MessageOptions(map_entry=True))
+        entry.field.add(name="key", number=1, type="TYPE_STRING", label="LABEL_OPTIONAL")
+        kind = "TYPE_STRING" if value is None else "TYPE_MESSAGE"
+        entry.field.add(name="value", number=2, type=kind, type_name=value, label="LABEL_OPTIONAL")
+        path = f".nested.{message.name}.MEntry"
+        message.field.add(name="m", number=40, type="TYPE_MESSAGE", type_name=path, label="LABEL_REPEATED")
+    outer.field.add(name="again", number=3, type="TYPE_MESSAGE", type_name=".nested.Outer", label="LABEL_REPEATED")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = wire._maps_in(pool.FindMessageTypeByName("nested.Outer"))
+    assert set(found.values()) == {"m", "m.value.m"}
+
+
+async def test_the_event_loop_turns_while_parts_are_counted():
+    counting = asyncio.ensure_future(check_parts(inside(1, inside(1, b"xx")) * (MAX_PARTS // 2), EMBED))
+    turns = 0
+    while not counting.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 5
+
+
+async def test_a_call_with_a_map_of_colliding_keys_is_refused_by_its_field(start_service, details_of):
+    service = await start_service()
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await service.channel.unary_unary("/penstock.v1.GenerationService/Complete")(MANY_ENTRIES["160 KiB"])
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details_of(error.value)["BadRequest"].field_violations[0].field == "sampling.logit_bias"
 
 
 async def test_a_message_of_a_stream_is_refused_before_it_is_parsed(start_service, details_of):

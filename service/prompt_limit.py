@@ -1,0 +1,48 @@
+"""The most tokens that a prompt may have, and the errors for one that has more. Knows no tokenizer."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from penstock.service.errors import Reason, ServiceError, invalid
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """Of one prompt."""
+
+    max_tokens: int
+    """With those of the context."""
+    field: str
+    """Where the prompt stands in its request."""
+    num_context_tokens: int = 0
+    """Of the context that the prompt continues."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Without those of the context."""
+        return self.max_tokens - self.num_context_tokens
+
+    def check(self, num_tokens: int) -> None:
+        """Refuses a prompt that has too many tokens, or none; they do not include the context's. Raises ServiceError
+        CONTEXT_LENGTH."""
+        if num_tokens > self.max_new_tokens:
+            self.refuse(f"{num_tokens + self.num_context_tokens:,}")
+        if not num_tokens and not self.num_context_tokens:
+            raise invalid(self.field, f"must be 1 to {self.max_tokens:,} tokens; it has 0")
+
+    def check_at_least(self, num_tokens: int) -> None:
+        """The same of a prompt that has at least so many."""
+        if num_tokens > self.max_new_tokens:
+            self.refuse(f"{num_tokens + self.num_context_tokens:,} at least")
+
+    def refuse(self, what: str = "more") -> NoReturn:
+        """Raises the error for a prompt that has too many tokens, ``what`` of them."""
+        if not self.num_context_tokens:
+            raise self._error(f"must be 1 to {self.max_tokens:,} tokens; it has {what}")
+        raise self._error(
+            f"at most {self.max_tokens:,} tokens together with the context; they are {what}, "
+            f"{self.num_context_tokens:,} of them the context's"
+        )
+
+    def _error(self, problem: str) -> ServiceError:
+        return invalid(self.field, problem, Reason.CONTEXT_LENGTH)

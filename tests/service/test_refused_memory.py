@@ -1,0 +1,235 @@
+"""What is refused leaves nothing behind, without the cycle collector's help: bodies as large as they may be, refused
+for each reason, by every method."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import cycle
+from typing import Any
+
+import grpc
+import pytest
+import tokenizers
+from memory import held_bytes_counter
+from tokenizers import normalizers
+from waiting import until
+
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.service.call_limits import MAX_MESSAGE_BYTES
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.identity import ACCESS, Caller
+from penstock.service.tokenizer import Tokenizer
+from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
+
+MIB = 1 << 20
+NUM_REFUSALS = 50
+MOST_BYTES = 64 << 10
+"""That each may leave behind."""
+MOST_OBJECTS = 40
+"""Small ones of gRPC's, on both sides. A traceback with its frames would be 60 more."""
+BUFFER_BYTES = 8 * MIB
+"""What gRPC keeps for a connection on which large messages came, more or less."""
+TEXT = "x y " * (MIB - 64)
+GENERATION = "/penstock.v1.GenerationService"
+
+
+class Keys:
+    """A key is its tenant's name; an operator's begins with ``ops``."""
+
+    def authenticate(self, metadata: Any) -> Caller:
+        key = dict(metadata).get("authorization")
+        if key is None:
+            raise ServiceError(Reason.UNAUTHENTICATED)
+        return Caller(key, may_administer=key.startswith("ops"))
+
+
+def chat(**fields: Any) -> pb.Chat:
+    return pb.Chat(messages=[pb.ChatMessage(role="user", content=TEXT)], **fields)
+
+
+def start(**fields: Any) -> pb.Start:
+    return pb.Start(**({"text": TEXT} | fields))
+
+
+def cut(**fields: Any) -> pb.Start:
+    """Its prompt is cut, and so not too long."""
+    return pb.Start(token_ids=pb.TokenIds(ids=[1] * MIB), truncate_prompt_tokens=8, **fields)
+
+
+REFUSED: dict[str, tuple[str, pb.Start, str]] = {
+    "a text that is too long": ("any", start(), "tokens; it has"),
+    "a chat that is too long": ("any", pb.Start(chat=chat()), "tokens; it has"),
+    "too many ids": ("any", pb.Start(token_ids=pb.TokenIds(ids=[1] * MIB)), "token_ids.ids"),
+    "a field out of bounds": ("any", start(sampling=pb.Sampling(temperature=1000)), "temperature"),
+    "an unknown role": ("any", pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="x", content=TEXT)])), "role"),
+    "variables that are no JSON": ("any", pb.Start(chat=chat(template_variables="[")), "template_variables"),
+    "a template that refuses": ("any", pb.Start(chat=chat(template_variables='{"refuse": 1}')), "refuses it"),
+    "variables that the template fails on": ("any", pb.Start(chat=chat(template_variables='{"fail": 1}')), "fails"),
+    "tools that are no JSON": (
+        "any",
+        pb.Start(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], tools=["[" + TEXT])),
+        "chat.tools",
+    ),
+    "a constraint that is none": (
+        "any",
+        cut(constraint=constraint_pb2.Constraint(regex="(")),
+        "constraint",
+    ),
+    "another tenant": ("any", start(tenant="other"), "tenant"),
+    "no context": ("any", cut(continue_from="nothing"), "no context"),
+    "a tenant's cap": ("capped", cut(), "at most 4"),
+    "a tenant's rate": ("limited", start(), "faster than it may"),
+    "a deadline": ("any", cut(timeout_ms=1), "deadline"),
+}
+"""Who sends it, what, and a part of the refusal."""
+
+
+@pytest.fixture
+def held_bytes() -> Iterator[Callable[[], int]]:
+    """Without the collector."""
+    count = held_bytes_counter()
+    gc.collect()
+    gc.disable()
+    yield count
+    gc.enable()
+
+
+@pytest.fixture
+async def service(start_service, byte_tokenizer_path, tmp_path):
+    """Its template shows tools and fails on a variable. How long its tokens are is not known, so that what is too long
+    is tokenized."""
+    library = tokenizers.Tokenizer.from_file(str(byte_tokenizer_path / "tokenizer.json"))
+    library.normalizer = normalizers.NFC()
+    library.save(str(tmp_path / "tokenizer.json"))
+    template = (
+        "{{ 1 // (0 if fail else 1) }}{% if refuse %}{{ raise_exception('no') }}{% endif %}{{ tools }}"
+        "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    limits = {"capped": TenantLimits(max_prompt_tokens=4), "limited": TenantLimits(requests_per_second=0.001)}
+    return await start_service(
+        scheduler=SchedulerConfig(tenants=limits),
+        tokenizer=Tokenizer.load(tmp_path),
+        authenticator=Keys(),
+        admin_listen="127.0.0.1:0",
+    )
+
+
+class Sender:
+    """Sends messages as they are on the wire, the same bytes again and again."""
+
+    def __init__(self, service: Any, held_bytes: Callable[[], int]) -> None:
+        self._service = service
+        self._held_bytes = held_bytes
+
+    async def said(self, method: str, raw: list[bytes], tenant: str = "any") -> str:
+        """How a call ended, and what it brought before."""
+        channel = self._service.admin_channel if "Admin" in method else self._service.channel
+        metadata = (("authorization", tenant),) if tenant else ()
+        call = channel.stream_stream(method)(iter(raw), metadata=metadata)
+        said = []
+        with suppress(grpc.aio.AioRpcError):
+            while (raw_answer := await call.read()) is not grpc.aio.EOF:
+                said.append(str(pb.GenerateResponse.FromString(raw_answer)) if method.endswith("Generate") else "OK")
+        return f"{said} {await call.code()} {await call.details()}"
+
+    async def settled(self) -> int:
+        """What is held once buffers for large messages are gone."""
+        for _ in range(4):
+            await self.said(f"{GENERATION}/Complete", [b"\xff"])
+            await asyncio.sleep(0.01)
+        return self._held_bytes()
+
+
+def message(method: str, start: pb.Start) -> bytes:
+    kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
+    return kinds[method](start=start).SerializeToString()
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+async def test_a_refused_request_leaves_nothing_behind(service, held_bytes, reason):
+    tenant, start, part = REFUSED[reason]
+    sender = Sender(service, held_bytes)
+    calls = cycle([(method, message(method, start)) for method in ("Complete", "GenerateOne", "Generate")])
+
+    async def refuse(num_times: int) -> None:
+        for _ in range(num_times):
+            method, raw = next(calls)
+            said = await sender.said(f"{GENERATION}/{method}", [raw], tenant)
+            assert part in said
+
+    if tenant == "limited":
+        await sender.said(f"{GENERATION}/Complete", [message("Complete", start)], tenant)
+    await refuse(6)
+    before, num_objects = await sender.settled(), len(gc.get_objects())
+    await refuse(NUM_REFUSALS)
+    running = service.server._running
+    # Work that had begun when its caller's deadline passed goes on.
+    await until(lambda: not (running.generation.num_live or running.pool._short._num_running))
+    await until(lambda: not running.pool._long._num_running)
+    assert await sender.settled() - before < NUM_REFUSALS * MOST_BYTES + BUFFER_BYTES
+    assert len(gc.get_objects()) - num_objects < NUM_REFUSALS * MOST_OBJECTS
+
+
+async def test_a_stream_keeps_nothing_of_what_was_refused_on_it(service, held_bytes):
+    """It may be open for hours."""
+    before = await Sender(service, held_bytes).settled()
+    calls = [service.generation.Generate(metadata=(("authorization", "any"),)) for _ in range(8)]
+    frame = pb.GenerateRequest(start=REFUSED["a text that is too long"][1])
+    for call in calls:
+        await call.write(frame)
+        while not (await call.read()).finished:
+            pass
+    assert await Sender(service, held_bytes).settled() - before < 8 * MOST_BYTES + BUFFER_BYTES
+    for call in calls:
+        call.cancel()
+
+
+PROMPTS = {
+    "TokenizerService/Tokenize": tokenizer_pb2.TokenizeRequest(text=TEXT, include_text_offsets=True),
+    "TokenizerService/Detokenize": tokenizer_pb2.DetokenizeRequest(token_ids=[1] * (MIB - 1) + [999]),
+    "TokenizerService/DescribeTokens": tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * MIB),
+    "TokenizerService/RenderChat": tokenizer_pb2.RenderChatRequest(chat=chat(template_variables='{"fail": 1}')),
+    "EmbeddingService/Embed": embedding_pb2.EmbedRequest(inputs=[embedding_pb2.EmbedInput(text=TEXT)]),
+    "GenerationService/Complete": pb.CompleteRequest(start=start()),
+    "GenerationService/GenerateOne": pb.GenerateOneRequest(start=start()),
+    "GenerationService/Generate": pb.GenerateRequest(start=start()),
+}
+"""What a method refuses for what it holds."""
+
+
+def bodies(method: str) -> dict[str, tuple[list[bytes], str]]:
+    """By reason: messages as large as they may be, and who sends them."""
+    key = "ops" if "Admin" in method else "any"
+    large = b"\x7a" + b"\xf0\xff\xff\x03" + b"x" * (MAX_MESSAGE_BYTES - 16)  # one unknown field
+    found = {
+        "no protobuf": ([b"\xff" * (MAX_MESSAGE_BYTES - 1)], key),
+        "breaks off": ([large[:-1]], key),
+        "too many parts": ([b"\x7a\x00" * (MAX_MESSAGE_BYTES // 2 - 1)], key),
+        "too large": ([large + large], key),
+        "without a key": ([large], ""),
+    }
+    if "Admin" in method:
+        found["no administrator"] = ([large], "any")
+    prompt = PROMPTS.get(method.removeprefix("/penstock.v1."))
+    if prompt is not None:
+        found["what it asks"] = ([prompt.SerializeToString()], key)
+    return found
+
+
+async def test_no_method_keeps_what_it_refuses(service, held_bytes):
+    sender = Sender(service, held_bytes)
+    cases = [(method, *body) for method in ACCESS for body in bodies(method).values()]
+    for case in cases[:10]:
+        await sender.said(*case)
+    first, grown = await sender.settled(), []
+    for method in ACCESS:
+        before = await sender.settled()
+        for raw, key in bodies(method).values():
+            for _ in range(3):
+                said = await sender.said(method, raw, key)
+                assert "StatusCode.OK" not in said or method.endswith("Generate"), method
+        grown.append((await sender.settled() - before, method))
+    assert await sender.settled() - first < 3 * len(cases) * MOST_BYTES + BUFFER_BYTES, sorted(grown)[-3:]
