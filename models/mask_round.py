@@ -1,4 +1,4 @@
-"""The masks of one batch: found out by a thread while the layers run, and waited for no longer than a step's budget."""
+"""Computes the masks of one batch on a thread while the layers run. A step waits for them no longer than its budget."""
 
 import logging
 import threading
@@ -18,8 +18,7 @@ from penstock.scheduler.plan import RowFailure
 logger = logging.getLogger(__name__)
 
 STEP_BUDGET_S = 0.01
-"""How long a step waits for masks, from when the tokens that they follow from are known. Layers that take longer than
-this do not make it longer."""
+"""How long a step waits for masks once the tokens before them are known. The time of the layers is not added to it."""
 TRUSTED_S = 0.001
 """Rows whose last masks took no longer than this are computed, and measured, together."""
 

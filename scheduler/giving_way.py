@@ -45,8 +45,8 @@ class GivingWay:
         self._tenants = tenants
 
     def order(self, choice: Choice) -> tuple[float, Rank]:
-        """The order in which decoding rows are planned: where tenants take turns, those of the tenant with the fewest
-        rows for its weight come first, so that the rows of one with many are still there to give way."""
+        """Returns the order in which decoding rows are planned. Under ``fair``, rows of the tenant with the fewest rows
+        for its weight come first, so that the rows of one with many are still there to give way."""
         return (_excess(choice) if self._policy is Policy.FAIR else 0.0, choice.rank)
 
     def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
