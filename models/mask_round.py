@@ -24,11 +24,11 @@ TRUSTED_S = 0.001
 
 
 class MaskTools:
-    """What masks are computed with."""
+    """Tools for computing masks."""
 
     def __init__(self, tokenizer: LLTokenizer, num_threads: int, vocab_size: int, *, ends_slow_rows: bool) -> None:
-        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: a row ends whose grammar takes too long
-        again and again."""
+        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: whether a row ends when its grammar has
+        used up its CPU time."""
         self.tokenizer = tokenizer
         self.ends_slow_rows = ends_slow_rows
         self.num_words = -(-tokenizer.vocab_size // 32)
@@ -105,7 +105,7 @@ class RowWork:
         return slice(self.first, self.first + 1 + len(self.drafts))
 
     def run(self) -> None:
-        """Computes its masks, and measures it."""
+        """Computes its masks, and charges the row for the CPU time."""
         self.known.wait()
         if self.words is None:
             self.words = np.zeros((1, self._tools.num_words), dtype=np.uint32)
@@ -119,11 +119,11 @@ class RowWork:
         self.finish()
 
     def finish(self) -> None:
-        """Its masks are there."""
+        """Reports that its masks are computed."""
         self._on_done(self)
 
     def fail(self, kind: RowFailure | None = None) -> None:
-        """Its output cannot go on."""
+        """Ends the row's output."""
         assert self.words is not None
         self.matcher.fail(self.end, kind)
         self.words[self.lines] = 0

@@ -50,8 +50,9 @@ class GivingWay:
         return (_excess(choice) if self._policy is Policy.FAIR else 0.0, choice.rank)
 
     def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
-        """Whose blocks a decoding row takes: its own, if nobody comes after it. ``not_planned``: the decoding rows that
-        were not in the plan yet, some of which may have given way since; nobody in the plan may."""
+        """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
+        decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
+        do."""
         running = self._running
         if running.held:
             return self._cheapest(running.held)
