@@ -1,7 +1,7 @@
-"""Which values of the HTTP header ``Host`` a server without keys serves.
+"""Decides which values of the HTTP header ``Host`` a server without keys accepts.
 
-A web page can have its own name resolve to 127.0.0.1 after it was loaded (DNS rebinding). The browser then takes what
-listens there for the page's own server, and only ``Host`` shows that it is not. So a name must be known.
+A web page can make its own name resolve to 127.0.0.1 after it was loaded (DNS rebinding). The browser then takes the
+server that listens there for the page's own, and only ``Host`` shows that it is not. So only known names are accepted.
 """
 
 import ipaddress
@@ -15,8 +15,8 @@ _NAME = re.compile(r"(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?|\*")
 
 
 class AllowedHosts:
-    """The names of a server. Addresses are always allowed, since no page can have one for its name. So are names
-    without a dot, such as a container's, since the public name service has none."""
+    """The names of a server. Addresses are always allowed, since no page can have one as its name. So are names without
+    a dot, such as a container's, since public DNS has none."""
 
     def __init__(self, served: str = "", names: tuple[str, ...] = ()) -> None:
         """``served``: the host that the server listens on. ``names``: as ``read_hosts`` has them."""
@@ -26,7 +26,7 @@ class AllowedHosts:
         self._allows_all = "*" in names
 
     def allows(self, host: str) -> bool:
-        """Whether requests with this value are served. ``host`` may have a port."""
+        """Returns whether requests with this value are accepted. ``host`` may have a port."""
         if self._allows_all:
             return True
         found = _HOST.fullmatch(host)

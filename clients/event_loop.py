@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 COLLECT_AFTER_BYTES = 64 << 20
-"""Of growth of the process. The collector itself counts objects, and a few of them may hold hundreds of megabytes."""
+"""Growth of the process after which the collector runs. The collector itself counts objects, and a few of them may hold
+hundreds of megabytes."""
 LOOK_INTERVAL_S = 1.0
 TRIM_INTERVAL_S = 10.0
 """Giving 600 MB back takes 70 ms, in which nothing can be allocated."""
@@ -39,9 +40,9 @@ def calm_collector() -> None:
 
 
 class MemoryWatch:
-    """Runs the cycle collector when the process has grown by ``COLLECT_AFTER_BYTES`` since it last ran so, beside the
-    collector's own counts of objects; what is free then goes back to the system. Does nothing where the system does not
-    tell how large the process is."""
+    """Runs the cycle collector when the process has grown by ``COLLECT_AFTER_BYTES`` since the last time, in addition
+    to the collector's own counts of objects, then returns free memory to the system. Does nothing where the size of
+    the process is unknown."""
 
     def __init__(
         self,
@@ -95,5 +96,5 @@ def _trim_heap() -> None:
 
 
 def _resident_bytes() -> int:
-    """Raises OSError where the system has no such file."""
+    """Returns the size of this process in memory. Raises OSError if the system has no such file."""
     return int(_MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

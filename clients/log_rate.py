@@ -1,4 +1,4 @@
-"""Bounds how often one message is logged, so that strangers' bytes cannot fill a disk."""
+"""Limits how often a message is logged, so that hostile input cannot fill a disk."""
 
 import logging
 import threading
@@ -10,14 +10,14 @@ PERIOD_S = 60.0
 
 
 class LogRate(logging.Filter):
-    """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next one after that says how many were left out. A
-    message is what the program says, without its arguments."""
+    """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next line after that says how many were left out.
+    Messages are told apart by the place in the program that logs them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counting = threading.Lock()
         self._counts: dict[tuple[str, int], tuple[float, int]] = {}
-        """By where the lines come from: when their period began, and how many came in it."""
+        """For each place that logs: when its period began, and how many lines came since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""

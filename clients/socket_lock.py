@@ -1,4 +1,4 @@
-"""Keeps the path of a Unix socket for one process, from before it looks whether the path is free until it has ended."""
+"""Reserves the path of a Unix socket for one process, from before it checks whether the path is free until it ends."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ class PathTaken(Exception):
 @contextlib.contextmanager
 def socket_lock(path: Path) -> Iterator[None]:
     """Holds the lock of a socket's path: the file ``PATH.lock``, which the kernel unlocks when its holder ends, however
-    it ends. Raises PathTaken, and OSError where the file cannot be made."""
+    it ends. Raises PathTaken, and OSError if the file cannot be created."""
     name = path.with_name(f"{path.name}.lock")
     descriptor = _locked(name)
     try:

@@ -1,5 +1,5 @@
-"""What the service's child processes have in common: the environment that they get, their turn where memory runs out,
-and that they leave no core file. Imports next to nothing."""
+"""Sets up the service's child processes: their environment, their score when memory runs out, and no core files.
+Imports next to nothing."""
 
 import contextlib
 import ctypes
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PASSED_VARIABLE = "PENSTOCK_CHILD_ENV"
-"""Of the environment: names more variables for child processes, separated by commas."""
+"""The environment variable that names further variables for child processes, separated by commas."""
 CORES_VARIABLE = "PENSTOCK_CORE_DUMPS"
-"""Of the environment: 1 lets child processes leave core files."""
+"""The environment variable that lets child processes leave core files if it is 1."""
 
 FED_BY_STRANGERS = 1000
 """``oom_score_adj`` of a process that reads what callers send, and that the service replaces at no cost."""
 SERVICE = 550
-"""Of the service's own process. Its end ends all streams, so that it goes before the worker only where it has grown to
+"""The score of the service's own process. All streams end with it, so it goes before the worker only if it has grown to
 the worker's size."""
 WORKER = 500
 
@@ -34,12 +34,12 @@ _PREFIXES = re.compile(
     "RUST_|TORCH|TRITON_|TSAN_|UBSAN_|VECLIB_|XDG_"
 )
 _SECRET = re.compile("AUTH|CREDENTIAL|KEY|PASS|SECRET|TOKEN(?!IZERS_)")
-"""Parts of names that speak of secrets, whatever the prefix."""
+"""Parts of names that suggest a secret, whatever the prefix."""
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a child process gets of the service's environment: what Python, the libraries that compute and our own code
-    read. Keys, hub tokens and whatever else the service was started with stay out."""
+    """Returns the part of the service's environment that a child process gets: what Python, the numerical libraries and
+    our own code read. Keys, hub tokens and everything else stay out."""
     more = {name.strip() for name in environ.get(PASSED_VARIABLE, "").split(",")}
     return {name: value for name, value in environ.items() if name in more or _is_needed(name)}
 
@@ -49,21 +49,21 @@ def _is_needed(name: str) -> bool:
 
 
 def offer_to_oom_killer(score: int) -> None:
-    """Has the kernel end this process the sooner, where memory runs out. Raising the score needs no privilege."""
+    """Makes the kernel end this process sooner when memory runs out. Raising the score needs no privilege."""
     with contextlib.suppress(OSError):  # a system without it, or one whose operator allows no lower score
         Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def offer_service_to_oom_killer() -> None:
-    """The same for the service's own process, unless its supervisor chose a score."""
+    """Does the same for the service's own process, unless its supervisor chose a score."""
     with contextlib.suppress(OSError, ValueError):
         if int(Path("/proc/self/oom_score_adj").read_text()) == 0:
             offer_to_oom_killer(SERVICE)
 
 
 def forbid_core_dumps(environ: Mapping[str, str]) -> None:
-    """Has this process leave no core file, which would hold prompts and weights: neither on disk nor with a program
-    that the kernel passes cores to, to which no limit of size applies. A debugger needs root then."""
+    """Makes this process leave no core file, which would contain prompts and weights: neither on disk nor with a
+    program that the kernel pipes cores to, for which no size limit applies. A debugger then needs root."""
     if environ.get(CORES_VARIABLE) == "1":
         return
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)

@@ -55,7 +55,7 @@ class Line:
 
 
 class MaskWords(Protocol):
-    """Masks that are found out while the layers run."""
+    """Masks that are computed while the layers run."""
 
     def result(self) -> Words:
         """Waits for them: (lines, ceil(V / 32)) uint32. Bit v % 32 of word v // 32 says whether token v may come."""
@@ -71,5 +71,5 @@ class Masks:
     words: MaskWords
     """Of these lines."""
     late: AbstractSet[int] = field(default_factory=frozenset)
-    """Numbers of rows whose masks were not there in time, once ``words`` were waited for: what is chosen for them is
-    ignored, and they stand where they stood."""
+    """Numbers of the rows whose masks were late, once ``words`` was called: tokens chosen for them are ignored, and
+    their histories do not grow."""

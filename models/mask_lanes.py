@@ -1,5 +1,5 @@
-"""Threads that work for rows' grammars: one that steps wait for, and a few of low priority for grammars that take long.
-Knows no grammar and no batch."""
+"""Threads that work for rows' grammars: one that steps wait for, and a few low-priority ones for slow grammars. Knows
+no grammar and no batch."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 
 BACKGROUND_THREADS = 2
 BACKGROUND_NICE = 10
-"""Priority of threads that no step waits for. Where the layers need every core, such a thread gets a tenth of one."""
+"""Niceness of threads that no step waits for. While the layers need every core, such a thread gets a tenth of one."""
 RECHECK_S = 0.01
-"""How soon a grammar that another thread uses is looked at again."""
+"""How soon a grammar that another thread uses is tried again."""
 
 T = TypeVar("T")
 
@@ -74,7 +74,8 @@ class Work(Protocol):
 
 
 class BackgroundLane:
-    """Works for slow grammars beside the steps, at a low priority: next for the tenant that has used the least time."""
+    """Works for slow grammars at a low priority, next for the tenant that has used the least time. No step waits for
+    it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -84,7 +85,7 @@ class BackgroundLane:
         self._num_threads = self._num_busy = 0
 
     def add(self, work: Work) -> None:
-        """Has it done. Threads start when they are needed."""
+        """Queues work. Threads start when they are needed."""
         with self._changed:
             if all(work.tenant != other.tenant for other in self._waiting):
                 # Time in which a tenant had no work gives it no advantage over the others.

@@ -1,4 +1,4 @@
-"""The masks of one batch: found out by a thread while the layers run, and waited for no longer than a step's budget."""
+"""Computes the masks of one batch on a thread while the layers run. A step waits for them no longer than its budget."""
 
 import logging
 import threading
@@ -18,18 +18,17 @@ from penstock.scheduler.plan import RowFailure
 logger = logging.getLogger(__name__)
 
 STEP_BUDGET_S = 0.01
-"""How long a step waits for masks, from when the tokens that they follow from are known. Layers that take longer than
-this do not make it longer."""
+"""How long a step waits for masks once the tokens before them are known. The time of the layers is not added to it."""
 TRUSTED_S = 0.001
 """Rows whose last masks took no longer than this are computed, and measured, together."""
 
 
 class MaskTools:
-    """What masks are computed with."""
+    """Tools for computing masks."""
 
     def __init__(self, tokenizer: LLTokenizer, num_threads: int, vocab_size: int, *, ends_slow_rows: bool) -> None:
-        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: a row ends whose grammar takes too long
-        again and again."""
+        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: whether a row ends when its grammar has
+        used up its CPU time."""
         self.tokenizer = tokenizer
         self.ends_slow_rows = ends_slow_rows
         self.num_words = -(-tokenizer.vocab_size // 32)
@@ -106,7 +105,7 @@ class RowWork:
         return slice(self.first, self.first + 1 + len(self.drafts))
 
     def run(self) -> None:
-        """Computes its masks, and measures it."""
+        """Computes its masks, and charges the row for the CPU time."""
         self.known.wait()
         if self.words is None:
             self.words = np.zeros((1, self._tools.num_words), dtype=np.uint32)
@@ -120,11 +119,11 @@ class RowWork:
         self.finish()
 
     def finish(self) -> None:
-        """Its masks are there."""
+        """Reports that its masks are computed."""
         self._on_done(self)
 
     def fail(self, kind: RowFailure | None = None) -> None:
-        """Its output cannot go on."""
+        """Ends the row's output."""
         assert self.words is not None
         self.matcher.fail(self.end, kind)
         self.words[self.lines] = 0

@@ -26,12 +26,12 @@ TOKEN_BUDGET_S = 0.05
 BURST_S = 2.0
 """CPU time that it may take beyond that before its row ends."""
 SLOW_S = 0.01
-"""A grammar that takes more CPU time than this for one token is worked on apart from the steps."""
+"""A grammar that takes more CPU time than this for one token is slow: see ``APART_S``."""
 APART_S = 5.0
-"""How long a grammar stays apart after it was slow twice within as long. Once is nothing: much is found out only once.
-"""
+"""How long no step waits for a grammar after it was slow twice within the same time. Being slow once does not count,
+since much is computed only once."""
 MAX_BEHIND = 64
-"""A row that is this many tokens behind, as after a preemption, catches up apart from the steps."""
+"""A row that is more tokens behind, as after a preemption, catches up on threads that no step waits for."""
 MAX_FORCED_BYTES = 256
 """Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which keeps
 every other thread waiting."""
@@ -272,7 +272,7 @@ class RowMatcher:
     # How it ends ------------------------------------------------------------------------------------------------------
 
     def charge(self, cpu_s: float) -> bool:
-        """Counts what was computed for it. Returns False where the row took too long again and again."""
+        """Charges CPU time to the row. Returns False if it has used up its credit."""
         if cpu_s > SLOW_S:
             self.grammar.note_slow()
         self._credit_s -= cpu_s

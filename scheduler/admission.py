@@ -129,7 +129,7 @@ _TOO_FAST = {
 
 
 def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
-    """Raises Refused, with the time after which one more would be taken if no other came before."""
+    """Raises Refused if the rate is used up, with the time after which one more is allowed if no other comes first."""
     wait_s = allowance.wait_s(kind, now)
     if wait_s > 0:
         raise Refused(
@@ -140,7 +140,7 @@ def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
 
 
 def check_tokens(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
-    """Raises Refused, with the time after which the tenant has so many tokens left if none are used before."""
+    """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
     wait_s = allowance.token_wait_s(num_prompt_tokens, now)
     if wait_s > 0:
         raise Refused(

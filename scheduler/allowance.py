@@ -1,5 +1,5 @@
-"""What a tenant may still have at a time: a rate of requests, the same rate of calls of the tokenizer, and a budget of
-tokens, each a bucket that fills steadily.
+"""Keeps what is left of a tenant's limits: a rate of requests, the same rate for calls of the tokenizer, and a budget
+of tokens, each a bucket that fills steadily.
 
 The token bucket of RFC 2697 in its simplest form: it holds ``capacity`` at most and gains ``per_s`` a second. What is
 only known afterwards, an output, is taken when it is there, even where the bucket then owes some: whoever comes next
@@ -16,12 +16,13 @@ _S_PER_MINUTE = 60.0
 
 
 class Rated(Enum):
-    """What ``requests_per_second`` limits, each for itself."""
+    """What ``requests_per_second`` limits, each separately."""
 
     REQUEST = auto()
-    """To generate or to embed; counted when it arrives, so a request that is refused counts too."""
+    """A request to generate or to embed; counted when it arrives, so a refused request counts as well."""
     TOKENIZER_CALL = auto()
-    """Text to tokens or tokens to text. A gateway may make one for a request, which must not cost it two."""
+    """A call that turns text into tokens or tokens into text. A gateway may make one for a request, which must not
+    count twice."""
 
 
 class Bucket:
@@ -73,7 +74,7 @@ class Allowance:
         self._tokens = _sized(self._tokens, budget, None if budget is None else budget / _S_PER_MINUTE, now)
 
     def wait_s(self, kind: Rated, now: float) -> float:
-        """How long until one more may come."""
+        """Returns how long until one more is allowed."""
         bucket = self._rates[kind]
         return 0.0 if bucket is None else bucket.wait_s(1.0, now)
 
@@ -82,7 +83,7 @@ class Allowance:
         return 0.0 if self._tokens is None else self._tokens.wait_s(num_tokens, now)
 
     def take(self, kind: Rated, now: float) -> None:
-        """One came."""
+        """Takes one from a rate."""
         bucket = self._rates[kind]
         if bucket is not None:
             bucket.take(1.0, now)

@@ -27,7 +27,7 @@ class TenantLimits:
     """Output of each choice."""
     max_live_requests: int | None = None
     requests_per_second: float | None = None
-    """On average, those that are refused included; as many may come at once as come in a second, and one at least."""
+    """The average rate, including refused requests. The requests of one second may arrive at once, and at least one."""
     tokens_per_minute: int | None = None
     """Of prompts and outputs, as their usage has them; as many may be used at once as are gained in a minute."""
 

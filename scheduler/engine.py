@@ -107,8 +107,8 @@ class Engine:
         self._pump_soon()
 
     def charge(self, tenant: str, kind: Rated) -> None:
-        """Counts against a tenant's rate what comes, whatever becomes of it: before its text is tokenized. Raises
-        Refused where the rate is used up, and then nothing is counted."""
+        """Counts a request or call against its tenant's rate, before its text is tokenized and whatever becomes of it.
+        Raises Refused, without counting it, if the rate is used up."""
         if self._scheduler is not None:
             self._scheduler.charge(tenant, kind)
 

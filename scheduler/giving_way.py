@@ -45,13 +45,14 @@ class GivingWay:
         self._tenants = tenants
 
     def order(self, choice: Choice) -> tuple[float, Rank]:
-        """The order in which decoding rows are planned: where tenants take turns, those of the tenant with the fewest
-        rows for its weight come first, so that the rows of one with many are still there to give way."""
+        """Returns the order in which decoding rows are planned. Under ``fair``, rows of the tenant with the fewest rows
+        for its weight come first, so that the rows of one with many are still there to give way."""
         return (_excess(choice) if self._policy is Policy.FAIR else 0.0, choice.rank)
 
     def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
-        """Whose blocks a decoding row takes: its own, if nobody comes after it. ``not_planned``: the decoding rows that
-        were not in the plan yet, some of which may have given way since; nobody in the plan may."""
+        """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
+        decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
+        do."""
         running = self._running
         if running.held:
             return self._cheapest(running.held)

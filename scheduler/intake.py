@@ -96,8 +96,7 @@ class Intake:
         return rank_of(self._policy, request, predicted_s, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
-        """Raises Refused where a tenant has used up its rate, or its tokens for a request: before anything is spent on
-        one."""
+        """Raises Refused if a tenant has used up its rate or, for a request, its tokens: before any work is done."""
         allowance, now = self._tenants.allowance(tenant), self._clock()
         try:
             check_rate(kind, allowance, now)

@@ -152,7 +152,7 @@ class RowFailure(Enum):
     DEAD_END = "dead_end"
     """Nothing can follow its output by its grammar: the same request would fail again."""
     SLOW = "slow"
-    """Its grammar took more time for each token than it may, again and again."""
+    """Its grammar used up its budget of CPU time per token."""
 
 
 class RowResult(msgspec.Struct, array_like=True, gc=False):
@@ -171,8 +171,7 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     num_drafted: int = 0
     """Drafts that were computed with it; ``len(token_ids) - 1`` of them were accepted."""
     failure: str = ""
-    """Why its output cannot go on, fit for its caller's eyes. Its tokens so far are as good as ever, and it is not
-    continued."""
+    """Why its output cannot go on, in words for the caller. Its tokens so far remain valid, and it is not continued."""
     failure_kind: RowFailure = RowFailure.COSTLY
     """What kind of failure that is, if there is one."""
 

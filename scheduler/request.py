@@ -25,7 +25,7 @@ class FinishReason(Enum):
     DEAD_END = auto()
     """What its output must match allowed a beginning that nothing can follow."""
     SLOW_CONSTRAINT = auto()
-    """What its output must match took too long to follow, for one token after another."""
+    """Its constraint took too long to follow, token after token."""
     INTERNAL = auto()
 
 

@@ -105,8 +105,8 @@ class Scheduler:
     # Requests in and out --------------------------------------------------------------------------------------------
 
     def charge(self, tenant: str, kind: Rated) -> None:
-        """Counts against a tenant's rate what comes, whatever becomes of it: before anything is spent on it. Raises
-        Refused where the rate is used up, and then nothing is counted."""
+        """Counts a request or call against its tenant's rate, before any work is done for it and whatever becomes of
+        it. Raises Refused, without counting it, if the rate is used up."""
         self._intake.check_rates(tenant, kind)
         self.tenants.charge(tenant, kind)
 

@@ -83,7 +83,7 @@ class Tenants:
         return Allowance(self._config.tenant(name), self._clock()) if use is None else use.allowance
 
     def charge(self, name: str, kind: Rated) -> None:
-        """Takes from a tenant's rate what comes, whatever becomes of it."""
+        """Counts a request or call against a tenant's rate, whatever becomes of it."""
         if self._config.tenant(name).requests_per_second is None:
             return
         now = self._clock()

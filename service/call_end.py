@@ -1,9 +1,9 @@
-"""How a call ends that does not end by itself: its status, without what gRPC would keep of it; its writes in time; and
-its end where the client takes nothing any more.
+"""Ends calls: with a status, without leaving memory behind in gRPC; when a write takes too long; and when the client
+has stopped reading.
 
-grpc.aio can cancel no call from the server's side. It lets go of one when nothing in Python knows it any longer, and
-then the call is cancelled: what waited to be sent is dropped, and the client is told CANCELLED. The newest
-call may last for longer: gRPC's loop that accepts calls knows it until the next one comes.
+grpc.aio cannot cancel a call from the server's side. A call ends when nothing in Python refers to it any longer: then
+it is cancelled, what waited to be sent is dropped, and the client gets CANCELLED. The newest call may last longer,
+since gRPC's loop that accepts calls refers to it until the next one arrives.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import grpc
 from penstock.service.errors import Reason, ServiceError, release_frames
 
 WRITE_PATIENCE_S = 60.0
-"""How long a client may take to read one message, and an answer that is one."""
+"""How long a client may take to read one message of a stream, or a whole answer."""
 _OUTER_TASK = "rpc_task"
 """gRPC's name for the task that waits for the end of a call, and keeps it alive."""
 
@@ -28,12 +28,12 @@ async def abort(
     message: str,
     trailers: Sequence[tuple[str, str | bytes]] = (),
 ) -> NoReturn:
-    """Ends the call with a status; raises what ``context.abort`` does."""
+    """Ends the call with a status; raises what ``context.abort`` raises."""
     try:
         await context.abort(code, message, tuple(trailers))
     except grpc.aio.AbortError as error:
         # gRPC keeps it in the state of the call, and its traceback has frames that know the call: a circle that would
-        # hold the call's metadata, and all that was read, until the cycle collector comes by.
+        # hold the call's metadata, and all that was read, until the cycle collector runs.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(lambda _, error=error: release_frames(error))  # type: ignore[misc]
@@ -53,7 +53,7 @@ async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> 
 
 
 def end_call(handler: "asyncio.Task[Any]") -> None:
-    """Ends the call that the task ``handler`` answers, whatever of it is still to be sent."""
+    """Ends the call that the task ``handler`` answers, whatever is still to be sent."""
     handler.cancel()
     for task in asyncio.all_tasks():
         if task.get_name() == _OUTER_TASK and handler in _known_to(task):
@@ -62,7 +62,7 @@ def end_call(handler: "asyncio.Task[Any]") -> None:
 
 
 def _known_to(task: "asyncio.Task[Any]") -> Sequence[object]:
-    """What the coroutine of gRPC's task has in its variables, which are those of no Python frame."""
+    """Returns what the coroutine of gRPC's task has in its variables, which are not in a Python frame."""
     with contextlib.suppress(TypeError):
         return gc.get_referents(*gc.get_referents(task.get_coro()))
     return ()

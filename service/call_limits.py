@@ -1,5 +1,5 @@
-"""What calls may hold in the service before anything of theirs is checked, and after they are answered: messages on
-their way, answers on their way, connections. The bound on metadata is in early_refusals.py."""
+"""Limits what calls hold in the service before they are checked and after they are answered: messages in flight, unread
+answers, connections. The bound on metadata is in early_refusals.py."""
 
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
@@ -7,26 +7,26 @@ from penstock.service.places import Places, Rules
 from penstock.service.unread import UnreadAnswers
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a request: a prompt of 4 MiB, and token ids of as many bytes again. gRPC holds what has come of one until the rest
-has, so each of the numbers below stands for as many times 8 MiB."""
+"""Limit on a request message: a prompt of 4 MiB, and as many bytes of token ids again. gRPC keeps what has arrived of a
+message until the rest is there, so each message that the numbers below allow may hold 8 MiB."""
 MAX_OPEN_MESSAGE_BYTES = 4096
-"""Of a request of a method that is open to everyone: whoever has no key can leave little here."""
+"""Limit on a message to a method that is open to everyone, so that clients without a key leave little here."""
 
 OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST = 16, 8
-"""Messages to methods that are open to everyone that may be on their way at once: in all, and from one host."""
+"""Limits on messages in flight to methods that are open to everyone: in all, and from one host."""
 OPEN_HOLD_S = 0.01
-"""How long one of them keeps others waiting. Most have come before they are waited for: stubborn clients can keep no
-probe out."""
+"""How long one of them keeps others waiting. Most have arrived before they are read, so slow clients cannot keep probes
+out."""
 OPEN_PATIENCE_S = 15.0
-"""How long such a method waits for a message."""
+"""How long such a method waits for a message to arrive."""
 MESSAGES, MESSAGES_OF_TENANT = 32, 16
-"""Messages of callers that may be on their way at once, but for the later ones of a stream."""
+"""Limits on callers' messages in flight, in all and from one tenant, except for the later ones of a stream."""
 HOLD_S, PATIENCE_S = 5.0, 60.0
-"""The same for callers. 8 MiB in a minute are 140 KB/s."""
+"""The same times for callers' messages. 8 MiB in a minute are 140 KB/s."""
 OPEN_CALLS, OPEN_CALLS_OF_HOST = 1024, 512
-"""Calls of methods that are open to everyone, which may last: ``Health.Watch``, reflection."""
+"""Limits on calls of methods that are open to everyone, some of which last: ``Health.Watch``, reflection."""
 _MAX_WAITING_OPEN, _MAX_WAITING = 64, 1024
-"""Calls that wait for one of these places. gRPC takes 64 KiB of their messages."""
+"""Limits on calls that wait for one of these places. gRPC keeps 64 KiB of their messages."""
 
 
 class CallLimits:
@@ -36,13 +36,13 @@ class CallLimits:
         self.open_messages = _messages(
             OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, OPEN_PATIENCE_S
         )
-        """Owned by hosts."""
+        """The owner of a place is a host."""
         self.messages = _messages(MESSAGES, MESSAGES_OF_TENANT, _MAX_WAITING, HOLD_S, PATIENCE_S)
-        """Owned by tenants."""
+        """The owner of a place is a tenant."""
         self.open_calls = Places(
             Rules(OPEN_CALLS, OPEN_CALLS_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, None, _too_many_calls)
         )
-        """Owned by hosts."""
+        """The owner of a place is a host."""
         self.answers = UnreadAnswers()
         self.connections = Connections()
 
@@ -50,7 +50,7 @@ class CallLimits:
 def _messages(total: int, each: int, max_waiting: int, hold_s: float, patience_s: float) -> Places:
     def late() -> ServiceError:
         return ServiceError(
-            Reason.DEADLINE, f"the message did not come within {patience_s:g} s; call again when there is one"
+            Reason.DEADLINE, f"the message did not arrive within {patience_s:g} s; call again when it is ready"
         )
 
     return Places(Rules(total, each, max_waiting, hold_s, patience_s, _too_many_messages, late))
@@ -61,5 +61,5 @@ def _too_many_messages() -> ServiceError:
 
 
 def _too_many_calls() -> ServiceError:
-    message = "too many calls without a key were open at once, and this one for the longest; call again"
+    message = "too many calls without a key were open, and this one was open the longest; call again"
     return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)

@@ -132,8 +132,8 @@ class ServeConfig:
         shown="127.0.0.1 and the next port but one; off beside a Unix socket",
     )  # fmt: skip
     max_connections: int = flag(
-        MAX_CONNECTIONS, "connections over gRPC at a time, fewer where the system's limit of open files does not allow "
-        "them; idle ones give way to new ones", metavar="N", low=1, high=1 << 20,
+        MAX_CONNECTIONS, "connections over gRPC at a time, or fewer if the limit of open files is too low; idle ones "
+        "give way to new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, by a child process; 0 is any free one",
@@ -155,8 +155,8 @@ class ServeConfig:
         metavar="ORIGINS", shown="none",
     )  # fmt: skip
     allowed_hosts: str | None = flag(
-        None, "further names that HTTP and the metrics are called by, separated by commas; *.example.com is all below "
-        "it, * any. Without keys, and for metrics, a request whose Host has another name is refused",
+        None, "further host names of HTTP and the metrics, separated by commas; *.example.com stands for all names "
+        "below it, * for any name. Requests with another Host are refused if callers need no key, and for metrics",
         metavar="NAMES", shown="addresses, names without a dot and this machine's name",
     )  # fmt: skip
     unknown_fields: str = flag(
@@ -270,9 +270,10 @@ class ServeConfig:
         "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
     )  # fmt: skip
     scheduling_policy: str | None = flag(
-        None, "who goes first: fcfs as they come, priority the lowest start.priority, deadline what has the least time "
-        "left, fair the tenant that was served least for its weight", choices=["fcfs", "priority", "deadline", "fair"],
-        group="scheduling", shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
+        None, "which request goes first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
+        "the one with the least time left, fair one of the tenant that was served least for its weight",
+        choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
+        shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
     )  # fmt: skip
     target_itl: float = flag(
         0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
@@ -380,7 +381,7 @@ class ServeConfig:
 
     @property
     def policy(self) -> Policy:
-        """Who goes first: by default tenants take turns where there are any, so that none can keep others waiting."""
+        """The scheduling policy. By default tenants take turns if there are any, so that none keeps others waiting."""
         if self.scheduling_policy is not None:
             return Policy(self.scheduling_policy)
         return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS

@@ -1,9 +1,9 @@
-"""The connections of the service's TCP ports: which of them give way, so that there is room for new ones, and which are
-cut off.
+"""Closes connections to the service's TCP ports: idle ones, so that there is room for new ones, and those that must
+end.
 
-gRPC bounds their number and refuses what comes then; it tells nobody of them, and can close none. So they are found
-among the open files of this process, and shut down there: to gRPC it is as if the client had left. Where these cannot
-be listed, as on other systems than Linux, only gRPC's own bounds hold.
+gRPC limits their number and refuses further ones, but it neither lists connections nor closes one. So they are found
+among the open files of this process and shut down there: to gRPC it looks as if the client had left. Where open files
+cannot be listed, as on systems other than Linux, only gRPC's own limits hold.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from penstock.service.listen import Address
 
 CONNECTIONS_FLAG = "--max-connections"
 MAX_CONNECTIONS = 4096
-"""Of callers, where open files allow it."""
+"""Default limit for the callers' listener, if the limit of open files allows as many."""
 MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
-"""For what the service opens beside connections of callers and operators: above all for a worker in place of one that
-died, whose pipes and sockets must not depend on strangers."""
+"""Kept for files other than connections: above all for a new worker in place of one that died, whose pipes and sockets
+must not depend on strangers."""
 LOOK_S = 0.25
 _FULL, _ENOUGH = 0.75, 0.625
-"""Shares of the connections: with more than the first, some are closed until the second is left."""
+"""Shares of the limit: above the first, connections are closed until the second is left."""
 _FILES = "/proc/self/fd"
 
 Peer = tuple[str, int]
-"""Host and port of a client."""
+"""A client's host and port."""
 
 
 def max_connections(wanted: int) -> int:
-    """As many of ``wanted`` as open files allow beside those that are open and those that are reserved."""
+    """Returns ``wanted``, or as many as the limit of open files leaves beside open and reserved files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted
@@ -51,7 +51,7 @@ def _num_files() -> int:
 
 @lru_cache(maxsize=1024)
 def peer_of(name: str) -> Peer | None:
-    """What gRPC calls a client, as a host and a port; None for a Unix socket, whose clients have no names."""
+    """Parses gRPC's name of a client; None for a Unix socket, whose clients have no addresses."""
     kind, _, address = unquote(name).partition(":")
     host, _, port = address.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdigit():
@@ -61,44 +61,44 @@ def peer_of(name: str) -> Peer | None:
 
 @dataclass(slots=True)
 class _Use:
-    """What a client does with its connection."""
+    """How a client uses its connection."""
 
     num_calls: int = 0
     num_known: int = 0
-    """Of them, those of callers who showed who they are."""
+    """How many of them are calls of authenticated callers."""
     was_known: bool = False
     last: float = 0.0
-    """When a call began or ended."""
+    """When a call last began or ended."""
 
 
 class Connections:
-    """Belongs to the event loop; open files are looked at in a thread."""
+    """Keeps track of the use of connections. Belongs to the event loop; open files are listed in a thread."""
 
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}
-        """Of each port."""
+        """The limit of each port."""
         self._uses: dict[Peer, _Use] = {}
         self._looking: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Future[int]] = set()
 
     def add_listener(self, address: Address, limit: int) -> None:
-        """Looks after the connections of a listener, of which gRPC takes ``limit``; not after those of a Unix socket,
-        where clients have no names."""
+        """Watches the connections of a listener, of which gRPC accepts ``limit``. Does nothing for a Unix socket, whose
+        clients have no addresses."""
         if address.path is None:
             self._limits[address.port] = limit
 
     def start(self) -> None:
-        """Looks from here on."""
+        """Starts watching."""
         if self._limits and os.path.isdir(_FILES):
             self._looking = asyncio.create_task(self._look(), name="connections")
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
 
     def begin_call(self, name: str, *, is_known: bool) -> None:
-        """A call begins; ``name`` is what gRPC calls its client."""
+        """Counts a call that begins; ``name`` is gRPC's name of its client."""
         peer = peer_of(name)
         if peer is not None:
             use = self._uses.setdefault(peer, _Use())
@@ -108,7 +108,7 @@ class Connections:
             use.last = asyncio.get_running_loop().time()
 
     def end_call(self, name: str, *, is_known: bool) -> None:
-        """It ends."""
+        """Counts the end of such a call."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if use is not None:
@@ -117,7 +117,7 @@ class Connections:
             use.last = asyncio.get_running_loop().time()
 
     def cut(self, name: str) -> None:
-        """Ends a client's connection, and all calls on it, soon."""
+        """Closes a client's connection soon, with all calls on it."""
         peer = peer_of(name)
         if peer is not None:
             self._cut({peer})
@@ -143,9 +143,9 @@ class Connections:
                 del self._uses[peer]
 
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
-        """Who of these clients of a port is to leave: nobody as long as there is room, and nobody whose calls are being
-        answered and who showed who it is. First go those who never did, and of those the ones without calls; then those
-        who have been idle the longest."""
+        """Returns which of these clients of a port are to be closed: none while there is room, and none with a running
+        call of an authenticated caller. First come clients that were never authenticated, those without calls before
+        the others; then those that have been idle for the longest time."""
         if len(connected) <= limit * _FULL:
             return ()
         unused = _Use()
@@ -159,7 +159,7 @@ class Connections:
 
 
 def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
-    """The clients of each port, oldest first as far as the numbers of files tell."""
+    """Returns the clients of each port, in the order of their file numbers, which is roughly that of their age."""
     found: dict[int, list[Peer]] = {port: [] for port in ports}
     for port, peer, _ in _sockets(ports):
         found[port].append(peer)
@@ -167,7 +167,7 @@ def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
 
 
 def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
-    """Returns how many connections were ended."""
+    """Shuts connections down; returns how many."""
     num_ended = 0
     for _, peer, connection in _sockets(ports):
         if peer in peers:
@@ -178,8 +178,8 @@ def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
 
 
 def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:
-    """Connections of these ports, by copies of gRPC's descriptors: a number may be another file's a moment later, a
-    copy stays what it is."""
+    """Yields the connections of these ports as copies of gRPC's descriptors: a moment later a number may belong to
+    another file, while a copy stays what it is."""
     try:
         names = sorted(map(int, os.listdir(_FILES)))
     except OSError:
@@ -193,7 +193,7 @@ def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]
 
 
 def _copy(number: int) -> socket.socket:
-    """Raises OSError for what is no socket."""
+    """Duplicates a descriptor. Raises OSError if it is not a socket."""
     if not os.readlink(f"{_FILES}/{number}").startswith("socket:"):
         raise OSError
     copy = os.dup(number)

@@ -1,10 +1,10 @@
-"""Calls that are refused before grpc.aio does anything with them: those of methods that do not exist, and those with
-more metadata than is allowed.
+"""Refuses calls before grpc.aio does anything with them: calls of methods that do not exist, and calls with too much
+metadata.
 
-Where no method has a call's path, gRPC reads it as UTF-8 in the loop that accepts calls. A path that is none ends that
-loop, and nothing listens any more: any client could end the service. Metadata has gRPC's own bound only when the client
-has acknowledged it: before that a client may send 16 MiB for each call, which grpc.aio keeps in a reference cycle even
-where an interceptor refuses the call.
+If no method has a call's path, gRPC decodes the path as UTF-8 in the loop that accepts calls. A path that is not UTF-8
+ends that loop, and the service accepts no more calls: any client could end it. gRPC's own bound on metadata holds only
+once the client has acknowledged it. Before that a client may send 16 MiB for each call, which grpc.aio keeps in a
+reference cycle even if an interceptor refuses the call.
 """
 
 import asyncio
@@ -24,36 +24,36 @@ from penstock.service.request_id import new_request_id
 _log = logging.getLogger(__name__)
 
 REFUSE_TIMEOUT_S = 5.0
-"""A client that takes nothing holds nothing up for longer."""
+"""How long a client that reads nothing can delay the refusal."""
 MAX_METADATA_BYTES = 16 << 10
-"""Counted as HTTP/2 does, with 32 bytes for each header."""
+"""Limit on a call's metadata, counted as in HTTP/2, with 32 more bytes for each header."""
 _HEADER_BYTES = 32
 CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
-"""A client that sends more loses its connection: the next call could bring as much again, and all others wait while it
-is read."""
+"""A client that sends more loses its connection: its next call could bring as much again, and all others wait while
+that is read."""
 
 Cut = Callable[[str], None]
 
 
 def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
-    """Changes a new server. ``cut`` ends the connection of a client, which has gRPC's name for it. ``arguments`` are
-    those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
+    """Makes a new server refuse such calls. ``cut`` takes gRPC's name of a client and closes its connection.
+    ``arguments`` are those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
-        return  # an older gRPC, which reads paths elsewhere; there is no other way to tell known calls from others
+        return  # an older gRPC, which reads paths elsewhere; known calls cannot be told from others there
     try:
         server._server = _Core(cut, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
     except TypeError:
         # What could not be made gives back a hold on gRPC's poller that it never took: without this, the server's own.
         cygrpc.init_grpc_aio()
         _log.warning(
-            "grpcio %s makes its servers in a way of its own: any client can end the service, by a call whose path is "
+            "grpcio %s makes servers in an unknown way: any client can end the service by a call whose path is "
             "no UTF-8; use grpcio 1.85",
             grpc.__version__,
         )
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """gRPC's server behind the one of ``grpc.aio``. Every method of ours is registered with it by its path."""
+    """The core of a ``grpc.aio`` server. All our methods are registered with it by their paths."""
 
     def __init__(self, cut: Cut, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -61,7 +61,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         self._refusals: set[asyncio.Task[None]] = set()
 
     async def _request_registered_call(self, method: bytes) -> Any:
-        """The next call of a method, with as much metadata as is allowed. Raises what gRPC does when the server
+        """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
         stops."""
         while True:
             state = await super()._request_registered_call(method)
@@ -72,21 +72,21 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             del state, context  # or they would last until the next call
 
     async def _request_call(self) -> Any:
-        """Waits for a call of no registered method. Never returns; raises what gRPC does when the server stops."""
+        """Refuses calls of unknown methods. Never returns; raises what gRPC raises when the server stops."""
         while True:
             self._refuse(*_look_at(await super()._request_call()))
 
     def _refuse(self, context: Any, num_bytes: int) -> None:
         if num_bytes > CUT_METADATA_BYTES:
             self._cut(context.peer())
-            return  # nothing knows the call any more, which ends it
+            return  # without references to it, the call ends
         refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
         self._refusals.add(refusal)
         refusal.add_done_callback(self._refusals.discard)
 
 
 def _look_at(state: Any) -> tuple[Any, int]:
-    """A call, and how many bytes its metadata has."""
+    """Returns a call, and how many bytes its metadata has."""
     context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())  # noqa: SLF001
     metadata: Metadata = context.invocation_metadata()
     return context, sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])

@@ -1,29 +1,29 @@
-"""Whether another process gets the processor time that it wants."""
+"""Finds out whether another process gets the processor time that it needs."""
 
 import os
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STARVED = 0.5
-"""A process that wants to run and gets less than this share of a core is slowed by others."""
+"""A process that is ready to run and gets less than this share of a core is slowed by others."""
 
 
 class Effort:
-    """Looks at a process from time to time."""
+    """Checks a process from time to time."""
 
     def __init__(self, pid: int) -> None:
         self._path = Path("/proc") / str(pid) / "stat"
         self._used_s = self._look()[1]
 
     def is_starved(self, elapsed_s: float) -> bool:
-        """Whether it wants to run and got little time since the last look, ``elapsed_s`` ago. One that sleeps, is
-        stopped or is gone wants nothing."""
+        """Returns whether it is ready to run and got little time since the last check, ``elapsed_s`` ago. A process
+        that sleeps, is stopped or has ended is not ready."""
         wants, used_s = self._look()
         got_s, self._used_s = used_s - self._used_s, used_s
         return wants and got_s < _STARVED * elapsed_s
 
     def _look(self) -> tuple[bool, float]:
-        """Whether it wants to run, and the seconds that it has run for."""
+        """Returns whether it is ready to run, and the seconds that it has run for."""
         try:
             fields = self._path.read_text().rpartition(")")[2].split()
         except OSError:

@@ -143,7 +143,7 @@ CATALOGUE: Mapping[Reason, Entry] = {
     Reason.PREPARATION_FULL: Entry(_Code.RESOURCE_EXHAUSTED, "too many prompts wait to be tokenized; try again", 250),
     Reason.MESSAGES_IN_FLIGHT: Entry(
         _Code.RESOURCE_EXHAUSTED,
-        "too many messages were on their way at once, and this one took the longest; try again, or send fewer at once",
+        "too many messages were in flight, and this one took the longest; try again, or send fewer at once",
         1000,
     ),
     Reason.READER_TOO_SLOW: Entry(
@@ -269,7 +269,7 @@ def release_frames(error: BaseException) -> None:
     """Drops the tracebacks of an error that was dealt with, and of those that led to it.
 
     Their frames hold what the request brought, which may be megabytes, and mostly something that holds the error as
-    well: a circle, which would be there until the cycle collector comes by.
+    well: a cycle, which would stay until the cycle collector runs.
     """
     errors: list[BaseException | None] = [error]
     while errors:

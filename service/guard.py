@@ -157,7 +157,7 @@ async def _read(context: Context) -> bytes | None:
 
 
 def _small(raw: bytes) -> bytes:
-    """A message of a call that anyone may make. Raises ServiceError for one that is too large."""
+    """Returns a message of a method that is open to everyone. Raises ServiceError if it is too large."""
     if len(raw) > MAX_OPEN_MESSAGE_BYTES:
         raise ServiceError(
             Reason.TOO_EXPENSIVE,
@@ -190,8 +190,8 @@ async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
 async def _messages(
     parse: Callable[[bytes], Any], context: Context, places: Places, owner: str, is_open: bool
 ) -> AsyncIterator[Any]:
-    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
-    those of a caller any time may pass, after the first."""
+    """Yields the messages of a stream. None is kept here while it waits for the next one, which may take hours: after a
+    caller's first message any time may pass between two."""
     is_timed = True
     while True:
         if is_timed:

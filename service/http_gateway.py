@@ -62,7 +62,7 @@ class Patience:
     silent_s: float = 10.0
     """How long one that serves may give no sign of life before it is killed, not counting when it waits for a core."""
     starved_s: float = 120.0
-    """How long it may give none in any case."""
+    """How long it may give no sign of life in any case."""
 
 
 class HttpGateway:
@@ -205,7 +205,7 @@ class _Pulse(asyncio.Protocol):
         self._allowed_s = patience.start_s
         self._silent_s = 0.0
         self._starved_s = 0.0
-        """Of the time without a sign of life: what it wanted a core for and did not get one."""
+        """How much of the time without a sign of life it was ready to run but got no core."""
 
     def data_received(self, data: bytes) -> None:
         """It lives."""

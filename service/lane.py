@@ -120,7 +120,7 @@ class Lane:
                 self._threads.submit(self._do_jobs)
 
     def _next_tenant(self) -> str | None:
-        """Whose job may begin now. The lock is held."""
+        """Returns the tenant whose job may begin now, if any. The lock is held."""
         free = self._max_jobs - self._jobs.total()
         if free <= 0 or self._working.total() >= self._num_threads:
             return None
@@ -131,7 +131,7 @@ class Lane:
         return None
 
     def _do_jobs(self) -> None:
-        """In a thread, until there is no job that may begin: each one that ends may let others begin."""
+        """Does jobs on a thread until none may begin: each job that ends may let others begin."""
         _current.lane = self
         while (job := self._take_job()) is not None:
             _current.tenant, done, work = job

@@ -92,8 +92,8 @@ class Address:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Keeps other services off a Unix socket's path, from before ``check_free`` until all of ours is gone from it:
-        without it two that start at once would both find it free. Raises ListenError."""
+        """Reserves a Unix socket's path, from before ``check_free`` until the service has left it: without this, two
+        services that start at the same time would both find it free. Raises ListenError."""
         with contextlib.ExitStack() as lock:
             try:
                 if self.path is not None:

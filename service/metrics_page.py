@@ -29,8 +29,8 @@ from penstock.service.listen import METRICS_PATH, Address, ListenError
 from penstock.service.metrics_reader import LoopReader, Reading
 
 MAX_CONNECTIONS = 16
-"""Each has a thread. With more, the one ends that has waited for the head of its request for the longest time; where
-none waits, the new one does."""
+"""Each has a thread. When there are more, the one that has waited for the head of its request for the longest time is
+closed; if none waits, the new one is."""
 IDLE_S = 10.0
 """How long a scraper may keep silent in the middle of its request."""
 REQUEST_S = 30.0
@@ -120,9 +120,7 @@ def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
     return buckets
 
 
-_NOT_OURS = (
-    b"this server has another name than the header Host says; use its address, or start it with --allowed-hosts\n"
-)
+_NOT_OURS = b"the header Host is not a name of this server; use its address, or start it with --allowed-hosts\n"
 App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
 
 
@@ -174,7 +172,7 @@ class _Handler(WSGIRequestHandler):
         self._limit.start()
 
     def parse_request(self) -> bool:
-        """Reads the head, after which the connection does not give way to others."""
+        """Reads the head; after that the connection does not give way to others."""
         is_whole = super().parse_request()
         self.server.keep(self.connection)  # type: ignore[attr-defined]
         return is_whole

@@ -1,5 +1,5 @@
-"""A number of places: when all are taken, whoever has had one the longest gives way to whoever waits. Knows nothing of
-what is done in them."""
+"""A limited number of places. When all are taken, the oldest holder gives way to one that waits. Knows nothing of what
+is done in them."""
 
 import asyncio
 from collections import deque
@@ -10,51 +10,51 @@ from types import TracebackType
 from penstock.service.errors import ServiceError
 
 _TURNS = 3
-"""Of the event loop, between the time at which somebody has to leave and the look at who is still there: what came
-during a pause of the loop is taken first."""
+"""Turns of the event loop between the time at which a holder has to leave and the check whether it still holds its
+place: input that arrived while the loop was busy is handled first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How many places there are, and for how long."""
+    """The number of places, and how long one may be held."""
 
     total: int
     each: int
-    """An owner's at most."""
+    """Places that one owner may hold."""
     max_waiting: int
-    """More are refused at once."""
+    """How many may wait; further ones are refused at once."""
     hold_s: float
-    """Whoever has had a place for so long gives way to others."""
+    """How long a place may be held while others wait."""
     patience_s: float | None
-    """The longest time in a place, though nobody waits; None is no limit."""
+    """How long a place may be held in any case; None is no limit."""
     displaced: Callable[[], ServiceError]
-    """What those fail with who had to give way, and those who could not even wait."""
+    """Makes the error of holders that had to give way, and of those that could not even wait."""
     late: Callable[[], ServiceError] | None = None
-    """What those fail with whose patience is over."""
+    """Makes the error of holders whose ``patience_s`` is over."""
 
 
 class Places:
-    """Who has a place, by owner, and who waits for one. Belongs to the event loop."""
+    """Keeps track of holders and of those that wait, by owner. Belongs to the event loop."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self._taken: dict[str, dict[Place, None]] = {}
         self._num_taken = 0
         self._waiting: dict[str, deque[Place]] = {}
-        """Owners in turn."""
+        """By owner; the first owner is next."""
         self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
-        """Rings when somebody has to give way."""
+        """Fires when a holder has to give way."""
         self._late_timer: asyncio.TimerHandle | None = None
-        """Rings when somebody's patience may be over. One for all: a timer for each place would cost more."""
+        """Fires when a holder's ``patience_s`` may be over. One for all: a timer for each place would cost more."""
 
     @property
     def num_taken(self) -> int:
-        """Places that somebody has."""
+        """Number of places that are held."""
         return self._num_taken
 
     def place(self, owner: str) -> "Place":
-        """To be entered by ``async with``, once."""
+        """Returns a place, to be entered once by ``async with``."""
         return Place(self, owner)
 
     async def take(self, place: "Place") -> None:
@@ -79,7 +79,7 @@ class Places:
             raise
 
     def leave(self, place: "Place") -> None:
-        """It is another's."""
+        """Gives a place back."""
         mine = self._taken[place.owner]
         del mine[place]
         if not mine:
@@ -100,7 +100,7 @@ class Places:
         self._num_taken += 1
 
     def _admit(self) -> None:
-        """Gives places to those who wait, an owner after the other, and has others leave."""
+        """Gives places to those that wait, one owner after the other, and makes others leave."""
         given = True
         while given:
             given = False
@@ -159,8 +159,8 @@ class Places:
             self._set_timer()
 
     def _oldest(self) -> Iterator["Place"]:
-        """For each owner who waits: who would give way. Its own oldest where it has all that it may have, else the
-        oldest of whoever has the most."""
+        """Yields who would give way to each owner that waits: its own oldest holder if it has all that it may have,
+        else the oldest holder of the owner that has the most."""
         owners = {
             owner if len(self._taken.get(owner, ())) >= self.rules.each else max(self._taken, key=self._size)
             for owner in self._waiting
@@ -180,7 +180,7 @@ class Places:
 
 
 class Place:
-    """One place, as long as the block lasts."""
+    """A place, held as long as the block lasts."""
 
     __slots__ = ("_is_late", "_places", "_task", "has_to_leave", "owner", "since", "turn")
 
@@ -191,11 +191,11 @@ class Place:
         self.has_to_leave = False
         self.owner = owner
         self.since: float | None = None
-        """When it was given; None while it is waited for."""
+        """When it was given; None while it is still waiting."""
         self.turn: asyncio.Future[None] | None = None
 
     def end(self, *, is_late: bool = False) -> None:
-        """Whoever is in it fails, soon."""
+        """Makes the block that holds it fail soon."""
         self.has_to_leave, self._is_late = True, is_late
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""The most tokens that a prompt may have, and the errors for one that has more. Knows no tokenizer."""
+"""Limits the tokens of a prompt, and makes the errors for prompts that have more. Knows no tokenizer."""
 
 from dataclasses import dataclass
 from typing import NoReturn
@@ -8,18 +8,18 @@ from penstock.service.errors import Reason, ServiceError, invalid
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """Of one prompt."""
+    """The limit of one prompt."""
 
     max_tokens: int
-    """With those of the context."""
+    """Including those of the context."""
     field: str
-    """Where the prompt stands in its request."""
+    """The field of the request that has the prompt."""
     num_context_tokens: int = 0
-    """Of the context that the prompt continues."""
+    """Tokens of the context that the prompt continues."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Without those of the context."""
+        """The limit without the context."""
         return self.max_tokens - self.num_context_tokens
 
     def check(self, num_tokens: int) -> None:
@@ -31,7 +31,7 @@ class PromptLimit:
             raise invalid(self.field, f"must be 1 to {self.max_tokens:,} tokens; it has 0")
 
     def check_at_least(self, num_tokens: int) -> None:
-        """The same of a prompt that has at least so many."""
+        """Refuses a prompt that has at least ``num_tokens`` if those are too many. Raises ServiceError."""
         if num_tokens > self.max_new_tokens:
             self.refuse(f"{num_tokens + self.num_context_tokens:,} at least")
 

@@ -61,7 +61,7 @@ from penstock.service.watched_files import FileError
 
 USAGE_ERROR = 2
 SWITCH_INTERVAL_S = 0.001
-"""How long a thread that runs Python code, such as a template, keeps the event loop waiting; Python's own is 5 ms."""
+"""How long a thread that runs Python code can keep the event loop waiting; Python's default is 5 ms."""
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
@@ -117,7 +117,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
 
 @contextlib.contextmanager
 def _reserved(config: ServerConfig) -> Iterator[None]:
-    """Keeps other services off the paths of its Unix sockets. Raises ListenError."""
+    """Reserves the paths of the service's Unix sockets. Raises ListenError."""
     with contextlib.ExitStack() as reserved:
         reserved.enter_context(Address.parse(config.listen).reserved())
         if config.admin_listen is not None:
@@ -430,7 +430,7 @@ def _say(config: ServeConfig, level: int, message: str) -> None:
 
 
 def _tell(message: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk, or nobody reads it: no reason to end
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe is no reason to end
         sys.stderr.write(f"{PROGRAM}: {_one_line(message)}\n")
 
 

@@ -100,11 +100,11 @@ class ServerConfig:
     metrics_listen: str | None = None
     """``host:port`` of the page for Prometheus; None is no page."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that the page is called by, besides its address."""
+    """Further host names of the page, besides its address."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The engine's: its limits are told to clients, and bound the streams of a connection."""
     max_connections: int = MAX_CONNECTIONS
-    """Of callers at a time; fewer where open files do not allow as many."""
+    """Connections on the callers' listener, or fewer if the limit of open files is too low."""
     authenticator: Authenticator = field(default_factory=Everyone)
     tls: ServerTls | None = None
     """Of ``listen``, and of ``admin_listen`` where other machines can reach it."""

@@ -16,7 +16,7 @@ from penstock.service.template_text import runs
 
 _WINDOW_CHARS = 16 << 10
 _USUAL_CHARS_PER_TOKEN = 8
-"""More than usual texts have. Of a text that would still be too long with so many, the tokens are first estimated."""
+"""More than in usual texts. If a text would be too long even with this ratio, its tokens are estimated first."""
 _ESTIMATE_FACTOR = 2
 _ESTIMATE_SLACK = 1024
 """An estimate cuts words at the windows' ends, so it refuses a text only when it finds this much more than it may have:

@@ -35,7 +35,7 @@ _NUM_RENDERING, _NUM_RENDERING_LONG = 7, 3
 """Conversations whose templates take long: this many at a time let others pass them, with short prompts and with long
 ones."""
 _LONG_THREADS = 4
-"""For what is long: one tenant has one of them at a time, so that so many tenants do not wait for each other."""
+"""Threads for long texts. A tenant uses one of them at a time, so this many tenants do not wait for each other."""
 _NOBODY = Caller(DEFAULT_TENANT)
 """Outside of a call."""
 

@@ -15,11 +15,12 @@ from penstock.service.listen import Address, ListenError
 from penstock.service.tls import ServerTls
 
 _STREAM_WINDOW_BYTES = 64 << 10
-"""What gRPC takes of a message before anybody reads it."""
+"""How much of a message gRPC keeps before the service reads it."""
 _SETTINGS_TIMEOUT_MS = 10_000
-"""A client that has not acknowledged its connection's bounds by then is cut off: they do not hold until it has."""
+"""A client that has not acknowledged the connection's limits by then is cut off, since they do not hold until it
+has."""
 _IDLE_CONNECTION_MS = 600_000
-"""Clients connect again by themselves when they have the next call."""
+"""Connections without a call are closed after this time; clients connect again by themselves."""
 
 
 def new_server(

@@ -1,4 +1,4 @@
-"""Whole answers on their way: those that no client reads end after a time, or sooner where there are too many."""
+"""Drops whole answers that the client does not read: after a time, or sooner when there are too many."""
 
 import asyncio
 import logging
@@ -10,10 +10,10 @@ from penstock.service.call_end import WRITE_PATIENCE_S, end_call
 
 LOOK_S = 1.0
 SOON_S = 5.0
-"""How long an answer may wait for its reader even where there are too many."""
+"""How long an answer may wait for its reader even when there are too many."""
 MAX_BYTES_OF_TENANT = 64 << 20
 MAX_BYTES = 256 << 20
-"""Of answers that wait for longer than that, a tenant's and all."""
+"""Limits on answers that wait for longer than that: one tenant's, and all."""
 
 _log = logging.getLogger(__name__)
 _log_rate = LogRate()
@@ -28,17 +28,17 @@ class _Answer:
 
 
 class UnreadAnswers:
-    """Answers from the moment that gRPC is to send them. Belongs to the event loop."""
+    """Keeps track of answers from the moment that gRPC gets them. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._answers: dict[asyncio.Task[object], _Answer] = {}
-        """Oldest first, by the task of the handler, which is done when its answer has been sent. Those that are done go
-        at the next look: a callback for each call would cost more."""
+        """Oldest first, by the task of the handler, which is done when its answer has been sent. Finished ones are
+        removed at the next look: a callback for each call would cost more."""
         self._timer: asyncio.TimerHandle | None = None
         _log.addFilter(_log_rate)
 
     def add(self, tenant: str, request_id: str, num_bytes: int) -> None:
-        """The current task is about to return an answer to gRPC."""
+        """Adds the answer that the current task is about to return to gRPC."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()

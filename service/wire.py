@@ -18,12 +18,12 @@ from penstock.service.errors import Reason, ServiceError
 MAX_PARTS = 40_000
 """Fields, with those of the messages inside. 4,096 messages of a chat with 4,096 tool calls have 36,868."""
 MAX_MAP_ENTRIES = 2048
-"""Of all maps of a message together: more than any may have, so that a map that is a little too large is refused with
-its request alone. With keys that all collide so many take 3 ms."""
+"""Limit on the entries of all maps of a message: more than any map may have, so that a map that is a little too large
+is refused with only its own request. This many entries with colliding keys take 3 ms."""
 _SHORT_BYTES = 64 << 10
 """What is shorter, and has no map, is parsed in 2 ms, whatever it holds."""
 _SLICE_PARTS = 4096
-"""So many are counted in about 1 ms. Then the event loop has a turn."""
+"""Parts that are counted before the event loop gets a turn, in about 1 ms."""
 _MAX_VARINT_BYTES = 10
 _BYTES = 2
 _FIXED = {1: 8, 5: 4, 3: 0, 4: 0}

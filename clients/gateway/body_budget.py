@@ -1,15 +1,15 @@
-"""Memory for requests' bodies: a budget for all of them and one for each tenant. Knows no HTTP."""
+"""Limits the memory of request bodies: a budget for all of them and one for each tenant. Knows no HTTP."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TENANT_SHARE = 0.5
-"""A tenant's part of the budget: no tenant takes all of it."""
+"""The part of the budget that one tenant may take."""
 
 
 class NoRoomForBody(Exception):
-    """Bodies take all the memory that they may, and none that could give way is slower than this one."""
+    """The budget is used up, and no other body that could give way is slower than this one."""
 
     def __init__(self, *, is_tenants: bool) -> None:
         """``is_tenants``: whether the tenant has used up its own part."""
@@ -28,15 +28,15 @@ class BodyInMemory:
         """Gives up waiting for the rest of the body; None for a body that is whole."""
 
     def add(self, num_bytes: int) -> None:
-        """Counts what has come, and has slower bodies evicted where they are in its way. Raises NoRoomForBody."""
+        """Counts bytes that arrived. Evicts slower bodies if there is no room for them. Raises NoRoomForBody."""
         self._budget.take(self, num_bytes)
 
 
 class BodyBudget:
     """Counts the bytes of all bodies in memory.
 
-    When they are too many, the body that has been arriving for the longest time is evicted: one of the same tenant's
-    where that is over its part, else one of the tenant that holds the most.
+    When they exceed the budget, the body that has been arriving for the longest time is evicted: one of the same tenant
+    if that has exceeded its part, else one of the tenant that holds the most.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -77,7 +77,7 @@ class BodyBudget:
             evict()
 
     def _tenant_that_yields(self, body: BodyInMemory) -> str | None:
-        """The tenant whose bodies give way; None where there is room."""
+        """Returns the tenant whose bodies give way; None if there is room."""
         if self._bytes_of[body.tenant] > self.max_tenant_bytes:
             return body.tenant
         if self.num_bytes <= self.max_bytes:

@@ -1,5 +1,5 @@
-"""Who calls, as a request's headers say: the key, and the tenant. Each may be there once, since a proxy may have added
-its own to one that its caller sent."""
+"""Reads from a request's headers who calls: the key and the tenant. Each header may be there only once, since a proxy
+may have added its own to one that the caller sent."""
 
 import re
 
@@ -10,7 +10,7 @@ from penstock.clients.gateway.settings import GatewaySettings
 
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 4096
-"""More would be refused by the transport, which takes 8 KiB of metadata."""
+"""The service takes keys of 1,024 bytes and tokens of at most 8,192."""
 
 
 def bearer_key(headers: Headers) -> str | None:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _set_up_logging() -> None:
-    """Off the event loop, and not as fast as strangers can cause lines."""
+    """Writes the log on a thread of its own, and limits how often a message is repeated."""
     handler = LogThread()
     handler.addFilter(LogRate())
     logging.basicConfig(
@@ -90,7 +90,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
 
 
 def _max_bodies_mib(arguments: argparse.Namespace) -> int:
-    """A tenant's part has room for a body. Raises PenstockError."""
+    """Returns a size of which a tenant's half has room for one body. Raises PenstockError."""
     given: int | None = arguments.max_bodies_mib
     least = math.ceil(arguments.max_body_mib / TENANT_SHARE)
     if given is not None and given < least:
@@ -102,7 +102,7 @@ def _max_bodies_mib(arguments: argparse.Namespace) -> int:
 
 
 def _allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts | None:
-    """No page of a browser reaches a Unix socket."""
+    """Returns None for a Unix socket, which no page of a browser can reach."""
     return None if arguments.unix_socket is not None else AllowedHosts(arguments.host, arguments.allowed_hosts)
 
 
@@ -185,8 +185,8 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         type=_number(1, 10**6),
         default=4096,
         metavar="N",
-        help="with more, idle ones are closed; while none is idle, requests get 503, but for probes, and at most what "
-        "open files allow (default: %(default)s)",
+        help="connections at a time, or fewer if the limit of open files is too low; idle ones give way to new ones; "
+        "while none is idle, requests get 503, except for probes (default: %(default)s)",
     )
     flags.add_argument(
         "--write-timeout", type=_number(1, 86_400), default=60, metavar="SECONDS",
@@ -198,8 +198,8 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--max-bodies-mib", type=_number(2, 1 << 20), metavar="N",
-        help="memory for all bodies at once, of which a tenant may take half; the slowest give way (default: 128, or "
-        "twice --max-body-mib)",
+        help="memory for all bodies together; a tenant may take half of it, and the slowest bodies give way (default: "
+        "128, or twice --max-body-mib if that is more)",
     )  # fmt: skip
     flags.add_argument(
         "--shutdown-grace", type=_number(0, 86_400), default=10, metavar="SECONDS",
@@ -217,9 +217,9 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
     )  # fmt: skip
     flags.add_argument(
         "--allowed-hosts", type=_listed(read_hosts), default=(), metavar="NAMES",
-        help="further names that the gateway is called by, separated by commas, such as llm.example.com or "
-        "*.example.com; * is any. Where callers need no key, requests whose Host has another name are refused "
-        "(default: addresses, names without a dot and this machine's name)",
+        help="further host names of the gateway, separated by commas, such as llm.example.com or *.example.com; * is "
+        "any name. If callers need no key, requests with another Host are refused (default: addresses, names without a "
+        "dot and this machine's name)",
     )  # fmt: skip
     flags.add_argument(
         "--metrics-target",
@@ -244,11 +244,11 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
     )
     flags.add_argument(
         "--require-tenant-header", action="store_true",
-        help="refuse requests without that header, which would be the gateway's own tenant's (default: off)",
+        help="refuse requests without that header, which otherwise run as the gateway's own tenant (default: off)",
     )  # fmt: skip
     flags.add_argument(
         "--max-callers", type=_number(1, 10_000), default=64, metavar="N",
-        help="tenants in use at once (default: %(default)s)",
+        help="tenants that may have a stream to the service at a time (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument(
         "--request-timeout",

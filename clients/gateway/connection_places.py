@@ -1,23 +1,23 @@
-"""Which connections give way: idle ones when there are too many, and unread ones when too much waits on them. Knows no
-HTTP."""
+"""Decides which connections are closed: idle ones when there are too many, and slow readers when too much output waits
+for them. Knows no HTTP."""
 
 import resource
 from typing import Protocol
 
 _RESERVED_FILES = 64
-"""Of the process's open files: for the service, logs and listeners."""
+"""Open files that connections leave free: for the service, logs and listeners."""
 
 
 class Connection(Protocol):
-    """A connection of a client's."""
+    """A client's connection."""
 
     @property
     def num_unread(self) -> int:
-        """Bytes that were written to it and that the other side has not taken."""
+        """Bytes that were written to it and that the client has not taken."""
         ...
 
     def cut(self) -> None:
-        """Ends it now, with what is on it."""
+        """Closes it now, and ends its request."""
         ...
 
 
@@ -31,13 +31,13 @@ class ConnectionPlaces:
         self.max_connections = max_connections
         self._max_unread_bytes = max_unread_bytes
         self._idle: dict[Connection, None] = {}
-        """Those without a request; the one that has been so for the longest time is first."""
+        """Connections without a request; the one that has been idle for the longest time comes first."""
         self._unread: dict[Connection, None] = {}
-        """Those that are written to faster than they are read; the first one for the longest time."""
+        """Connections whose clients are behind; the one that has been behind for the longest time comes first."""
         self._num = 0
 
     def enter(self, connection: Connection) -> None:
-        """A connection was made. Where it is one too many, the one that has been idle for the longest time ends."""
+        """Adds a new connection. If it is one too many, closes the one that has been idle for the longest time."""
         self._num += 1
         if self._num > self.max_connections:
             longest_idle = next((each for each in self._idle if not each.num_unread), None)
@@ -46,22 +46,22 @@ class ConnectionPlaces:
         self._idle[connection] = None
 
     def leave(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Removes a connection that has ended."""
         self._num -= 1
         self._idle.pop(connection, None)
         self._unread.pop(connection, None)
 
     def begin(self, connection: Connection) -> None:
-        """The head of a request has come: the connection does not give way."""
+        """Marks a connection as busy, since the head of a request has arrived: it does not give way."""
         self._idle.pop(connection, None)
 
     def end(self, connection: Connection) -> None:
-        """An answer was written."""
+        """Marks a connection as idle, since its answer was written."""
         self._idle[connection] = None
 
     def fall_behind(self, connection: Connection) -> None:
-        """Much waits to be read. Where it is too much in all, the connections that have been behind for the longest
-        time end."""
+        """Marks a connection as behind, since much output waits for its client. If that is too much in all, closes the
+        connections that have been behind for the longest time."""
         self._unread[connection] = None
         num_bytes = sum(each.num_unread for each in self._unread)
         for each in list(self._unread):
@@ -71,5 +71,5 @@ class ConnectionPlaces:
             each.cut()
 
     def catch_up(self, connection: Connection) -> None:
-        """Most was read."""
+        """Marks a connection as no longer behind, since most was read."""
         self._unread.pop(connection, None)

@@ -141,7 +141,7 @@ class Exchange:
                 self._news.clear()
                 await self._news.wait()
         finally:
-            self._has_come = _never  # what is waited for knows this exchange, which has the prompts: a circle
+            self._has_come = _never  # the awaited call refers to this exchange, which has the prompts: a cycle
 
     def _tell(self) -> None:
         """There is news. It is handled here and now, since each token is news: to wake a task for it costs more than to
@@ -181,7 +181,7 @@ class Exchange:
 
 
 def _never() -> bool:
-    """What is waited for while nobody waits."""
+    """Stands for the awaited call while none is awaited."""
     return False
 
 

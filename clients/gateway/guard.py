@@ -17,11 +17,11 @@ from penstock.clients.gateway.traffic import Exchanged, Traffic
 from penstock.clients.gateway.unsupported import shown
 
 HELD_UNTIL_END = "penstock.held"
-"""Of a request's scope: an ``ExitStack`` that is closed when the request has ended, however it does."""
+"""The key in a request's scope of an ``ExitStack`` that is closed when the request has ended, however it ends."""
 _PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
 _SAY_NOTHING = _PROBES - {"/metrics"}
-"""Balancers ask these under any name."""
+"""Load balancers call these under any name."""
 _FULL = "the gateway has as many connections as it may have; try again"
 _FULL_RETRY_S = 1.0
 
@@ -92,14 +92,14 @@ class Guard:
             await response(scope, receive, send_with_id)
 
     async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
-        """Where callers need no key, the name that a browser was given is all that keeps other pages out."""
+        """Refuses unknown names if callers need no key: then only ``Host`` shows that a page of another site calls."""
         hosts = self._allowed_hosts
         if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
             return
         link: ServiceLink = scope["app"].state.link
         if not await link.needs_key():
             message = (
-                f"Host: {shown(host)} is no name of this gateway; use its address, or start it with --allowed-hosts"
+                f"Host: {shown(host)} is not a name of this gateway; use its address, or start it with --allowed-hosts"
             )
             raise GatewayError(421, message, code="invalid_host")
 

@@ -124,18 +124,18 @@ class PatientProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """All of an answer was written, though perhaps not sent."""
+        """Marks the connection as idle: all of an answer was written, though perhaps not sent."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._places.end(self)
 
     @property
     def num_unread(self) -> int:
-        """Bytes of answers that the other side has not taken, nor the kernel."""
+        """Bytes of answers that neither the client nor the kernel has taken."""
         return self.transport.get_write_buffer_size()
 
     def cut(self) -> None:
-        """Ends the connection, and cancels the request on it."""
+        """Closes the connection, and cancels its request."""
         self.connections.discard(self)  # so that it counts no more
         self.transport.abort()
 

@@ -47,10 +47,10 @@ class HttpSettings:
     keep_alive_s: int = 75
     """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
     max_connections: int = 4096
-    """With more, idle ones end. While none is idle, requests are answered with 503, but for probes."""
+    """Idle ones give way to new ones. While none is idle, requests get 503, except for probes."""
     max_unread_bytes: int = 64 << 20
-    """Of answers that wait in memory for their readers. With more, the connections that are behind for the longest time
-    end."""
+    """Limit on answers that wait in memory for their readers. Above it, the connections that have been behind for the
+    longest time are closed."""
     write_timeout_s: int = 60
     """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
     shutdown_s: int = 10
@@ -160,7 +160,7 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(each)
 
     async def _beat(self, heartbeat: int) -> None:
-        """By the clock: a loop that is busy turns less often, and lives all the same."""
+        """Writes a byte each second, by the clock: a busy loop turns less often, but is still alive."""
         while True:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens, which is their business
                 os.write(heartbeat, b".")

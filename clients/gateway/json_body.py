@@ -25,9 +25,9 @@ MAX_REALS = 1 << 16
 MAX_DEPTH = 256
 """Lists and objects inside each other. What writes JSON for the service takes no more either."""
 SMALL_BYTES = 64 << 10
-"""A body of this size is not measured: it costs little whatever it holds."""
+"""Bodies up to this size are not measured: they cost little, whatever they contain."""
 _SCAN_BYTES = 1 << 10
-"""Scanned before the clock is looked at: 2 ms at worst."""
+"""Bytes that are scanned between two looks at the clock: 2 ms at worst."""
 _SEARCH_BYTES, _PAIR_BYTES = 1 << 16, 12
 _BLANK = re.compile(rb"[ \t\n\r]*")
 _BOM = b"\xef\xbb\xbf"

@@ -11,32 +11,32 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 PORTION_S = 0.002
-"""Work that can be divided pauses after this long."""
+"""Divisible work pauses after this time."""
 _REST = 1.0
 _LONG_S, _LONG_REST = 0.005, 6.0
 """The pause after a portion, as a multiple of the time that it took. A portion above ``_LONG_S``, which cannot be
-divided, is felt by every stream, so the pause after it is longer: few tokens in a hundred may be late."""
+divided, delays every stream, so the pause after it is longer: few tokens in a hundred may be late."""
 _MAX_REST_S = 1.0
 
 
 class ParseTurns:
-    """Gives one body at a time its turn; callers take turns, so one who sends many bodies waits for itself."""
+    """Gives one body at a time its turn. Tenants take turns, so one that sends many bodies waits only for itself."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By tenant; the first tenant is next."""
+        """Waiting bodies by tenant; the first tenant is next."""
         self._is_taken = False
         self._free_at = 0.0
 
     @property
     def num_waiting(self) -> int:
-        """Bodies that wait for their turn."""
+        """Number of bodies that wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator["ParseTurns"]:
-        """Waits for the turn of one of a tenant's bodies, and holds it."""
+        """Waits for the turn of one of a tenant's bodies, and holds the turn."""
         await self._wait(tenant)
         try:
             await self.pause()  # the last one's portion may have been a long one
@@ -46,7 +46,7 @@ class ParseTurns:
 
     @contextmanager
     def portion(self) -> Iterator[None]:
-        """Measures work, in whatever turn it is done. The next ``pause`` is as long as this makes it."""
+        """Measures a portion of work. The next ``pause`` is in proportion to its time."""
         began = self._clock()
         try:
             yield
@@ -56,7 +56,7 @@ class ParseTurns:
             self._free_at = max(self._free_at, ended + min(_MAX_REST_S, rest * (ended - began)))
 
     async def pause(self) -> None:
-        """Lets other tasks run, for as long as the last portion wants it; once around the loop at least."""
+        """Lets other tasks run, for the time that the last portion requires, and at least for one turn of the loop."""
         await asyncio.sleep(max(0.0, self._free_at - self._clock()))
 
     async def _wait(self, tenant: str) -> None:

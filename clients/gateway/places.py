@@ -1,4 +1,4 @@
-"""Places between gateway and service: the stream of each tenant, and the keys that share it."""
+"""The streams between gateway and service, one for each tenant, and the keys that share them."""
 
 import asyncio
 import copy
@@ -29,8 +29,8 @@ class Running(Protocol):
 
 
 class Identity:
-    """A key, with the tenant that requests under it name, and what the service said of the two. The key itself is only
-    in the metadata."""
+    """A key, the tenant that requests under it name, and what the service answered for the two. Only the metadata has
+    the key itself."""
 
     def __init__(self, name: bytes, key: str | None, tenant: str) -> None:
         """``name`` is a hash of the two; ``tenant`` is empty where none is named."""
@@ -38,10 +38,10 @@ class Identity:
         self.tenant = tenant
         self.metadata = call_metadata(key)
         self.model = GetModelResponse()
-        """As of the last check."""
+        """The service's answer to the last check."""
         self.place: Place | None = None
         self.running: set[Running] = set()
-        """What runs under the key."""
+        """The callers whose requests run under the key."""
         self.checked_at = -1e9
         self._check: asyncio.Task[None] | None = None
 
@@ -131,6 +131,6 @@ class Place:
 
 
 def _see(check: "asyncio.Task[None]") -> None:
-    """Its failure is told to who waits; if nobody does any more, it is not news."""
+    """Retrieves the failure of a check for which no caller waits any more, so that asyncio does not log it."""
     if not check.cancelled():
         check.exception()

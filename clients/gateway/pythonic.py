@@ -14,12 +14,12 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 """Models write JSON's names now and then."""
 _MAX_CODE_CHARS = 1 << 15
-"""Of a call's arguments, outside their strings: Python's parser takes some microseconds for each."""
+"""Limit on the characters of a call's arguments outside strings: Python's parser takes some microseconds for each."""
 
 
 def read_parentheses(source: Source) -> Reading[str | None]:
-    """Reads from a parenthesis, which is next, to the one that closes it; to wherever that cannot be found. None if it
-    is too large to be read as Python."""
+    """Reads from the parenthesis that comes next to the one that closes it, or as far as possible if there is none.
+    None if the text is too large to be read as Python."""
     parts: list[str] = []
     closers: list[str] = []
     num_chars = 0
@@ -58,8 +58,8 @@ def arguments_as_json(text: str) -> str | None:
 
 
 def _json_value(node: ast.expr) -> object:
-    """The value that JSON has for an expression. Numbers never become keys of a dictionary: a model may write many that
-    have one hash. Raises ValueError for an expression that is no such value."""
+    """Returns the JSON value of an expression. Numbers never become keys of a dictionary, since a model may write many
+    with the same hash. Raises ValueError for an expression that JSON has no value for."""
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_json_value(item) for item in items]

@@ -69,7 +69,8 @@ class ReasoningParser:
         return self._answer_piece(held) + self._placed(self._answer.end())
 
     def _open(self, text: str) -> str:
-        """Decides whether an answer begins with reasoning, once that can be told. Returns what is not held back."""
+        """Decides whether an answer begins with reasoning, as soon as that is certain. Returns the text that is not
+        held back."""
         begun = text.lstrip()
         if begun.startswith(self._form.opens):
             self._held_space.take()

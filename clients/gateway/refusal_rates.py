@@ -1,17 +1,17 @@
-"""How fast the gateway may refuse a tenant's requests: as fast as the tenant may send them. The service counts the
-others, which reach it."""
+"""Limits how fast the gateway refuses a tenant's requests: to the tenant's rate. The service counts the requests that
+reach it."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 MAX_TENANTS = 4096
-"""The one that was asked about least recently is forgotten."""
+"""The least recently used one is forgotten."""
 _MIN_BURST = 1.0
 
 
 class _Bucket:
-    """As many may come at once as come in a second, and one at least: the service's rule."""
+    """A token bucket that holds the requests of one second, and at least one, as the service's does."""
 
     def __init__(self, per_s: float, now: float) -> None:
         self.per_s = per_s
@@ -28,14 +28,14 @@ class _Bucket:
 
 
 class RefusalRates:
-    """A bucket for each tenant that has a rate."""
+    """Keeps a bucket for each tenant that has a rate."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def set(self, tenant: str, per_s: float | None) -> None:
-        """The tenant's rate from now on; None: no limit."""
+        """Sets a tenant's rate from now on; None: no limit."""
         if per_s is None:
             self._buckets.pop(tenant, None)
             return
@@ -47,13 +47,13 @@ class RefusalRates:
             self._buckets.popitem(last=False)
 
     def count(self, tenant: str) -> None:
-        """A request was refused."""
+        """Counts a request that was refused."""
         if (bucket := self._buckets.get(tenant)) is not None:
             bucket.fill(self._clock())
             bucket.level -= 1.0
 
     def wait_s(self, tenant: str) -> float:
-        """How long until another may come; 0: now."""
+        """Returns how long the tenant has to wait before its next request; 0: not at all."""
         if (bucket := self._buckets.get(tenant)) is None:
             return 0.0
         bucket.fill(self._clock())

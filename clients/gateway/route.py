@@ -27,7 +27,7 @@ from penstock.clients.gateway.unsupported import shown
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 _TURN_BYTES = 8 << 10
-"""Larger bodies wait for their turn to be parsed."""
+"""Bodies above this size wait for their turn to be parsed."""
 _RETRY_S = 1.0
 _REFUSED = frozenset({400, 404, 408, 413, 415})
 """Faults of a request, which count against its tenant's rate."""

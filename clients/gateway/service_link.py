@@ -1,4 +1,4 @@
-"""The way to the gRPC service: one multiplexed stream for each tenant, shared by all HTTP requests under its keys.
+"""Connects to the gRPC service by one multiplexed stream for each tenant, which all HTTP requests under its keys share.
 
 A Generate stream belongs to the tenant that opened it. The service says which tenant a key is, so all its keys share
 one, however many they are: tokens of an identity provider change by the hour. A tenant gets its stream with its first
@@ -86,7 +86,7 @@ class Caller:
         self._identity = identity
         self._place = place
         self._carried: list[tuple[Callable[[], None], Receiver]] = []
-        """All requests, each with what cancels it."""
+        """All requests, each with the function that cancels it."""
         self._num_live = 0
 
     @property
@@ -96,7 +96,7 @@ class Caller:
 
     @property
     def counted_as(self) -> str:
-        """The tenant that shares of the gateway are counted for."""
+        """The tenant whose share of the gateway's resources the request uses."""
         return self._identity.tenant or self._place.of[0]
 
     @property
@@ -146,13 +146,13 @@ class Caller:
         self._place.done()
 
     def fail(self, failure: RequestFailed) -> None:
-        """Ends what runs: the service does not take the key any more. Requests that have ended ignore it."""
+        """Ends the running requests, since the service no longer accepts the key. Ended requests ignore it."""
         for cancel, receiver in list(self._carried):
             cancel()
             receiver.fail(copy.copy(failure))
 
     def check_rate(self) -> None:
-        """Raises GatewayError where too many of the tenant's requests were refused: before a body is read."""
+        """Raises GatewayError if too many of the tenant's requests were refused; called before a body is read."""
         wait_s = self._link.refusals.wait_s(self.counted_as)
         if wait_s > 0:
             message = f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s"
@@ -181,9 +181,9 @@ class ServiceLink:
         self.refusals = RefusalRates()
         self._places: dict[PlaceName, Place] = {}
         self._identities: dict[bytes, Identity] = {}
-        """Those that places remember. Only those that the service took."""
+        """The identities that places remember: only those that the service has accepted."""
         self._leaving: set[Place] = set()
-        """Places for no further requests, where some still run."""
+        """Places that take no further requests, but on which some still run."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
         self._needs_key: bool | None = None
@@ -269,7 +269,7 @@ class ServiceLink:
         return memory.rendered
 
     def _is_fresh(self, identity: Identity) -> bool:
-        """Whether the service took the key not long ago, and the stream stands that it took it for."""
+        """Whether the service accepted the key recently, and its place's stream is not broken."""
         if identity.place is not None and identity.place.is_broken:
             return False
         return time.monotonic() - identity.checked_at < self.settings.recheck_caller_s
@@ -295,7 +295,7 @@ class ServiceLink:
         return model
 
     def _place_of(self, identity: Identity) -> Place:
-        """The tenant's place, which may have been given to another since its last request."""
+        """Returns the tenant's place, a new one if its own has gone to another tenant."""
         # A service that names no tenant is an older one: then keys share nothing.
         of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
         place = self._places.get(of)
@@ -328,8 +328,8 @@ class ServiceLink:
         self._drop(min(idle, key=lambda place: place.last_used))
 
     def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:
-        """The service does not take a key any more: what still runs under it ends, and nothing new goes where it was
-        shown."""
+        """Ends what runs under a key that the service no longer accepts, and uses no stream any more that was opened
+        with it."""
         if (place := identity.place) is not None and self._identities.get(identity.name) is identity:
             place.identities.pop(identity.name)
             del self._identities[identity.name]
@@ -338,7 +338,7 @@ class ServiceLink:
         identity.withdraw(failure)
 
     def _drop(self, place: Place) -> None:
-        """Has further requests go elsewhere; those that are here end here."""
+        """Sends further requests elsewhere; those that run on the place end on it."""
         del self._places[place.of]
         for name in place.identities:
             del self._identities[name]
@@ -352,7 +352,7 @@ class ServiceLink:
             self._close(place)
 
     def _close(self, place: Place) -> None:
-        """The stream is out of reach at once: a request that comes before it is closed gets another."""
+        """Takes the stream away at once: a request that arrives before it is closed gets another."""
         self._leaving.discard(place)
         if (stream := place.take_stream()) is None:
             return
@@ -372,7 +372,7 @@ class ServiceLink:
 
 
 async def service_needs_key(link: ServiceLink) -> bool | None:
-    """Whether the service refuses a call without a key; None where it does not answer."""
+    """Returns whether the service refuses calls without a key; None if it does not answer."""
     try:
         await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
     except RequestFailed as failure:

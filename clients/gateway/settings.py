@@ -23,9 +23,9 @@ class GatewaySettings:
     tenant_header: str = ""
     """The HTTP header, in small letters, that names the tenant of a request; empty: none does."""
     requires_tenant: bool = False
-    """Whether a request without that header is refused."""
+    """Whether requests without that header are refused."""
     allowed_hosts: AllowedHosts | None = None
-    """What ``Host`` may name where callers need no key; None: anything."""
+    """The values of ``Host`` that are served if callers need no key; None: any."""
     metrics_target: str = ""
     """``host:port`` of the service's metrics; empty: the gateway shows none."""
     exposed_address: str = ""
@@ -37,7 +37,7 @@ class GatewaySettings:
     max_body_bytes: int = 16 << 20
     """Of an HTTP request. A prompt of 4 MiB, the most that the service takes, may be larger in JSON."""
     max_bodies_bytes: int = 128 << 20
-    """Of all bodies that are in memory at once; a tenant's may take half of it."""
+    """The size of all bodies that are in memory at once; those of one tenant may take half of it."""
     body_timeout_s: float = 30.0
     """How long a request's body may take to arrive."""
     request_timeout_s: float | None = None
@@ -45,9 +45,9 @@ class GatewaySettings:
     call_timeout_s: float = 30.0
     """The deadline of a short call to the service: its model, its tokenizer."""
     max_callers: int = 64
-    """Keys that may be in use at once: each has a stream of its own, of which the service takes a bounded number."""
+    """Tenants that may have a stream to the service at once."""
     idle_caller_s: float = 60.0
-    """How long a key's stream is kept open without a request."""
+    """How long a tenant's stream is kept open without a request."""
     recheck_caller_s: float = 30.0
     """How long a key that the service took is believed to be good before it is asked again."""
     keepalive_s: float = 15.0
