@@ -9,7 +9,7 @@ from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.settings import GatewaySettings
 
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_KEY_BYTES = 4096
+_MAX_KEY_BYTES = 8192
 """The service takes keys of 1,024 bytes and tokens of at most 8,192."""
 
 
