@@ -1,53 +1,61 @@
-"""Which row gives way when blocks or rows are short. Knows rows and their blocks, and takes none.
+"""Decides which row gives way when blocks or rows are short. It knows rows and their blocks, and takes none.
 
-Rows whose output nobody reads go first. Then those that come after whoever is in need, by the policy: the lowest
-priority, or the tenant with the most rows for its weight; among them the one that has the least to compute again.
+Rows whose output is not read go first. Then those that come after the one in need, by the policy: the lowest priority,
+or the tenant with the largest share for its weight; among them the one that has the least to compute again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.lineup import RunningRows
 from penstock.scheduler.policy import Policy, Rank
-from penstock.scheduler.tenants import Tenants
-
-
-def _alike(choice: Choice) -> float:
-    return 0.0
-
-
-def _priority(choice: Choice) -> float:
-    return choice.rank[0]
-
-
-def _excess(choice: Choice) -> float:
-    return choice.live.tenant.num_rows / choice.live.tenant.limits.weight
-
-
-_PLACE: dict[Policy, Callable[[Choice], float]] = {
-    Policy.FCFS: _alike,
-    Policy.PRIORITY: _priority,
-    Policy.DEADLINE: _alike,
-    Policy.FAIR: _excess,
-}
-"""Those with the highest give way first."""
+from penstock.scheduler.tenants import Tenants, TenantUse
 
 
 class GivingWay:
-    """Chooses who."""
+    """Chooses the row."""
 
     def __init__(self, policy: Policy, running: RunningRows, kv: KVCacheManager, tenants: Tenants) -> None:
         self._policy = policy
         self._running = running
         self._kv = kv
         self._tenants = tenants
+        self._shares: dict[TenantUse, float] = {}
+        """The tenants' dominant shares when the plan began. They stay until the next plan: otherwise two rows could
+        give way to each other."""
 
-    def order(self, choice: Choice) -> tuple[float, Rank]:
-        """Returns the order in which decoding rows are planned. Under ``fair``, rows of the tenant with the fewest rows
-        for its weight come first, so that the rows of one with many are still there to give way."""
-        return (_excess(choice) if self._policy is Policy.FAIR else 0.0, choice.rank)
+    def rows_to_plan(self) -> list[Choice]:
+        """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
+        with the smallest share come first, so that rows of one with a large share are still there to give way."""
+        decoding = self._running.decoding
+        if self._policy is not Policy.FAIR:
+            return decoding.copy()
+        self._shares = self._dominant_shares()
+        return sorted(decoding, key=self._order)
+
+    def _order(self, choice: Choice) -> tuple[float, Rank]:
+        return (self._share(choice), choice.rank)
+
+    def _share(self, choice: Choice) -> float:
+        return self._shares.get(choice.live.tenant, 0.0)
+
+    def _dominant_shares(self) -> dict[TenantUse, float]:
+        """Returns each tenant's share of the running rows or of the blocks, whichever is larger, for its weight (Ghodsi
+        et al., "Dominant Resource Fairness", NSDI 2011)."""
+        num_rows, num_blocks = max(1, len(self._running)), self._kv.pool.num_blocks
+        return {
+            use: max(use.num_rows / num_rows, held / num_blocks) / use.limits.weight
+            for use, held in self._blocks_held().items()
+        }
+
+    def _blocks_held(self) -> Counter[TenantUse]:
+        held = Counter[TenantUse]()
+        for choice in self._running:
+            held[choice.live.tenant] += len(choice.block_ids)
+        return held
 
     def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
         """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
@@ -56,9 +64,9 @@ class GivingWay:
         running = self._running
         if running.held:
             return self._cheapest(running.held)
-        own = self.order(needy)
+        own = self._order(needy)
         unplanned = chain(running.prefilling, (row for row in not_planned if row.state is ChoiceState.DECODING))
-        later = [choice for choice in unplanned if self.order(choice) > own]
+        later = [choice for choice in unplanned if self._order(choice) > own]
         return self._cheapest(self._last(later)) if later else needy
 
     @property
@@ -84,30 +92,42 @@ class GivingWay:
         if it would not be enough."""
         if self._running.held:
             return self._cheapest(self._running.held)
-        inferior = self._after(choice, max_rows)
+        inferior = self._after(choice, num_blocks, max_rows)
         pool = self._kv.pool
         if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
             return None
         return self._cheapest(self._last(inferior))
 
-    def _after(self, waiting: Choice, max_rows: int) -> list[Choice]:
-        """The rows that come after a choice that waits."""
+    def _after(self, waiting: Choice, num_blocks: int, max_rows: int) -> list[Choice]:
+        """Returns the rows that come after a choice that waits for ``num_blocks`` or for a row."""
         if self._policy is Policy.PRIORITY:
             return [choice for choice in self._running if choice.rank[0] > waiting.rank[0]]
         if self._policy is not Policy.FAIR:
             return []
-        # A tenant with fewer rows than its share takes one from a tenant with more than its own, and never more than
-        # that, so no row goes to and fro.
+        # A tenant with less than its share takes from a tenant with more than its own, and no more than its share, so
+        # no row goes to and fro.
         num_rows = min(max_rows, len(self._running) + 1)
         poor, share = waiting.live.tenant, self._tenants.share
-        if poor.num_rows + 1 > max(1.0, num_rows * share(poor)):
+        rich: set[TenantUse] = set()
+        if poor.num_rows + 1 <= max(1.0, num_rows * share(poor)):
+            rich = {use for use in self._tenants if use.num_rows > 1 and use.num_rows - 1 >= num_rows * share(use)}
+        pool, held = self._kv.pool, self._blocks_held()
+        if pool.num_free < num_blocks and held[poor] + num_blocks <= pool.num_blocks * share(poor):
+            rich.update(use for use in held if held[use] > pool.num_blocks * share(use))
+        if not rich:
             return []
-        rich = {use for use in self._tenants if use.num_rows > 1 and use.num_rows - 1 >= num_rows * share(use)}
-        return [choice for choice in self._running if choice.live.tenant in rich] if rich else []
+        self._shares = self._dominant_shares()
+        return [choice for choice in self._running if choice.live.tenant in rich]
 
     def _last(self, choices: Iterable[Choice]) -> list[Choice]:
-        place = _PLACE[self._policy]
-        placed = [(place(choice), choice) for choice in choices]
+        """Returns those that give way first."""
+        match self._policy:
+            case Policy.PRIORITY:
+                placed = [(float(choice.rank[0]), choice) for choice in choices]
+            case Policy.FAIR:
+                placed = [(self._share(choice), choice) for choice in choices]
+            case _:
+                return list(choices)
         highest = max(value for value, _ in placed)
         return [choice for value, choice in placed if value == highest]
 

@@ -209,8 +209,7 @@ class Planner:
 
     def _plan_decodes(self, plan: StepPlan) -> list[tuple[int, Choice]]:
         """A token for each row; returns those that may have drafts, with their places in the plan."""
-        # A copy, since rows may give way meanwhile.
-        rows = sorted(self.running.decoding, key=self._giving_way.order)
+        rows = self._giving_way.rows_to_plan()  # a copy, since rows may give way meanwhile
         drafting: list[tuple[int, Choice]] = []
         decode_kv = 0
         for index, choice in enumerate(rows):

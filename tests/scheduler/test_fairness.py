@@ -237,3 +237,19 @@ def test_streams_of_one_tenant_do_not_keep_the_blocks_from_another(world_type, n
     limits = config(policy=Policy.FAIR, max_num_seqs=16)
     num_steps = steps_of_another_tenant(world_type(num_blocks, limits), new_request, held)
     assert num_steps <= 2 + steps_of_another_tenant(world_type(1000, limits), new_request, held)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_few_long_rows_of_one_tenant_do_not_keep_the_blocks_from_another(world_type, new_request, num_rows):
+    """Shares count blocks as well as rows. The long rows go on once the other tenant is done."""
+    world = world_type(10, config(policy=Policy.FAIR, max_num_seqs=16))
+    for number in range(num_rows):
+        world.add(new_request(f"a{number}", prompt(24 // num_rows, first=number), tenant="a", max_tokens=16))
+    for _ in range(2):
+        step(world)
+    received = world.add(new_request("b", prompt(10), tenant="b", max_tokens=5))
+    while "b" in world.alive():
+        step(world)
+    assert "a0" in world.alive(), "it waited until the long row ended"
+    assert not received.finished.timings.preemptions
+    world.drain()
