@@ -1,10 +1,17 @@
 """Reserves the path of a Unix socket for one process, from before it checks whether the path is free until it ends."""
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""How NFS and 9p refuse to lock."""
 
 
 class PathTaken(Exception):
@@ -14,9 +21,19 @@ class PathTaken(Exception):
 @contextlib.contextmanager
 def socket_lock(path: Path) -> Iterator[None]:
     """Holds the lock of a socket's path: the file ``PATH.lock``, which the kernel unlocks when its holder ends, however
-    it ends. Raises PathTaken, and OSError if the file cannot be created."""
+    it ends. Where the file system has no locks, nothing is held. Raises PathTaken, and OSError if the file cannot be
+    created."""
     name = path.with_name(f"{path.name}.lock")
-    descriptor = _locked(name)
+    try:
+        descriptor = _locked(name)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _log.warning("the file system of %s has no locks: another process that starts now may take the socket", path)
+        with contextlib.suppress(OSError):
+            name.unlink()
+        yield
+        return
     try:
         yield
     finally:

@@ -99,7 +99,6 @@ def _in_child(tokenizer: LLTokenizer, kind: str, text: str, convert: Callable[[s
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library says as it dies is no news
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:

@@ -17,12 +17,12 @@ import textwrap  # noqa: F401
 import time
 import unicodedata  # noqa: F401
 from contextlib import suppress
-from pathlib import Path
 
 import jinja2.constants
 import jinja2.debug  # noqa: F401
 import msgspec
 
+from penstock.models.child_process import FED_BY_STRANGERS, prepare_child
 from penstock.service.chat_message import Chat, Message
 from penstock.service.template_frames import (
     COMPILE_MEMORY_BYTES,
@@ -60,8 +60,7 @@ def main() -> None:
     time.localtime()  # reads the time zone, for ``strftime_now``
     for name in _CODECS:
         codecs.lookup(name)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _go_first()
+    prepare_child(FED_BY_STRANGERS)
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=os.dup(0)) as control:
@@ -71,14 +70,6 @@ def main() -> None:
                 return
             for descriptor in descriptors:
                 _fork(descriptor, control)
-
-
-def _go_first() -> None:
-    """Has the kernel end these processes before others where memory runs out."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("900")
-    except OSError:  # another system
-        return
 
 
 def _fork(descriptor: int, control: socket.socket) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.models.child_process import child_environment
 from penstock.service.chat_message import Chat
 from penstock.service.lane import giving_way
 from penstock.service.template_frames import (
@@ -37,8 +38,6 @@ from penstock.service.template_frames import (
 DEFAULT_TIMEOUT_S = 2.0
 """Processor time for rendering a conversation: 4 MiB in the most elaborate templates take a third of it."""
 _LAUNCHER = "from penstock.service.template_process import main; main()"
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""What a launcher needs of the service's environment, whose keys and tokens are not for templates."""
 _PATIENCE_S = 0.005
 """What takes longer lets others go on meanwhile."""
 _WALL_FACTOR, _WALL_S = 4.0, 5.0
@@ -211,7 +210,7 @@ class _Launcher:
                 [sys.executable, "-P", "-c", _LAUNCHER],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                env=child_environment(os.environ),
             )
         return self._control
 
