@@ -17,7 +17,7 @@ NUM_TIMES = 4
 MOST_BYTES = 64 << 10
 """That each may leave behind."""
 BUFFER_BYTES = 3 * MIB
-"""What connections on which large bodies came keep, more or less. Bodies that stay are ``NUM_TIMES * MAX_BODY_BYTES``."""
+"""What connections on which large bodies came keep, more or less. Bodies that stay are ``NUM_TIMES`` of 2 MiB."""
 TEXT = "x y " * (ROOM // 4)
 
 ASKED: dict[str, Callable[[str], dict[str, object]]] = {
@@ -30,6 +30,9 @@ ASKED: dict[str, Callable[[str], dict[str, object]]] = {
     "/detokenize": lambda text: {"tokens": [9999] * (len(text) // 8)},
 }
 """A good request of every route. A route that is missing here fails the test."""
+
+COUNTED = {"/tokenize", "/v1/responses/input_tokens"}
+"""These take a prompt of any length that their answer has room for."""
 
 Sent = tuple[bytes, str]
 """A body, and a part of the refusal."""
@@ -60,8 +63,9 @@ def refused(path: str) -> dict[str, Sent]:
         "an unknown field": (as_json(model="bytes", nonsense=TEXT, **good("x" * 16)), "nonsense"),
         "a field of another type": (as_json(**good("x" * 16) | {"model": {"x": TEXT}}), "valid string"),
         "a field that is not supported": (as_json(background=TEXT, **good("x" * 16)), "background"),
-        "what the service refuses": (as_json(**good(TEXT)), "error"),
     }
+    if path not in COUNTED:
+        found["what the service refuses"] = (as_json(**good(TEXT)), "error")
     if "chat" in path or path in ("/v1/completions", "/v1/responses"):
         found["a number out of bounds"] = (as_json(temperature=99, **good(TEXT)), "temperature")
         found["refused before a stream"] = (as_json(stream=True, **good(TEXT)), "error")
@@ -131,16 +135,20 @@ async def test_no_route_keeps_what_it_refuses(gateway, without_collector, path):
     check({reason: await sender.grown(path, *sent) for reason, sent in (malformed() | refused(path)).items()})
 
 
-async def test_what_is_too_long_for_a_message_to_the_service_is_not_kept(start_gateway, without_collector):
+async def test_what_is_too_long_for_a_message_to_the_service_or_from_it_is_not_kept(start_gateway, without_collector):
     sender = Sender(await start_gateway(max_body_bytes=6 * MIB))
-    text = "x y " * (5 * MIB // 4)
-    check(
-        {
-            path: await sender.grown(path, as_json(**good(text)), "error")
-            for path, good in ASKED.items()
-            if path != "/detokenize"  # whose tokens are fewer bytes there
-        }
+    request, answer = "x y " * (5 * MIB // 4), "x y " * (3 * MIB // 4)
+    grown = {
+        path: await sender.grown(path, as_json(**good(request)), "error")
+        for path, good in ASKED.items()
+        if path != "/detokenize"  # whose tokens take fewer bytes there
+    }
+    grown["from it"] = await sender.grown(
+        "/v1/responses/input_tokens", as_json(**ASKED["/v1/responses/input_tokens"](answer)), "the answer has at most"
     )
+    with_wide_ids = '{"prompt": "%s"}' % ("\u00e9" * (3 * MIB // 2))  # two tokens a letter, two bytes a token
+    grown["tokens"] = await sender.grown("/tokenize", with_wide_ids.encode(), "the answer has at most")
+    check(grown)
 
 
 async def test_nothing_is_kept_of_a_body_that_no_route_reads(gateway, without_collector):
