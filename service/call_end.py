@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import grpc
 
-from penstock.service.errors import Reason, ServiceError, release_frames
+from penstock.clients.error_frames import release_frames
+from penstock.service.errors import Reason, ServiceError
 
 WRITE_PATIENCE_S = 60.0
 """How long a client may take to read one message of a stream, or a whole answer."""

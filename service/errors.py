@@ -265,20 +265,6 @@ def from_exception(error: BaseException) -> ServiceError | None:
     return None
 
 
-def release_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error that was dealt with, and of those that led to it.
-
-    Their frames hold what the request brought, which may be megabytes, and mostly something that holds the error as
-    well: a cycle, which would stay until the cycle collector runs.
-    """
-    errors: list[BaseException | None] = [error]
-    while errors:
-        each = errors.pop()
-        if each is not None and each.__traceback__ is not None:
-            each.__traceback__ = None
-            errors += (each.__cause__, each.__context__)
-
-
 def code_of(error: BaseException) -> grpc.StatusCode:
     """The code that a call ends with which raised ``error``."""
     if isinstance(error, StatusError):

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from penstock.clients.error_frames import release_frames
 from penstock.service.call_end import abort, end_call, write
 from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of
@@ -25,7 +26,6 @@ from penstock.service.errors import (
     StatusError,
     code_of,
     from_exception,
-    release_frames,
     status_code,
     to_status,
     trailers,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from google.rpc import status_pb2
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from penstock.clients.error_frames import release_frames
 from penstock.scheduler.allowance import Rated
 from penstock.scheduler.engine import Engine
 from penstock.scheduler.request import (
@@ -37,7 +38,6 @@ from penstock.service.errors import (
     ending_status,
     from_exception,
     from_refusal,
-    release_frames,
     status_code,
     to_status,
 )

@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.clients.error_frames import release_frames
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.exchange import Abandoned, Arrival, Exchange
@@ -107,7 +108,7 @@ class AnswerResponse(Response):
         except Abandoned:
             pass
         except (GatewayError, RequestFailed) as failure:
-            failure.__traceback__ = None  # the exchange keeps it, and its frames have the exchange: a circle
+            release_frames(failure)  # the exchange keeps it
             error = as_gateway_error(failure, partial(self._caller_name, self._exchange.failed_index))
             if has_begun:
                 last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")

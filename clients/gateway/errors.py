@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from penstock.clients.error_frames import release_frames
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.paths import allowed_methods, options_response
@@ -199,10 +200,15 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Has every error that the app knows answered in OpenAI's shape. ``routes`` are all that there are."""
 
     async def ours(_: Request, error: Exception) -> Response:
+        release_frames(error)
         return as_gateway_error(error).response()
 
     async def of_validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        for each in error.errors():
+            if isinstance(raised := each.get("ctx", {}).get("error"), Exception):  # in a validator of ours
+                release_frames(raised)
+        release_frames(error)
         return from_validation(error.errors()).response()
 
     async def of_http(request: Request, error: Exception) -> Response:

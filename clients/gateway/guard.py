@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.clients.error_frames import release_frames
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.service_link import ServiceLink
@@ -84,6 +85,7 @@ class Guard:
         except Exception as error:
             if not isinstance(error, GatewayError):
                 _log_without_text(error)
+            release_frames(error)
             if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
                 raise _Cut from None
             response = as_gateway_error(error).response()

@@ -296,15 +296,20 @@ async def test_too_many_answers_that_nobody_reads_end_sooner(start_service, monk
 # --------------------------------------------------------------------------------------------------- what is left of it
 
 
+def left_of_refusals():
+    """Each of these would keep the call and all that was read of it."""
+    left = Counter(type(each).__name__ for each in gc.get_objects())
+    return left["frame"] + left["_ServicerContext"] + left["AbortError"]
+
+
 @pytest.mark.parametrize("path", [UNKNOWN, GET_MODEL, COMPLETE])
 async def test_a_refused_call_leaves_nothing_for_the_collector(service, path, no_collector):
-    """But for what grpc.aio itself leaves, its metadata."""
+    """But for what grpc.aio itself leaves: its metadata, and the newest call until the next one comes."""
     gc.collect()
     async with raw_client(service.target) as client:
-        for metadata in ({}, {}, KEY):
+        for metadata in ({}, KEY) * 4:
             stream = client.begin(path, metadata)
             await client.put(stream, framed(pb.CompleteRequest(start=pb.Start())), ends=True)
             await client.end(stream)
         await until(lambda: calls_of_grpc() == 0)
-        left = Counter(type(each).__name__ for each in gc.get_objects())
-        assert left["frame"] + left["_ServicerContext"] + left["AbortError"] == 0
+        await until(lambda: left_of_refusals() <= 1)

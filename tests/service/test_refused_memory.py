@@ -167,8 +167,8 @@ async def test_a_refused_request_leaves_nothing_behind(service, held_bytes, reas
     await refuse(NUM_REFUSALS)
     running = service.server._running
     # Work that had begun when its caller's deadline passed goes on.
-    await until(lambda: not (running.generation.num_live or running.pool._short._num_running))
-    await until(lambda: not running.pool._long._num_running)
+    await until(lambda: not (running.generation.num_live or running.pool._short._jobs))
+    await until(lambda: not running.pool._long._jobs)
     assert await sender.settled() - before < NUM_REFUSALS * MOST_BYTES + BUFFER_BYTES
     assert len(gc.get_objects()) - num_objects < NUM_REFUSALS * MOST_OBJECTS
 

@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 
 import pytest
+from waiting import until
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.service.errors import Reason, ServiceError
@@ -81,6 +82,7 @@ async def test_tenants_take_turns_and_each_has_a_thread_at_a_time():
     order: list[str] = []
     tenants = ["greedy"] * 4 + ["modest", "other"] * 2
     blocked: list[asyncio.Future[object]] = [asyncio.ensure_future(lane.run(gate.wait, 100, "greedy"))]
+    await until(lambda: lane._jobs["greedy"] == 1)
     blocked += [asyncio.ensure_future(lane.run(partial(order.append, name), 100, name)) for name in tenants]
     await asyncio.sleep(0)
     gate.set()

@@ -153,7 +153,7 @@ async def test_a_tenant_that_sends_much_waits_for_itself_alone(start_service, by
         greedy = [tokenize("greedy", "g" * 5_000) for _ in range(20)]
         refused, _ = await asyncio.wait(greedy, timeout=120, return_when=asyncio.FIRST_EXCEPTION)
         modest = tokenize("modest", "m")
-        await until(lambda: "modest" in lane._num_running)  # a thread is left for it
+        await until(lambda: "modest" in lane._jobs)  # a thread is left for it
     finally:
         gate.set()
     error = refused.pop().exception()
