@@ -130,8 +130,13 @@ def complete(target: str) -> Iterator[Complete]:
             constraint: constraint_pb2.Constraint, text: str = "An example:", **sampling: Any
         ) -> pb.CompleteResponse:
             start = pb.Start(text=text, constraint=constraint, sampling=pb.Sampling(**{"seed": 1, **sampling}))
-            answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
-            return answer
+            while True:
+                try:
+                    answer: pb.CompleteResponse = stub.Complete(pb.CompleteRequest(start=start), timeout=120)
+                    return answer
+                except grpc.RpcError as error:
+                    if "the machine is too busy" not in str(error.details()):
+                        raise
 
         yield complete
 

@@ -67,6 +67,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
     printed = run(folder, "-m", "penstock.kernels.cuda.ahead", *models)
