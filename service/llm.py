@@ -85,6 +85,7 @@ class LLM:
             raise PenstockError("the model is closed")
         turn = asyncio.Semaphore(_CONCURRENCY)
         async with AsyncClient(self.target) as client:
+            await client.wait_ready()  # on a busy machine the connection may take long
             with tqdm(total=len(prompts), unit=" answers", disable=not progress) as bar:
 
                 async def answer(prompt: Prompt) -> Completion:

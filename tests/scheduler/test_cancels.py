@@ -61,10 +61,13 @@ class Watched:
         await self.executor.stop()
 
     def die(self):
-        """For a while there is no other worker."""
+        """There is no other worker until ``let_start``."""
         self.executor.may_start.clear()
         self.executor.die()
-        asyncio.get_running_loop().call_later(0.02, self.executor.may_start.set)
+
+    def let_start(self):
+        if isinstance(self.executor, FakeExecutor):
+            self.executor.may_start.set()
 
 
 class Ids:
@@ -121,6 +124,8 @@ class Load:
         assert received.finished
         assert received.finished.reason is FinishReason.CANCELLED
         self.cancelled.append((seeds, self.executor.plans_made))
+        if self.engine.state is EngineState.RECOVERING:
+            self.executor.let_start()
 
     def point_of(self, name):
         if self.engine.state is EngineState.RECOVERING:
@@ -143,6 +148,7 @@ class Load:
             for _ in range(self.rng.randrange(8)):
                 await asyncio.sleep(0)
             if not self.live:
+                self.executor.let_start()
                 await asyncio.sleep(0.01)
                 continue
             name = self.rng.choice(list(self.live))
@@ -175,6 +181,7 @@ async def cancel_at_random_points(executor, new_request, received_type, num_canc
     load = Load(engine, watched, new_request, received_type, seed)
     try:
         await load.run(num_cancels)
+        watched.let_start()
         while engine.state is EngineState.RECOVERING:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await load.cancel_the_rest()
