@@ -1,6 +1,8 @@
 """What calls may hold in the service before anything of theirs is checked, and after they are answered: messages on
 their way, answers on their way, connections. The bound on metadata is in early_refusals.py."""
 
+from functools import partial
+
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.places import Places, Rules
@@ -21,39 +23,66 @@ OPEN_PATIENCE_S = 15.0
 """How long such a method waits for a message."""
 MESSAGES, MESSAGES_OF_TENANT = 32, 16
 """Messages of callers that may be on their way at once, but for the later ones of a stream."""
+SPARE_MESSAGES = 32
+"""Beyond those: one for each tenant that has none."""
 HOLD_S, PATIENCE_S = 5.0, 60.0
 """The same for callers. 8 MiB in a minute are 140 KB/s."""
 OPEN_CALLS, OPEN_CALLS_OF_HOST = 1024, 512
 """Calls of methods that are open to everyone, which may last: ``Health.Watch``, reflection."""
-_MAX_WAITING_OPEN, _MAX_WAITING = 64, 1024
-"""Calls that wait for one of these places. gRPC takes 64 KiB of their messages."""
+_WAITING_OF_HOST, _MAX_WAITING_OPEN = 64, 256
+_WAITING_OF_TENANT, _MAX_WAITING = 2048, 4096
+"""Calls that wait for one of these places: of one owner, and in all. gRPC takes 64 KiB of their messages."""
 
 
 class CallLimits:
-    """The limits of one service, for all its listeners. What they count belongs to the event loop."""
+    """The limits of callers or of operators. What they count belongs to the event loop."""
 
-    def __init__(self) -> None:
-        self.open_messages = _messages(
-            OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, OPEN_PATIENCE_S
+    def __init__(self, connections: Connections | None = None) -> None:
+        """``connections``: those of the whole service, where there are others than these."""
+        self.open_messages = Places(
+            _message_rules(OPEN_PATIENCE_S)(
+                total=OPEN_MESSAGES,
+                each=OPEN_MESSAGES_OF_HOST,
+                waiting_each=_WAITING_OF_HOST,
+                max_waiting=_MAX_WAITING_OPEN,
+                hold_s=OPEN_HOLD_S,
+            )
         )
         """Owned by hosts."""
-        self.messages = _messages(MESSAGES, MESSAGES_OF_TENANT, _MAX_WAITING, HOLD_S, PATIENCE_S)
+        self.messages = Places(
+            _message_rules(PATIENCE_S)(
+                total=MESSAGES,
+                each=MESSAGES_OF_TENANT,
+                waiting_each=_WAITING_OF_TENANT,
+                max_waiting=_MAX_WAITING,
+                hold_s=HOLD_S,
+                spare=SPARE_MESSAGES,
+            )
+        )
         """Owned by tenants."""
         self.open_calls = Places(
-            Rules(OPEN_CALLS, OPEN_CALLS_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, None, _too_many_calls)
+            Rules(
+                total=OPEN_CALLS,
+                each=OPEN_CALLS_OF_HOST,
+                waiting_each=_WAITING_OF_HOST,
+                max_waiting=_MAX_WAITING_OPEN,
+                hold_s=OPEN_HOLD_S,
+                patience_s=None,
+                displaced=_too_many_calls,
+            )
         )
         """Owned by hosts."""
         self.answers = UnreadAnswers()
-        self.connections = Connections()
+        self.connections = connections or Connections()
 
 
-def _messages(total: int, each: int, max_waiting: int, hold_s: float, patience_s: float) -> Places:
+def _message_rules(patience_s: float) -> "partial[Rules]":
     def late() -> ServiceError:
         return ServiceError(
             Reason.DEADLINE, f"the message did not come within {patience_s:g} s; call again when there is one"
         )
 
-    return Places(Rules(total, each, max_waiting, hold_s, patience_s, _too_many_messages, late))
+    return partial(Rules, patience_s=patience_s, displaced=_too_many_messages, late=late)
 
 
 def _too_many_messages() -> ServiceError:

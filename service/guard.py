@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from penstock.service.call_end import abort, end_call, write
+from penstock.service.call_end import abort, write
 from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of
 from penstock.service.errors import (
@@ -34,6 +34,7 @@ from penstock.service.identity import ACCESS, Access, current_caller
 from penstock.service.places import Places
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
+from penstock.service.unread import UnreadAnswers
 from penstock.service.wire import check_parts
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return None
             # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
             raw = serialize(message)
+            if is_open:  # until it has been sent it counts among the open calls
+                await context.send_initial_metadata(())
+                await write(context, raw)
+                return None
             limits.answers.add(owner, current_request_id.get(), len(raw))
             return raw
 
@@ -114,7 +119,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
-                await _end(context, error, request_id)
+                await _end(context, error, request_id, limits.answers)
             else:
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
@@ -123,7 +128,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
         # half-closed without a message would wait for ever, and a second message would be lost without a word.
-        if handler.response_streaming:
+        if handler.response_streaming or is_open:
             return grpc.stream_stream_rpc_method_handler(
                 answer, None, lambda message: message if isinstance(message, bytes) else serialize(message)
             )
@@ -207,7 +212,7 @@ async def _messages(
         yield parsed.pop()
 
 
-async def _end(context: Context, error: BaseException, request_id: str) -> NoReturn:
+async def _end(context: Context, error: BaseException, request_id: str, answers: UnreadAnswers) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
     is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
     if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
@@ -228,7 +233,7 @@ async def _end(context: Context, error: BaseException, request_id: str) -> NoRet
     except TimeoutError:
         task = asyncio.current_task()
         assert task is not None
-        end_call(task)  # with the messages that the status waits behind
+        answers.end(task)  # with the messages that the status waits behind
         raise asyncio.CancelledError from None
 
 

@@ -350,10 +350,13 @@ class _Running:
         embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
         self.embedding = EmbeddingService(engine, embed_converter, telemetry)
         self._limits = CallLimits()
-        self._interceptors = [StatusInterceptor(telemetry, self._limits), IdentityInterceptor(config.authenticator)]
+        identity = IdentityInterceptor(config.authenticator)
+        interceptors = [StatusInterceptor(telemetry, self._limits), identity]
+        # Of its own: whatever callers hold, operators are heard.
+        self._admin_interceptors = [StatusInterceptor(telemetry, CallLimits(self._limits.connections)), identity]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
-        self._server = new_server(self._interceptors, max_streams, self._max_connections, self._limits.connections.cut)
+        self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
@@ -380,7 +383,7 @@ class _Running:
         """Has ``listen`` open the administration there as well."""
         service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
         self.admin = AdminListener(
-            address, service, self._health, self._interceptors, self._tls, self._limits.connections
+            address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
         )
 
     def open_metrics(self, loop_lag: LoopLag) -> str | None:
