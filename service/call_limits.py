@@ -6,6 +6,7 @@ from functools import partial
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.places import Places, Rules
+from penstock.service.unfinished import UnfinishedMessages
 from penstock.service.unread import UnreadAnswers
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -74,6 +75,21 @@ class CallLimits:
         """Owned by hosts."""
         self.answers = UnreadAnswers()
         self.connections = connections or Connections()
+        self.unfinished = UnfinishedMessages(self.connections)
+
+    def messages_of(self, is_open: bool) -> Places:
+        """The places of messages to methods that are open to everyone, or of callers'."""
+        return self.open_messages if is_open else self.messages
+
+    def start(self) -> None:
+        """Looks after connections from here on, and after what they leave unfinished."""
+        self.connections.start()
+        self.unfinished.start()
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self.connections.stop()
+        self.unfinished.stop()
 
 
 def _message_rules(patience_s: float) -> "partial[Rules]":

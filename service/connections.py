@@ -11,9 +11,11 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from penstock.service.listen import Address
@@ -30,8 +32,22 @@ _FULL, _ENOUGH = 0.75, 0.625
 """Shares of the connections: with more than the first, some are closed until the second is left."""
 _FILES = "/proc/self/fd"
 
+CALL_BYTES, MESSAGE_BYTES = 1 << 10, 128
+"""What a call and a message take on a connection, beside the message itself and a 16th of it for frames and TLS: more
+than they do, or a connection would seem to have sent what it has not."""
+_RECEIVED = struct.Struct("=QQ")
+"""Of ``struct tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
+_RECEIVED_AT = 120
+
 Peer = tuple[str, int]
 """Host and port of a client."""
+
+
+class Connection(NamedTuple):
+    """One of a client's, which may come back under the same name."""
+
+    peer: Peer
+    inode: int
 
 
 def max_connections(wanted: int) -> int:
@@ -69,6 +85,10 @@ class _Use:
     was_known: bool = False
     last: float = 0.0
     """When a call began or ended."""
+    num_bytes: int = 0
+    """Of whole messages, and of calls."""
+    inode: int = 0
+    """Of its connection, when it was last looked at."""
 
 
 class Connections:
@@ -103,6 +123,7 @@ class Connections:
         if peer is not None:
             use = self._uses.setdefault(peer, _Use())
             use.num_calls += 1
+            use.num_bytes += CALL_BYTES
             use.num_known += is_known
             use.was_known |= is_known
             use.last = asyncio.get_running_loop().time()
@@ -115,6 +136,27 @@ class Connections:
             use.num_calls -= 1
             use.num_known -= is_known
             use.last = asyncio.get_running_loop().time()
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """A client's message is whole."""
+        peer = peer_of(name)
+        use = None if peer is None else self._uses.get(peer)
+        if use is not None:
+            use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
+
+    async def unfinished_bytes(self) -> dict[Connection, int]:
+        """How many bytes of each connection were in no whole message, or fewer. Empty where the system does not
+        tell."""
+        found: dict[Connection, int] = {}
+        for connection, num_bytes in (await asyncio.to_thread(_received, frozenset(self._limits))).items():
+            use = self._uses.get(connection.peer)
+            if use is None:
+                continue
+            if use.inode not in (0, connection.inode):
+                use.num_bytes = 0  # they were another connection's
+            use.inode = connection.inode
+            found[connection] = max(0, num_bytes - use.num_bytes)
+        return found
 
     def cut(self, name: str) -> None:
         """Ends a client's connection, and all calls on it, soon."""
@@ -163,6 +205,17 @@ def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
     found: dict[int, list[Peer]] = {port: [] for port in ports}
     for port, peer, _ in _sockets(ports):
         found[port].append(peer)
+    return found
+
+
+def _received(ports: Collection[int]) -> dict[Connection, int]:
+    """How many bytes came on each connection, but for those that answer what was sent: at most half as many."""
+    found: dict[Connection, int] = {}
+    for _, peer, connection in _sockets(ports):
+        with contextlib.suppress(OSError, struct.error):  # an older system
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
+            found[Connection(peer, os.fstat(connection.fileno()).st_ino)] = num_received - num_sent // 2
     return found
 
 

@@ -31,7 +31,6 @@ from penstock.service.errors import (
     trailers,
 )
 from penstock.service.identity import ACCESS, Access, current_caller
-from penstock.service.places import Places
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
 from penstock.service.unread import UnreadAnswers
@@ -79,11 +78,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         limits = self._limits
 
         async def run(request_iterator: Any, context: Context, owner: str) -> Any:
-            places = limits.open_messages if is_open else limits.messages
             if handler.request_streaming:
-                parsed = _messages(parse, context, places, owner, is_open)
+                parsed = _messages(parse, context, limits, owner, is_open)
             else:
-                parsed = await _parsed(parse, await _only_message(context, places, owner, is_open))
+                parsed = await _parsed(parse, await _only_message(context, limits, owner, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 await _write_all(context, cast("AsyncGenerator[Any, None]", outcome))
@@ -146,12 +144,13 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-async def _only_message(context: Context, places: Places, owner: str, is_open: bool) -> bytes:
+async def _only_message(context: Context, limits: CallLimits, owner: str, is_open: bool) -> bytes:
     """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
-    async with places.place(owner):
+    async with limits.messages_of(is_open).place(owner):
         message = await _read(context)
         if message is None or await _read(context) is not None:
             raise ServiceError(Reason.MESSAGE_COUNT)
+    limits.connections.count(context.peer(), len(message))
     return _small(message) if is_open else message
 
 
@@ -193,19 +192,18 @@ async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
 
 
 async def _messages(
-    parse: Callable[[bytes], Any], context: Context, places: Places, owner: str, is_open: bool
+    parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
 ) -> AsyncIterator[Any]:
     """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
     those of a caller any time may pass, after the first."""
+    places, peer = limits.messages_of(is_open), context.peer()
     is_timed = True
     while True:
-        if is_timed:
-            async with places.place(owner):
-                raw = await _read(context)
-        else:
+        async with places.place(owner) if is_timed else limits.unfinished.read(peer):
             raw = await _read(context)
         if raw is None:
             return
+        limits.connections.count(peer, len(raw))
         is_timed = is_open
         parsed = [await _parsed(parse, _small(raw) if is_open else raw)]
         del raw

@@ -64,6 +64,10 @@ class Places:
         """To be entered by ``async with``, once."""
         return Place(self, owner)
 
+    def taken(self, owner: str) -> "list[Place]":
+        """An owner's places, oldest first, but for those that it is about to leave."""
+        return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
+
     async def take(self, place: "Place") -> None:
         """Waits for a place. Raises ServiceError."""
         if place.owner not in self._waiting and self._has_room(place.owner):

@@ -411,12 +411,12 @@ class _Running:
         if self.admin is not None:
             admin = self.admin.bind()
             await self.admin.start()
-        self._limits.connections.start()
+        self._limits.start()
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
         """Closes both; last words may take ``flush_s`` to be read."""
-        self._limits.connections.stop()
+        self._limits.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

@@ -271,7 +271,7 @@ async def test_an_answer_that_nobody_reads_has_a_time_limit(start_service, path,
         stream = client.begin(path, KEY)
         await client.put(stream, framed(ANSWERED[path]), ends=path != GENERATE)
         while stream not in client.ended:  # grpc.aio knows the newest call until the next one comes
-            assert await check(other) == OK
+            await check(other)
         assert client.ended[stream] in (CANCELLED, EXHAUSTED, "reset")
         await until(lambda: calls_of_grpc() == 0)
         assert client.num_bytes == 0
