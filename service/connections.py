@@ -8,14 +8,17 @@ be listed, as on other systems than Linux, only gRPC's own bounds hold.
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from heapq import nlargest
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from penstock.service.listen import Address
@@ -28,6 +31,9 @@ RESERVED_FILES = 48
 """For what the service opens beside connections of callers and operators: above all for a worker in place of one that
 died, whose pipes and sockets must not depend on strangers."""
 LOOK_S = 0.25
+LIST_S = 5.0
+"""How often connections are listed though few files are new. It takes 34 ms where there are 4,096."""
+_MOST_FILES = 1 << 16
 _FULL, _ENOUGH = 0.75, 0.625
 """Shares of the connections: with more than the first, some are closed until the second is left."""
 _FILES = "/proc/self/fd"
@@ -61,8 +67,22 @@ def max_connections(wanted: int) -> int:
 def _num_files() -> int:
     try:
         return len(os.listdir(_FILES))
-    except OSError:
+    except FileNotFoundError:
         return RESERVED_FILES  # a guess
+    except OSError:  # the last file is open
+        return _max_files()
+
+
+def _max_files() -> int:
+    """As many as anybody would list one by one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES
+
+
+def _open_spare() -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY)
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -75,6 +95,9 @@ def peer_of(name: str) -> Peer | None:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+_Found = TypeVar("_Found")
+
+
 @dataclass(slots=True)
 class _Use:
     """What a client does with its connection."""
@@ -82,7 +105,8 @@ class _Use:
     num_calls: int = 0
     num_known: int = 0
     """Of them, those of callers who showed who they are."""
-    was_known: bool = False
+    tenant: str | None = None
+    """Whose the last of those was; None where there never was one."""
     last: float = 0.0
     """When a call began or ended."""
     num_bytes: int = 0
@@ -99,7 +123,16 @@ class Connections:
         """Of each port."""
         self._uses: dict[Peer, _Use] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._cuts: set[asyncio.Future[int]] = set()
+        self._is_blind = not os.path.isdir(_FILES)
+        self._num_files = 0
+        """When connections were last listed."""
+        self._num_connected: dict[int, int] = {}
+        """At each port, then."""
+        self._leaving: set[Peer] = set()
+        self._cutting: asyncio.Task[None] | None = None
+        self._listing = asyncio.Lock()
+        self._spare: int | None = None
+        """A file that is closed while files are listed: that takes two, which may be the last ones."""
 
     def add_listener(self, address: Address, limit: int) -> None:
         """Looks after the connections of a listener, of which gRPC takes ``limit``; not after those of a Unix socket,
@@ -109,33 +142,40 @@ class Connections:
 
     def start(self) -> None:
         """Looks from here on."""
-        if self._limits and os.path.isdir(_FILES):
+        if self._limits and not self._is_blind:
+            self._spare = _open_spare()
             self._looking = asyncio.create_task(self._look(), name="connections")
 
     def stop(self) -> None:
         """Looks no more."""
         if self._looking is not None:
             self._looking.cancel()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
-    def begin_call(self, name: str, *, is_known: bool) -> None:
-        """A call begins; ``name`` is what gRPC calls its client."""
+    def begin_call(self, name: str, tenant: str | None) -> None:
+        """A call begins; ``name`` is what gRPC calls its client, ``tenant`` who that showed to be."""
         peer = peer_of(name)
         if peer is not None:
             use = self._uses.setdefault(peer, _Use())
             use.num_calls += 1
             use.num_bytes += CALL_BYTES
-            use.num_known += is_known
-            use.was_known |= is_known
+            if tenant is not None:
+                use.num_known += 1
+                use.tenant = tenant
             use.last = asyncio.get_running_loop().time()
 
-    def end_call(self, name: str, *, is_known: bool) -> None:
+    def end_call(self, name: str, tenant: str | None) -> None:
         """It ends."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
-        if use is not None:
+        if peer is not None and use is not None:
             use.num_calls -= 1
-            use.num_known -= is_known
+            use.num_known -= tenant is not None
             use.last = asyncio.get_running_loop().time()
+            if self._is_blind and not use.num_calls:
+                del self._uses[peer]
 
     def count(self, name: str, num_bytes: int) -> None:
         """A client's message is whole."""
@@ -148,7 +188,7 @@ class Connections:
         """How many bytes of each connection were in no whole message, or fewer. Empty where the system does not
         tell."""
         found: dict[Connection, int] = {}
-        for connection, num_bytes in (await asyncio.to_thread(_received, frozenset(self._limits))).items():
+        for connection, num_bytes in (await self._list(_received)).items():
             use = self._uses.get(connection.peer)
             if use is None:
                 continue
@@ -165,18 +205,45 @@ class Connections:
             self._cut({peer})
 
     def _cut(self, peers: Collection[Peer]) -> None:
-        loop = asyncio.get_running_loop()
-        cut = loop.run_in_executor(None, _shut_down, frozenset(self._limits), frozenset(peers))
-        self._cuts.add(cut)
-        cut.add_done_callback(self._cuts.discard)
+        self._leaving.update(peers)
+        if self._cutting is None or self._cutting.done():
+            self._cutting = asyncio.create_task(self._cut_all(), name="connections that are cut")
+
+    async def _cut_all(self) -> None:
+        while self._leaving:
+            peers, self._leaving = frozenset(self._leaving), set()
+            await self._list(_shut_down, peers)
+
+    async def _list(self, look: Callable[..., _Found], *arguments: object) -> _Found:
+        """What ``look`` finds among the connections, in a thread."""
+
+        def find() -> _Found:
+            has_spare = self._spare is not None
+            if self._spare is not None:
+                os.close(self._spare)
+                self._spare = None
+            try:
+                return look(frozenset(self._limits), *arguments)
+            finally:
+                if has_spare:
+                    self._spare = _open_spare()
+
+        async with self._listing:
+            return await asyncio.to_thread(find)
 
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        looked = loop.time()
         while True:
             await asyncio.sleep(LOOK_S)
-            fewest = min(self._limits.values()) * _FULL
-            if len(self._uses) <= fewest and _num_files() <= fewest:
+            num_files = _num_files()
+            is_late = looked + LIST_S <= loop.time()
+            if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
                 continue
-            connected = await asyncio.to_thread(_connected, frozenset(self._limits))
+            connected = await self._list(_connected)
+            looked = loop.time()
+            self._num_files = num_files
+            self._num_connected = {port: len(peers) for port, peers in connected.items()}
             leaving = {peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)}
             if leaving:
                 self._cut(leaving)
@@ -184,20 +251,40 @@ class Connections:
             for peer in [peer for peer, use in self._uses.items() if not use.num_calls and peer not in all_peers]:
                 del self._uses[peer]
 
+    def may_be_full(self, num_files: int) -> bool:
+        """Whether a port may have too many connections, if all files that are new since the last look are its own."""
+        num_new = max(0, num_files - self._num_files)
+        return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
+
+    def _has_many(self, num_files: int) -> bool:
+        """Whether the ports with the fewest may have changed, behind others that ended, or clients are gone."""
+        return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
+
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
-        """Who of these clients of a port is to leave: nobody as long as there is room, and nobody whose calls are being
-        answered and who showed who it is. First go those who never did, and of those the ones without calls; then those
-        who have been idle the longest."""
+        """Who of these clients of a port is to leave: nobody as long as there is room. First go those who never showed
+        who they are, and of those the ones without calls; then those who have been idle the longest. Where callers'
+        calls are on more connections than leave room, the tenant with the most of them loses its newest."""
         if len(connected) <= limit * _FULL:
             return ()
         unused = _Use()
+        uses = {peer: self._uses.get(peer, unused) for peer in connected}
 
         def rank(peer: Peer) -> tuple[bool, bool, float]:
-            use = self._uses.get(peer, unused)
-            return use.was_known, use.num_calls > 0, use.last
+            use = uses[peer]
+            return use.tenant is not None, use.num_calls > 0, use.last
 
-        idle = sorted((peer for peer in connected if not self._uses.get(peer, unused).num_known), key=rank)
-        return idle[: len(connected) - int(limit * _ENOUGH)]
+        idle = sorted((peer for peer, use in uses.items() if not use.num_known), key=rank)
+        leaving = idle[: len(connected) - int(limit * _ENOUGH)]
+        num_more = len(connected) - len(leaving) - math.ceil(limit * _FULL)
+        if num_more > 0:
+            numbers: Counter[str | None] = Counter()
+            busy: list[tuple[int, Peer]] = []
+            for peer in sorted((peer for peer, use in uses.items() if use.num_known), key=lambda peer: uses[peer].last):
+                tenant = uses[peer].tenant
+                numbers[tenant] += 1
+                busy.append((numbers[tenant], peer))
+            leaving += [peer for _, peer in nlargest(num_more, busy)]
+        return leaving
 
 
 def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
@@ -234,9 +321,9 @@ def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]
     """Connections of these ports, by copies of gRPC's descriptors: a number may be another file's a moment later, a
     copy stays what it is."""
     try:
-        names = sorted(map(int, os.listdir(_FILES)))
-    except OSError:
-        return
+        names: Collection[int] = sorted(map(int, os.listdir(_FILES)))
+    except OSError:  # the last file is open
+        names = range(_max_files())
     for number in names:
         with contextlib.suppress(OSError), _copy(number) as connection:
             address = connection.getsockname()

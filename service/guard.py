@@ -109,8 +109,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request_iterator: Any, context: Context) -> Any:
             request_id, peer = current_request_id.get(), context.peer()
-            is_known = current_caller.get(None) is not None
-            limits.connections.begin_call(peer, is_known=is_known)
+            caller = current_caller.get(None)
+            tenant = None if caller is None else caller.tenant
+            limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
                     answered = await run_within_limits(request_iterator, context, peer)
@@ -122,7 +123,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
             finally:
-                limits.connections.end_call(peer, is_known=is_known)
+                limits.connections.end_call(peer, tenant)
 
         # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
         # half-closed without a message would wait for ever, and a second message would be lost without a word.

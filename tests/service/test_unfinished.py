@@ -122,7 +122,7 @@ async def test_bytes_of_an_earlier_connection_of_the_same_name_do_not_count(monk
     found = Connections()
     received = {Connection(("10.0.0.1", 1), 7): 5000}
     monkeypatch.setattr("penstock.service.connections._received", lambda ports: received)
-    found.begin_call("ipv4:10.0.0.1:1", is_known=True)
+    found.begin_call("ipv4:10.0.0.1:1", "one")
     found.count("ipv4:10.0.0.1:1", 4_000_000)
     assert sum((await found.unfinished_bytes()).values()) == 0
     received = {Connection(("10.0.0.1", 1), 8): 5000}
