@@ -20,8 +20,9 @@ OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST = 16, 8
 OPEN_HOLD_S = 0.01
 """How long one of them keeps others waiting. Most have come before they are waited for: stubborn clients can keep no
 probe out."""
-OPEN_PATIENCE_S = 15.0
-"""How long such a method waits for a message."""
+OPEN_PATIENCE_S = 60.0
+"""How long such a method waits for a message, where no other call does: tools keep a stream of reflection open between
+two questions."""
 MESSAGES, MESSAGES_OF_TENANT = 32, 16
 """Messages of callers that may be on their way at once, but for the later ones of a stream."""
 SPARE_MESSAGES = 32
