@@ -59,7 +59,7 @@ async def test_the_tenant_with_the_most_busy_connections_loses_its_newest():
     for port, tenant in enumerate("baaaaaaaac", 1):
         name = f"ipv4:10.0.0.1:{port}"
         found.begin_call(name, tenant)
-        peers.append(peer_of(name))
+        peers.append(("10.0.0.1", port))
     assert found.giving_way(peers, 14) == ()
     assert found.giving_way(peers, 12) == [peers[8]]
     assert found.giving_way(peers, 8) == [peers[number] for number in (8, 7, 6, 5)]

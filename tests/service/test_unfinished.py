@@ -99,8 +99,8 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
 
         async def begin(client, text):
             stream = client.begin(GENERATE, {"authorization": "Bearer key"})
-            raw = pb.GenerateRequest(start=pb.Start(ref=1, text=text, sampling=pb.Sampling(max_tokens=1)))
-            raw = raw.SerializeToString()
+            start = pb.Start(ref=1, text=text, sampling=pb.Sampling(max_tokens=1))
+            raw = pb.GenerateRequest(start=start).SerializeToString()
             await client.put(stream, struct.pack(">BI", 0, len(raw)) + raw)
             return stream
 

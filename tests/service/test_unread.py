@@ -27,7 +27,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(unread, "SOON_S", 0.0)
     monkeypatch.setattr(unread, "LOOK_S", 3600.0)
     found = UnreadAnswers()
-    found._ender = Ended()
+    monkeypatch.setattr(found, "_ender", Ended())
     return found
 
 
@@ -82,13 +82,13 @@ async def test_all_tasks_are_looked_at_once_for_all_calls_that_end(monkeypatch):
         return all_tasks()
 
     monkeypatch.setattr(asyncio, "all_tasks", counted)
-    monkeypatch.setattr(call_end, "_known_to", lambda task: [handlers[task]])
     sleeping = asyncio.Event()
     calls = [
         (asyncio.create_task(sleeping.wait()), asyncio.create_task(sleeping.wait(), name="rpc_task")) for _ in range(25)
     ]
     other = asyncio.create_task(sleeping.wait(), name="rpc_task")
     handlers = {outer: handler for handler, outer in calls} | {other: other}
+    monkeypatch.setattr(call_end, "_known_to", lambda task: [handlers[task]])
     ender = call_end.CallEnder()
     for handler, _ in calls:
         ender.end(handler)
