@@ -50,7 +50,7 @@ class MemoryWatch:
         collect: Callable[[], object] = gc.collect,
         trim: Callable[[], object] | None = None,
     ) -> None:
-        self._resident_bytes = resident_bytes or _resident_bytes
+        self._resident_bytes = resident_bytes or process_bytes
         self._collect = collect
         self._trim = trim or _trim_heap
         self._trimmed_at = -TRIM_INTERVAL_S
@@ -95,6 +95,6 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resident_bytes() -> int:
-    """Returns the size of this process in memory. Raises OSError if the system has no such file."""
+def process_bytes() -> int:
+    """What this process has in memory. Raises OSError where the system has no such file."""
     return int(_MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

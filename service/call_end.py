@@ -18,7 +18,11 @@ from penstock.clients.error_frames import release_frames
 from penstock.service.errors import Reason, ServiceError
 
 WRITE_PATIENCE_S = 60.0
-"""How long a client may take to read one message of a stream, or a whole answer."""
+"""How long a client may take to read one message, and an answer that is one."""
+GATHER_S = 0.05
+"""How long a call that is to end waits for others."""
+AT_ONCE = 100
+"""Calls that end in one turn of the loop."""
 _OUTER_TASK = "rpc_task"
 """gRPC's name for the task that waits for the end of a call, and keeps it alive."""
 
@@ -53,13 +57,35 @@ async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> 
         raise ServiceError(Reason.READER_TOO_SLOW) from None
 
 
-def end_call(handler: "asyncio.Task[Any]") -> None:
-    """Ends the call that the task ``handler`` answers, whatever is still to be sent."""
-    handler.cancel()
-    for task in asyncio.all_tasks():
-        if task.get_name() == _OUTER_TASK and handler in _known_to(task):
-            task.cancel()
-            return
+class CallEnder:
+    """Ends calls, those of a moment together: to find them takes a look at every task of the loop."""
+
+    def __init__(self) -> None:
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    def end(self, handler: "asyncio.Task[Any]") -> None:
+        """Ends the call that the task ``handler`` answers, soon, whatever of it is still to be sent."""
+        if not self._handlers:
+            asyncio.get_running_loop().call_later(GATHER_S, self._end)
+        self._handlers.add(handler)
+
+    def _end(self) -> None:
+        handlers, self._handlers = self._handlers, set()
+        outer = [
+            (handler, task)
+            for task in asyncio.all_tasks()
+            if task.get_name() == _OUTER_TASK
+            for handler in _known_to(task)
+            if isinstance(handler, asyncio.Task) and handler in handlers
+        ]
+        self._cancel_some(outer)
+
+    def _cancel_some(self, calls: "list[tuple[asyncio.Task[Any], asyncio.Task[Any]]]") -> None:
+        for _ in range(min(AT_ONCE, len(calls))):
+            for task in calls.pop():
+                task.cancel()
+        if calls:
+            asyncio.get_running_loop().call_soon(self._cancel_some, calls)
 
 
 def _known_to(task: "asyncio.Task[Any]") -> Sequence[object]:

@@ -1,9 +1,12 @@
 """Limits what calls hold in the service before they are checked and after they are answered: messages in flight, unread
 answers, connections. The bound on metadata is in early_refusals.py."""
 
+from functools import partial
+
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.places import Places, Rules
+from penstock.service.unfinished import UnfinishedMessages
 from penstock.service.unread import UnreadAnswers
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -15,45 +18,88 @@ MAX_OPEN_MESSAGE_BYTES = 4096
 OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST = 16, 8
 """Limits on messages in flight to methods that are open to everyone: in all, and from one host."""
 OPEN_HOLD_S = 0.01
-"""How long one of them keeps others waiting. Most have arrived before they are read, so slow clients cannot keep probes
-out."""
-OPEN_PATIENCE_S = 15.0
-"""How long such a method waits for a message to arrive."""
+"""How long one of them keeps others waiting. Most have come before they are waited for: stubborn clients can keep no
+probe out."""
+OPEN_PATIENCE_S = 60.0
+"""How long such a method waits for a message, where no other call does: tools keep a stream of reflection open between
+two questions."""
 MESSAGES, MESSAGES_OF_TENANT = 32, 16
-"""Limits on callers' messages in flight, in all and from one tenant, except for the later ones of a stream."""
+"""Messages of callers that may be on their way at once, but for the later ones of a stream."""
+SPARE_MESSAGES = 32
+"""Beyond those: one for each tenant that has none."""
 HOLD_S, PATIENCE_S = 5.0, 60.0
 """The same times for callers' messages. 8 MiB in a minute are 140 KB/s."""
 OPEN_CALLS, OPEN_CALLS_OF_HOST = 1024, 512
-"""Limits on calls of methods that are open to everyone, some of which last: ``Health.Watch``, reflection."""
-_MAX_WAITING_OPEN, _MAX_WAITING = 64, 1024
-"""Limits on calls that wait for one of these places. gRPC keeps 64 KiB of their messages."""
+"""Calls of methods that are open to everyone, which may last: ``Health.Watch``, reflection."""
+_WAITING_OF_HOST, _MAX_WAITING_OPEN = 64, 256
+_WAITING_OF_TENANT, _MAX_WAITING = 2048, 4096
+"""Calls that wait for one of these places: of one owner, and in all. gRPC takes 64 KiB of their messages."""
 
 
 class CallLimits:
-    """The limits of one service, for all its listeners. What they count belongs to the event loop."""
+    """The limits of callers or of operators. What they count belongs to the event loop."""
 
-    def __init__(self) -> None:
-        self.open_messages = _messages(
-            OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, OPEN_PATIENCE_S
+    def __init__(self, connections: Connections | None = None) -> None:
+        """``connections``: those of the whole service, where there are others than these."""
+        self.open_messages = Places(
+            _message_rules(OPEN_PATIENCE_S)(
+                total=OPEN_MESSAGES,
+                each=OPEN_MESSAGES_OF_HOST,
+                waiting_each=_WAITING_OF_HOST,
+                max_waiting=_MAX_WAITING_OPEN,
+                hold_s=OPEN_HOLD_S,
+            )
         )
-        """The owner of a place is a host."""
-        self.messages = _messages(MESSAGES, MESSAGES_OF_TENANT, _MAX_WAITING, HOLD_S, PATIENCE_S)
-        """The owner of a place is a tenant."""
+        """Owned by hosts."""
+        self.messages = Places(
+            _message_rules(PATIENCE_S)(
+                total=MESSAGES,
+                each=MESSAGES_OF_TENANT,
+                waiting_each=_WAITING_OF_TENANT,
+                max_waiting=_MAX_WAITING,
+                hold_s=HOLD_S,
+                spare=SPARE_MESSAGES,
+            )
+        )
+        """Owned by tenants."""
         self.open_calls = Places(
-            Rules(OPEN_CALLS, OPEN_CALLS_OF_HOST, _MAX_WAITING_OPEN, OPEN_HOLD_S, None, _too_many_calls)
+            Rules(
+                total=OPEN_CALLS,
+                each=OPEN_CALLS_OF_HOST,
+                waiting_each=_WAITING_OF_HOST,
+                max_waiting=_MAX_WAITING_OPEN,
+                hold_s=OPEN_HOLD_S,
+                patience_s=None,
+                displaced=_too_many_calls,
+            )
         )
         """The owner of a place is a host."""
         self.answers = UnreadAnswers()
-        self.connections = Connections()
+        self.connections = connections or Connections()
+        self.unfinished = UnfinishedMessages(self.connections)
+
+    def messages_of(self, is_open: bool) -> Places:
+        """The places of messages to methods that are open to everyone, or of callers'."""
+        return self.open_messages if is_open else self.messages
+
+    def start(self) -> None:
+        """Looks after connections from here on, and after what they leave unfinished."""
+        self.connections.start()
+        self.unfinished.start()
+
+    def stop(self) -> None:
+        """Looks no more."""
+        self.connections.stop()
+        self.unfinished.stop()
 
 
-def _messages(total: int, each: int, max_waiting: int, hold_s: float, patience_s: float) -> Places:
+def _message_rules(patience_s: float) -> "partial[Rules]":
     def late() -> ServiceError:
         return ServiceError(
             Reason.DEADLINE, f"the message did not arrive within {patience_s:g} s; call again when it is ready"
         )
 
-    return Places(Rules(total, each, max_waiting, hold_s, patience_s, _too_many_messages, late))
+    return partial(Rules, patience_s=patience_s, displaced=_too_many_messages, late=late)
 
 
 def _too_many_messages() -> ServiceError:

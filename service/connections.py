@@ -8,12 +8,17 @@ cannot be listed, as on systems other than Linux, only gRPC's own limits hold.
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import socket
-from collections.abc import Collection, Iterator
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nlargest
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from penstock.service.listen import Address
@@ -26,12 +31,29 @@ RESERVED_FILES = 48
 """Kept for files other than connections: above all for a new worker in place of one that died, whose pipes and sockets
 must not depend on strangers."""
 LOOK_S = 0.25
+LIST_S = 5.0
+"""How often connections are listed though few files are new. It takes 34 ms where there are 4,096."""
+_MOST_FILES = 1 << 16
 _FULL, _ENOUGH = 0.75, 0.625
 """Shares of the limit: above the first, connections are closed until the second is left."""
 _FILES = "/proc/self/fd"
 
+CALL_BYTES, MESSAGE_BYTES = 1 << 10, 128
+"""What a call and a message take on a connection, beside the message itself and a 16th of it for frames and TLS: more
+than they do, or a connection would seem to have sent what it has not."""
+_RECEIVED = struct.Struct("=QQ")
+"""Of ``struct tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
+_RECEIVED_AT = 120
+
 Peer = tuple[str, int]
 """A client's host and port."""
+
+
+class Connection(NamedTuple):
+    """One of a client's, which may come back under the same name."""
+
+    peer: Peer
+    inode: int
 
 
 def max_connections(wanted: int) -> int:
@@ -45,8 +67,22 @@ def max_connections(wanted: int) -> int:
 def _num_files() -> int:
     try:
         return len(os.listdir(_FILES))
-    except OSError:
+    except FileNotFoundError:
         return RESERVED_FILES  # a guess
+    except OSError:  # the last file is open
+        return _max_files()
+
+
+def _max_files() -> int:
+    """As many as anybody would list one by one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES
+
+
+def _open_spare() -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY)
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -59,16 +95,24 @@ def peer_of(name: str) -> Peer | None:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+_Found = TypeVar("_Found")
+
+
 @dataclass(slots=True)
 class _Use:
     """How a client uses its connection."""
 
     num_calls: int = 0
     num_known: int = 0
-    """How many of them are calls of authenticated callers."""
-    was_known: bool = False
+    """Of them, those of callers who showed who they are."""
+    tenant: str | None = None
+    """Whose the last of those was; None where there never was one."""
     last: float = 0.0
-    """When a call last began or ended."""
+    """When a call began or ended."""
+    num_bytes: int = 0
+    """Of whole messages, and of calls."""
+    inode: int = 0
+    """Of its connection, when it was last looked at."""
 
 
 class Connections:
@@ -79,7 +123,16 @@ class Connections:
         """The limit of each port."""
         self._uses: dict[Peer, _Use] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._cuts: set[asyncio.Future[int]] = set()
+        self._is_blind = not os.path.isdir(_FILES)
+        self._num_files = 0
+        """When connections were last listed."""
+        self._num_connected: dict[int, int] = {}
+        """At each port, then."""
+        self._leaving: set[Peer] = set()
+        self._cutting: asyncio.Task[None] | None = None
+        self._listing = asyncio.Lock()
+        self._spare: int | None = None
+        """A file that is closed while files are listed: that takes two, which may be the last ones."""
 
     def add_listener(self, address: Address, limit: int) -> None:
         """Watches the connections of a listener, of which gRPC accepts ``limit``. Does nothing for a Unix socket, whose
@@ -88,33 +141,62 @@ class Connections:
             self._limits[address.port] = limit
 
     def start(self) -> None:
-        """Starts watching."""
-        if self._limits and os.path.isdir(_FILES):
+        """Looks from here on."""
+        if self._limits and not self._is_blind:
+            self._spare = _open_spare()
             self._looking = asyncio.create_task(self._look(), name="connections")
 
     def stop(self) -> None:
         """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
-    def begin_call(self, name: str, *, is_known: bool) -> None:
-        """Counts a call that begins; ``name`` is gRPC's name of its client."""
+    def begin_call(self, name: str, tenant: str | None) -> None:
+        """A call begins; ``name`` is what gRPC calls its client, ``tenant`` who that showed to be."""
         peer = peer_of(name)
         if peer is not None:
             use = self._uses.setdefault(peer, _Use())
             use.num_calls += 1
-            use.num_known += is_known
-            use.was_known |= is_known
+            use.num_bytes += CALL_BYTES
+            if tenant is not None:
+                use.num_known += 1
+                use.tenant = tenant
             use.last = asyncio.get_running_loop().time()
 
-    def end_call(self, name: str, *, is_known: bool) -> None:
-        """Counts the end of such a call."""
+    def end_call(self, name: str, tenant: str | None) -> None:
+        """It ends."""
+        peer = peer_of(name)
+        use = None if peer is None else self._uses.get(peer)
+        if peer is not None and use is not None:
+            use.num_calls -= 1
+            use.num_known -= tenant is not None
+            use.last = asyncio.get_running_loop().time()
+            if self._is_blind and not use.num_calls:
+                del self._uses[peer]
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """A client's message is whole."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if use is not None:
-            use.num_calls -= 1
-            use.num_known -= is_known
-            use.last = asyncio.get_running_loop().time()
+            use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
+
+    async def unfinished_bytes(self) -> dict[Connection, int]:
+        """How many bytes of each connection were in no whole message, or fewer. Empty where the system does not
+        tell."""
+        found: dict[Connection, int] = {}
+        for connection, num_bytes in (await self._list(_received)).items():
+            use = self._uses.get(connection.peer)
+            if use is None:
+                continue
+            if use.inode not in (0, connection.inode):
+                use.num_bytes = 0  # they were another connection's
+            use.inode = connection.inode
+            found[connection] = max(0, num_bytes - use.num_bytes)
+        return found
 
     def cut(self, name: str) -> None:
         """Closes a client's connection soon, with all calls on it."""
@@ -123,18 +205,45 @@ class Connections:
             self._cut({peer})
 
     def _cut(self, peers: Collection[Peer]) -> None:
-        loop = asyncio.get_running_loop()
-        cut = loop.run_in_executor(None, _shut_down, frozenset(self._limits), frozenset(peers))
-        self._cuts.add(cut)
-        cut.add_done_callback(self._cuts.discard)
+        self._leaving.update(peers)
+        if self._cutting is None or self._cutting.done():
+            self._cutting = asyncio.create_task(self._cut_all(), name="connections that are cut")
+
+    async def _cut_all(self) -> None:
+        while self._leaving:
+            peers, self._leaving = frozenset(self._leaving), set()
+            await self._list(_shut_down, peers)
+
+    async def _list(self, look: Callable[..., _Found], *arguments: object) -> _Found:
+        """What ``look`` finds among the connections, in a thread."""
+
+        def find() -> _Found:
+            has_spare = self._spare is not None
+            if self._spare is not None:
+                os.close(self._spare)
+                self._spare = None
+            try:
+                return look(frozenset(self._limits), *arguments)
+            finally:
+                if has_spare:
+                    self._spare = _open_spare()
+
+        async with self._listing:
+            return await asyncio.to_thread(find)
 
     async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        looked = loop.time()
         while True:
             await asyncio.sleep(LOOK_S)
-            fewest = min(self._limits.values()) * _FULL
-            if len(self._uses) <= fewest and _num_files() <= fewest:
+            num_files = _num_files()
+            is_late = looked + LIST_S <= loop.time()
+            if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
                 continue
-            connected = await asyncio.to_thread(_connected, frozenset(self._limits))
+            connected = await self._list(_connected)
+            looked = loop.time()
+            self._num_files = num_files
+            self._num_connected = {port: len(peers) for port, peers in connected.items()}
             leaving = {peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)}
             if leaving:
                 self._cut(leaving)
@@ -142,20 +251,40 @@ class Connections:
             for peer in [peer for peer, use in self._uses.items() if not use.num_calls and peer not in all_peers]:
                 del self._uses[peer]
 
+    def may_be_full(self, num_files: int) -> bool:
+        """Whether a port may have too many connections, if all files that are new since the last look are its own."""
+        num_new = max(0, num_files - self._num_files)
+        return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
+
+    def _has_many(self, num_files: int) -> bool:
+        """Whether the ports with the fewest may have changed, behind others that ended, or clients are gone."""
+        return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
+
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
-        """Returns which of these clients of a port are to be closed: none while there is room, and none with a running
-        call of an authenticated caller. First come clients that were never authenticated, those without calls before
-        the others; then those that have been idle for the longest time."""
+        """Who of these clients of a port is to leave: nobody as long as there is room. First go those who never showed
+        who they are, and of those the ones without calls; then those who have been idle the longest. Where callers'
+        calls are on more connections than leave room, the tenant with the most of them loses its newest."""
         if len(connected) <= limit * _FULL:
             return ()
         unused = _Use()
+        uses = {peer: self._uses.get(peer, unused) for peer in connected}
 
         def rank(peer: Peer) -> tuple[bool, bool, float]:
-            use = self._uses.get(peer, unused)
-            return use.was_known, use.num_calls > 0, use.last
+            use = uses[peer]
+            return use.tenant is not None, use.num_calls > 0, use.last
 
-        idle = sorted((peer for peer in connected if not self._uses.get(peer, unused).num_known), key=rank)
-        return idle[: len(connected) - int(limit * _ENOUGH)]
+        idle = sorted((peer for peer, use in uses.items() if not use.num_known), key=rank)
+        leaving = idle[: len(connected) - int(limit * _ENOUGH)]
+        num_more = len(connected) - len(leaving) - math.ceil(limit * _FULL)
+        if num_more > 0:
+            numbers: Counter[str | None] = Counter()
+            busy: list[tuple[int, Peer]] = []
+            for peer in sorted((peer for peer, use in uses.items() if use.num_known), key=lambda peer: uses[peer].last):
+                tenant = uses[peer].tenant
+                numbers[tenant] += 1
+                busy.append((numbers[tenant], peer))
+            leaving += [peer for _, peer in nlargest(num_more, busy)]
+        return leaving
 
 
 def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
@@ -163,6 +292,17 @@ def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
     found: dict[int, list[Peer]] = {port: [] for port in ports}
     for port, peer, _ in _sockets(ports):
         found[port].append(peer)
+    return found
+
+
+def _received(ports: Collection[int]) -> dict[Connection, int]:
+    """How many bytes came on each connection, but for those that answer what was sent: at most half as many."""
+    found: dict[Connection, int] = {}
+    for _, peer, connection in _sockets(ports):
+        with contextlib.suppress(OSError, struct.error):  # an older system
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
+            found[Connection(peer, os.fstat(connection.fileno()).st_ino)] = num_received - num_sent // 2
     return found
 
 
@@ -181,9 +321,9 @@ def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]
     """Yields the connections of these ports as copies of gRPC's descriptors: a moment later a number may belong to
     another file, while a copy stays what it is."""
     try:
-        names = sorted(map(int, os.listdir(_FILES)))
-    except OSError:
-        return
+        names: Collection[int] = sorted(map(int, os.listdir(_FILES)))
+    except OSError:  # the last file is open
+        names = range(_max_files())
     for number in names:
         with contextlib.suppress(OSError), _copy(number) as connection:
             address = connection.getsockname()

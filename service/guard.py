@@ -16,8 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from penstock.clients.error_frames import release_frames
-from penstock.service.call_end import abort, end_call, write
+from penstock.service.call_end import abort, write
 from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of
 from penstock.service.errors import (
@@ -31,9 +30,9 @@ from penstock.service.errors import (
     trailers,
 )
 from penstock.service.identity import ACCESS, Access, current_caller
-from penstock.service.places import Places
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
+from penstock.service.unread import UnreadAnswers
 from penstock.service.wire import check_parts
 
 _log = logging.getLogger(__name__)
@@ -78,11 +77,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         limits = self._limits
 
         async def run(request_iterator: Any, context: Context, owner: str) -> Any:
-            places = limits.open_messages if is_open else limits.messages
             if handler.request_streaming:
-                parsed = _messages(parse, context, places, owner, is_open)
+                parsed = _messages(parse, context, limits, owner, is_open)
             else:
-                parsed = await _parsed(parse, await _only_message(context, places, owner, is_open))
+                parsed = await _parsed(parse, await _only_message(context, limits, owner, is_open))
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 await _write_all(context, cast("AsyncGenerator[Any, None]", outcome))
@@ -92,6 +90,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return None
             # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
             raw = serialize(message)
+            if is_open:  # until it has been sent it counts among the open calls
+                await context.send_initial_metadata(())
+                await write(context, raw)
+                return None
             limits.answers.add(owner, current_request_id.get(), len(raw))
             return raw
 
@@ -106,24 +108,25 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request_iterator: Any, context: Context) -> Any:
             request_id, peer = current_request_id.get(), context.peer()
-            is_known = current_caller.get(None) is not None
-            limits.connections.begin_call(peer, is_known=is_known)
+            caller = current_caller.get(None)
+            tenant = None if caller is None else caller.tenant
+            limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
                     answered = await run_within_limits(request_iterator, context, peer)
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
-                await _end(context, error, request_id)
+                await _end(context, error, request_id, limits.answers)
             else:
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
             finally:
-                limits.connections.end_call(peer, is_known=is_known)
+                limits.connections.end_call(peer, tenant)
 
         # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
         # half-closed without a message would wait for ever, and a second message would be lost without a word.
-        if handler.response_streaming:
+        if handler.response_streaming or is_open:
             return grpc.stream_stream_rpc_method_handler(
                 answer, None, lambda message: message if isinstance(message, bytes) else serialize(message)
             )
@@ -141,12 +144,13 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-async def _only_message(context: Context, places: Places, owner: str, is_open: bool) -> bytes:
+async def _only_message(context: Context, limits: CallLimits, owner: str, is_open: bool) -> bytes:
     """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
-    async with places.place(owner):
+    async with limits.messages_of(is_open).place(owner):
         message = await _read(context)
         if message is None or await _read(context) is not None:
             raise ServiceError(Reason.MESSAGE_COUNT)
+    limits.connections.count(context.peer(), len(message))
     return _small(message) if is_open else message
 
 
@@ -188,26 +192,25 @@ async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
 
 
 async def _messages(
-    parse: Callable[[bytes], Any], context: Context, places: Places, owner: str, is_open: bool
+    parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
 ) -> AsyncIterator[Any]:
-    """Yields the messages of a stream. None is kept here while it waits for the next one, which may take hours: after a
-    caller's first message any time may pass between two."""
+    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
+    those of a caller any time may pass, after the first."""
+    places, peer = limits.messages_of(is_open), context.peer()
     is_timed = True
     while True:
-        if is_timed:
-            async with places.place(owner):
-                raw = await _read(context)
-        else:
+        async with places.place(owner) if is_timed else limits.unfinished.read(peer):
             raw = await _read(context)
         if raw is None:
             return
+        limits.connections.count(peer, len(raw))
         is_timed = is_open
         parsed = [await _parsed(parse, _small(raw) if is_open else raw)]
         del raw
         yield parsed.pop()
 
 
-async def _end(context: Context, error: BaseException, request_id: str) -> NoReturn:
+async def _end(context: Context, error: BaseException, request_id: str, answers: UnreadAnswers) -> NoReturn:
     """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
     is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
     if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
@@ -228,7 +231,7 @@ async def _end(context: Context, error: BaseException, request_id: str) -> NoRet
     except TimeoutError:
         task = asyncio.current_task()
         assert task is not None
-        end_call(task)  # with the messages that the status waits behind
+        answers.end(task)  # with the messages that the status waits behind
         raise asyncio.CancelledError from None
 
 

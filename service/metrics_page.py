@@ -6,6 +6,7 @@ streams need not wait for that.
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
@@ -29,8 +30,10 @@ from penstock.service.listen import METRICS_PATH, Address, ListenError
 from penstock.service.metrics_reader import LoopReader, Reading
 
 MAX_CONNECTIONS = 16
-"""Each has a thread. When there are more, the one that has waited for the head of its request for the longest time is
-closed; if none waits, the new one is."""
+"""Each has a thread. With more, the one ends that has waited for the head of its request for the longest time; where
+none waits, the oldest does, if it has had ``SCRAPE_S``; else the new one."""
+SCRAPE_S = 1.0
+"""Long enough for a scrape."""
 IDLE_S = 10.0
 """How long a scraper may keep silent in the middle of its request."""
 REQUEST_S = 30.0
@@ -172,7 +175,7 @@ class _Handler(WSGIRequestHandler):
         self._limit.start()
 
     def parse_request(self) -> bool:
-        """Reads the head; after that the connection does not give way to others."""
+        """Reads the head, after which the connection gives way only when it has had time for an answer."""
         is_whole = super().parse_request()
         self.server.keep(self.connection)  # type: ignore[attr-defined]
         return is_whole
@@ -200,8 +203,10 @@ class _Server(ThreadingMixIn, WSGIServer):
         )[0]
         self.address_family = family
         self._counting = threading.Lock()
-        self._open: dict[socket.socket, bool] = {}
-        """Connections, oldest first, and whether the head of the request is still awaited."""
+        self._open: dict[socket.socket, float] = {}
+        """Connections, oldest first, and when each came."""
+        self._waiting: set[socket.socket] = set()
+        """Those of them whose request has not come."""
         super().__init__((str(where[0]), int(where[1])), _Handler)
         self.set_app(app)
 
@@ -214,9 +219,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, if one may be had."""
         with self._counting:
-            has_place = len(self._open) < MAX_CONNECTIONS or self._cut_longest_waiting()
+            has_place = len(self._open) < MAX_CONNECTIONS or self._cut_one()
             if has_place:
-                self._open[request] = True
+                self._open[request] = time.monotonic()
+                self._waiting.add(request)
         if has_place:
             super().process_request(request, client_address)
         else:
@@ -225,17 +231,23 @@ class _Server(ThreadingMixIn, WSGIServer):
     def keep(self, connection: socket.socket) -> None:
         """The head of a request has come."""
         with self._counting:
-            if connection in self._open:
-                self._open[connection] = False
+            self._waiting.discard(connection)
 
-    def _cut_longest_waiting(self) -> bool:
-        waiting = next((each for each, is_waiting in self._open.items() if is_waiting), None)
-        if waiting is None:
+    def _cut_one(self) -> bool:
+        latest = time.monotonic() - SCRAPE_S
+        victim = next((each for each in self._open if each in self._waiting), None) or next(
+            (each for each, since in self._open.items() if since <= latest), None
+        )
+        if victim is None:
             return False
-        del self._open[waiting]
+        self._forget(victim)
         with suppress(OSError):  # it has just ended by itself
-            waiting.shutdown(socket.SHUT_RDWR)  # which wakes its thread up
+            victim.shutdown(socket.SHUT_RDWR)  # which wakes its thread up
         return True
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._open.pop(connection, None)
+        self._waiting.discard(connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The thread's own part."""
@@ -243,7 +255,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._counting:
-                self._open.pop(request, None)
+                self._forget(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that leaves is no news either."""

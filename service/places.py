@@ -5,6 +5,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import islice
+from operator import itemgetter
 from types import TracebackType
 
 from penstock.service.errors import ServiceError
@@ -20,9 +23,11 @@ class Rules:
 
     total: int
     each: int
-    """Places that one owner may hold."""
+    """An owner's at most."""
+    waiting_each: int
+    """An owner's at most; more are refused at once."""
     max_waiting: int
-    """How many may wait; further ones are refused at once."""
+    """Where as many wait, the newest of the owner with the most is refused."""
     hold_s: float
     """How long a place may be held while others wait."""
     patience_s: float | None
@@ -30,7 +35,9 @@ class Rules:
     displaced: Callable[[], ServiceError]
     """Makes the error of holders that had to give way, and of those that could not even wait."""
     late: Callable[[], ServiceError] | None = None
-    """Makes the error of holders whose ``patience_s`` is over."""
+    """What those fail with whose patience is over."""
+    spare: int = 0
+    """Places beyond ``total``, for owners who have none: others' places cannot keep them waiting."""
 
 
 class Places:
@@ -57,13 +64,16 @@ class Places:
         """Returns a place, to be entered once by ``async with``."""
         return Place(self, owner)
 
+    def taken(self, owner: str) -> "list[Place]":
+        """An owner's places, oldest first, but for those that it is about to leave."""
+        return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
+
     async def take(self, place: "Place") -> None:
         """Waits for a place. Raises ServiceError."""
-        if not self._num_waiting and self._has_room(place.owner):
+        if place.owner not in self._waiting and self._has_room(place.owner):
             self._give(place)
             return
-        if self._num_waiting >= self.rules.max_waiting:
-            raise self.rules.displaced()
+        self._make_room_to_wait(place.owner)
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(place.owner, deque()).append(place)
         self._num_waiting += 1
@@ -72,11 +82,12 @@ class Places:
             await place.turn
         except asyncio.CancelledError:
             if place.since is None:
-                self._waiting[place.owner].remove(place)
-                self._drop_turn(place.owner)
+                self._stop_waiting(place)
             else:
                 self.leave(place)
             raise
+        if place.since is None:
+            raise self.rules.displaced()
 
     def leave(self, place: "Place") -> None:
         """Gives a place back."""
@@ -89,7 +100,32 @@ class Places:
             self._admit()
 
     def _has_room(self, owner: str) -> bool:
-        return self._num_taken < self.rules.total and len(self._taken.get(owner, ())) < self.rules.each
+        num_mine = len(self._taken.get(owner, ()))
+        total = self.rules.total + (0 if num_mine else self.rules.spare)
+        return self._num_taken < total and num_mine < self.rules.each
+
+    def _make_room_to_wait(self, owner: str) -> None:
+        """Raises ServiceError where the owner has enough that wait, or no other has more."""
+        num_mine = len(self._waiting.get(owner, ()))
+        if num_mine >= self.rules.waiting_each:
+            raise self.rules.displaced()
+        if self._num_waiting >= self.rules.max_waiting:
+            longest = max(self._waiting.values(), key=len)
+            if len(longest) <= num_mine:
+                raise self.rules.displaced()
+            newest = longest[-1]
+            self._stop_waiting(newest)
+            assert newest.turn is not None
+            if not newest.turn.done():  # else it was cancelled
+                newest.turn.set_result(None)
+
+    def _stop_waiting(self, place: "Place") -> None:
+        mine = self._waiting.get(place.owner)
+        if mine is not None and place in mine:
+            mine.remove(place)
+            self._num_waiting -= 1
+            if not mine:
+                del self._waiting[place.owner]
 
     def _give(self, place: "Place") -> None:
         loop = asyncio.get_running_loop()
@@ -158,25 +194,27 @@ class Places:
         if self._num_waiting:
             self._set_timer()
 
-    def _oldest(self) -> Iterator["Place"]:
-        """Yields who would give way to each owner that waits: its own oldest holder if it has all that it may have,
-        else the oldest holder of the owner that has the most."""
-        owners = {
-            owner if len(self._taken.get(owner, ())) >= self.rules.each else max(self._taken, key=self._size)
-            for owner in self._waiting
-            if self._taken
-        }
-        for owner in owners:
-            num_wanted = self._num_waiting
-            for place in self._taken[owner]:
-                if not place.has_to_leave:
-                    yield place
-                num_wanted -= 1
-                if not num_wanted:
-                    break
-
-    def _size(self, owner: str) -> int:
-        return len(self._taken[owner])
+    def _oldest(self) -> "Iterator[Place]":
+        """Who would give way to those who wait. An owner who has all that it may have gives way to itself, its oldest
+        first; to the others whoever has the most does."""
+        num_wanted = 0
+        victims: dict[Place, None] = {}
+        for owner, waiting in self._waiting.items():
+            mine = self._taken.get(owner, {})
+            if len(mine) >= self.rules.each:
+                victims.update(dict.fromkeys(islice(mine, len(waiting))))
+            else:
+                num_wanted += min(len(waiting), self.rules.each - len(mine))
+        if num_wanted:
+            # The oldest of the owner with the most, as often as it takes: a place counts as many as its owner would
+            # have if all older ones had left. First come those that are about to leave by themselves.
+            ranked = [
+                (not place.has_to_leave, -(len(mine) - index), place)
+                for mine in self._taken.values()
+                for index, place in enumerate(mine)
+            ]
+            victims.update(dict.fromkeys(place for *_, place in nsmallest(num_wanted, ranked, key=itemgetter(0, 1))))
+        return (place for place in victims if not place.has_to_leave)
 
 
 class Place:

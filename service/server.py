@@ -350,10 +350,13 @@ class _Running:
         embed_converter = EmbedConverter(validator, self.pool, config.model_name, config.embedding, facts.hidden_size)
         self.embedding = EmbeddingService(engine, embed_converter, telemetry)
         self._limits = CallLimits()
-        self._interceptors = [StatusInterceptor(telemetry, self._limits), IdentityInterceptor(config.authenticator)]
+        identity = IdentityInterceptor(config.authenticator)
+        interceptors = [StatusInterceptor(telemetry, self._limits), identity]
+        # Of its own: whatever callers hold, operators are heard.
+        self._admin_interceptors = [StatusInterceptor(telemetry, CallLimits(self._limits.connections)), identity]
         max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
-        self._server = new_server(self._interceptors, max_streams, self._max_connections, self._limits.connections.cut)
+        self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self.admin: AdminListener | None = None
         version = importlib.metadata.version("penstock")
         embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(self.embedding, self._server)
@@ -380,7 +383,7 @@ class _Running:
         """Has ``listen`` open the administration there as well."""
         service = AdminService(self._engine, self._validator, loop_lag, is_going_down)
         self.admin = AdminListener(
-            address, service, self._health, self._interceptors, self._tls, self._limits.connections
+            address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections
         )
 
     def open_metrics(self, loop_lag: LoopLag) -> str | None:
@@ -408,12 +411,12 @@ class _Running:
         if self.admin is not None:
             admin = self.admin.bind()
             await self.admin.start()
-        self._limits.connections.start()
+        self._limits.start()
         return bound, admin
 
     async def stop_listening(self, flush_s: float) -> None:
         """Closes both; last words may take ``flush_s`` to be read."""
-        self._limits.connections.stop()
+        self._limits.stop()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

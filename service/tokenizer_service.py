@@ -19,6 +19,8 @@ from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
 MAX_ANSWER_BYTES = 4 << 20
 """What gRPC's clients take unless they are told otherwise."""
+FREE_IDS = 1024
+"""That a call of DescribeTokens may have, so as not to count against the rate."""
 _IDS_AT_ONCE = 1 << 16
 """Longer lists are worked on in slices: what C does with one holds Python's lock, and so the event loop, to its end."""
 
@@ -30,7 +32,7 @@ _WithOffsets = TypeVar("_WithOffsets", pb.TokenizeResponse, pb.DetokenizeRespons
 class TokenizerService(pb_grpc.TokenizerServiceServicer):
     """Checks on the loop, works in the pool.
 
-    Calls count against their tenant's rate, but for those of DescribeTokens: clients make them while they read a
+    Calls count against their tenant's rate, but for small ones of DescribeTokens: clients make them while they read a
     stream, to name its tokens.
     """
 
@@ -126,6 +128,8 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
 
     async def DescribeTokens(self, request: pb.DescribeTokensRequest, context: Context) -> pb.DescribeTokensResponse:
         """Ids to what each stands for: 1 us each, and there may be many."""
+        if len(request.token_ids) > FREE_IDS:
+            self._count_call()
         self._validator.check(request)
         pieces = self._tokenizer.pieces
 

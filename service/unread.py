@@ -2,18 +2,20 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from penstock.clients.log_rate import LogRate
-from penstock.service.call_end import WRITE_PATIENCE_S, end_call
+from penstock.service.call_end import WRITE_PATIENCE_S, CallEnder
 
 LOOK_S = 1.0
 SOON_S = 5.0
 """How long an answer may wait for its reader even when there are too many."""
 MAX_BYTES_OF_TENANT = 64 << 20
 MAX_BYTES = 256 << 20
-"""Limits on answers that wait for longer than that: one tenant's, and all."""
+"""Of answers that wait for longer than that, a tenant's and all."""
+CALL_BYTES = 16 << 10
+"""What gRPC keeps of a call, however short its answer is."""
 
 _log = logging.getLogger(__name__)
 _log_rate = LogRate()
@@ -24,6 +26,7 @@ class _Answer:
     tenant: str
     request_id: str
     num_bytes: int
+    """With ``CALL_BYTES``."""
     since: float
 
 
@@ -35,6 +38,7 @@ class UnreadAnswers:
         """Oldest first, by the task of the handler, which is done when its answer has been sent. Finished ones are
         removed at the next look: a callback for each call would cost more."""
         self._timer: asyncio.TimerHandle | None = None
+        self._ender = CallEnder()
         _log.addFilter(_log_rate)
 
     def add(self, tenant: str, request_id: str, num_bytes: int) -> None:
@@ -42,9 +46,13 @@ class UnreadAnswers:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        self._answers[task] = _Answer(tenant, request_id, num_bytes, loop.time())
+        self._answers[task] = _Answer(tenant, request_id, num_bytes + CALL_BYTES, loop.time())
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._look)
+
+    def end(self, task: asyncio.Task[object]) -> None:
+        """Ends the call that ``task`` answers, with all that it has to send."""
+        self._ender.end(task)
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -52,19 +60,37 @@ class UnreadAnswers:
             del self._answers[task]
         self._timer = loop.call_later(LOOK_S, self._look) if self._answers else None
         now = loop.time()
-        waiting = [(task, answer) for task, answer in self._answers.items() if answer.since + SOON_S <= now]
+        for task in self._too_many(now):
+            answer = self._answers.pop(task)
+            self._ender.end(task)
+            _log.warning(
+                "call %s: its answer of %d bytes was not read in %.0f s; it is dropped",
+                answer.request_id,
+                answer.num_bytes - CALL_BYTES,
+                now - answer.since,
+            )
+
+    def _too_many(self, now: float) -> list[asyncio.Task[object]]:
+        """Those that are late; then a tenant's oldest, while it has too much, or it has the most where all have too
+        much."""
+        dropped: list[asyncio.Task[object]] = []
+        waiting: dict[str, deque[asyncio.Task[object]]] = {}
         num_bytes = Counter[str]()
-        for _, answer in waiting:
-            num_bytes[answer.tenant] += answer.num_bytes
-        for task, answer in waiting:
-            is_late = answer.since + WRITE_PATIENCE_S <= now
-            if is_late or num_bytes[answer.tenant] > MAX_BYTES_OF_TENANT or num_bytes.total() > MAX_BYTES:
-                num_bytes[answer.tenant] -= answer.num_bytes
-                del self._answers[task]
-                end_call(task)
-                _log.warning(
-                    "call %s: its answer of %d bytes was not read in %.0f s; it is dropped",
-                    answer.request_id,
-                    answer.num_bytes,
-                    now - answer.since,
-                )
+        for task, answer in self._answers.items():
+            if answer.since + WRITE_PATIENCE_S <= now:
+                dropped.append(task)
+            elif answer.since + SOON_S <= now:
+                waiting.setdefault(answer.tenant, deque()).append(task)
+                num_bytes[answer.tenant] += answer.num_bytes
+        total = num_bytes.total()
+        while num_bytes:
+            tenant = max(num_bytes, key=num_bytes.__getitem__)
+            if num_bytes[tenant] <= MAX_BYTES_OF_TENANT and total <= MAX_BYTES:
+                break
+            task = waiting[tenant].popleft()
+            dropped.append(task)
+            num_bytes[tenant] -= self._answers[task].num_bytes
+            total -= self._answers[task].num_bytes
+            if not waiting[tenant]:
+                del num_bytes[tenant]
+        return dropped

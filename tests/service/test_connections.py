@@ -1,6 +1,8 @@
 """Connections: which of them give way to new ones, and how many there may be."""
 
 import asyncio
+import errno
+import os
 import resource
 from contextlib import AsyncExitStack, closing, suppress
 
@@ -13,6 +15,7 @@ from waiting import until
 from penstock.service import connections
 from penstock.service.connections import Connections, max_connections, peer_of
 from penstock.service.identity import Bearers, Caller
+from penstock.service.listen import Address
 from penstock.v1 import model_pb2
 
 NAMES = {
@@ -35,10 +38,10 @@ async def test_who_gives_way():
     """First those who never showed who they are, the silent before those with calls; then the idle. The rest stay."""
     found = Connections()
     names = {what: f"ipv4:10.0.0.1:{port}" for port, what in enumerate(("silent", "watching", "idle", "busy"), 1)}
-    found.begin_call(names["watching"], is_known=False)
-    found.begin_call(names["idle"], is_known=True)
-    found.end_call(names["idle"], is_known=True)
-    found.begin_call(names["busy"], is_known=True)
+    found.begin_call(names["watching"], None)
+    found.begin_call(names["idle"], "a")
+    found.end_call(names["idle"], "a")
+    found.begin_call(names["busy"], "a")
     peers = [peer for what in ("busy", "idle", "watching", "silent") if (peer := peer_of(names[what])) is not None]
     assert found.giving_way(peers, 6) == ()
     leaving = [found.giving_way(peers, limit) for limit in (5, 4, 1)]
@@ -47,6 +50,78 @@ async def test_who_gives_way():
         [peer_of(names[what]) for what in ("silent", "watching")],
         [peer_of(names[what]) for what in ("silent", "watching", "idle")],
     ]
+
+
+async def test_the_tenant_with_the_most_busy_connections_loses_its_newest():
+    """Where no idle one is left, and only as many as leave room."""
+    found = Connections()
+    peers = []
+    for port, tenant in enumerate("baaaaaaaac", 1):
+        name = f"ipv4:10.0.0.1:{port}"
+        found.begin_call(name, tenant)
+        peers.append(("10.0.0.1", port))
+    assert found.giving_way(peers, 14) == ()
+    assert found.giving_way(peers, 12) == [peers[8]]
+    assert found.giving_way(peers, 8) == [peers[number] for number in (8, 7, 6, 5)]
+
+
+async def test_connections_are_listed_only_where_a_port_may_be_full():
+    """The few places of the administration are no reason as long as no files are new."""
+    found = Connections()
+    found.add_listener(Address.parse("127.0.0.1:1"), 4096)
+    found.add_listener(Address.parse("127.0.0.1:2"), 64)
+    assert found.may_be_full(49)
+    found._num_files, found._num_connected = 2000, {1: 1900, 2: 8}
+    assert not found.may_be_full(2040)
+    assert found.may_be_full(2041)
+
+
+async def test_all_clients_to_be_cut_are_cut_together(monkeypatch):
+    """However many ask for it meanwhile: to find one takes a look at all files."""
+    found, cuts = Connections(), []
+    monkeypatch.setattr(connections, "_shut_down", lambda ports, peers: cuts.append(len(peers)))
+    for port in range(1, 101):
+        found.cut(f"ipv4:10.0.0.1:{port}")
+    await until(lambda: sum(cuts) == 100)
+    assert len(cuts) <= 2
+
+
+def test_when_no_file_can_be_opened_there_are_many(monkeypatch):
+    def fail(path):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
+    assert connections._num_files() == 1000
+
+
+async def test_connections_are_found_when_no_file_can_be_opened(start_service, monkeypatch):
+    service = await start_service()
+    found = service.server._running._limits.connections
+    async with raw_client(service.target) as client:
+        name = "ipv4:{}:{}".format(*client._writer.get_extra_info("sockname"))
+        limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        files = []
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    files.append(os.open(os.devnull, os.O_RDONLY))
+            found.cut(name)
+            await client.closed()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for file in files:
+                os.close(file)
+
+
+async def test_clients_are_forgotten_where_files_cannot_be_listed(monkeypatch):
+    monkeypatch.setattr(connections, "_FILES", "/no/such/folder")
+    found = Connections()
+    found.begin_call("ipv4:10.0.0.1:1", "a")
+    found.end_call("ipv4:10.0.0.1:1", "a")
+    assert not found._uses
 
 
 @pytest.mark.parametrize(("limit", "number"), [(160, 28), (10_000, 4096), (100, 1), (resource.RLIM_INFINITY, 4096)])

@@ -5,6 +5,7 @@ import concurrent.futures
 import http.client
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
 from contextlib import suppress
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from waiting import until
 
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
@@ -370,6 +372,32 @@ async def test_connections_without_a_request_give_way(metered, sent):
             idle[-1].recv(1)
     finally:
         for connection in idle:
+            connection.close()
+
+
+async def test_requests_that_take_long_give_way(metered, monkeypatch):
+    """As do those whose clients read slowly."""
+    monkeypatch.setattr(metrics_page, "SCRAPE_S", 0.0)
+    answer, release, num_slow = metrics_page._answer, threading.Event(), 0
+
+    def answer_slowly(registry, environ):
+        nonlocal num_slow
+        if environ["QUERY_STRING"] == "slow":
+            num_slow += 1
+            release.wait(120)
+        return answer(registry, environ)
+
+    monkeypatch.setattr(metrics_page, "_answer", answer_slowly)
+    address = Address.parse(metered.server.metrics_target)
+    slow = [socket.create_connection((address.host, address.port)) for _ in range(metrics_page.MAX_CONNECTIONS)]
+    try:
+        for connection in slow:
+            connection.sendall(b"GET /metrics?slow HTTP/1.0\r\n\r\n")
+        await until(lambda: num_slow == len(slow))
+        assert "penstock_steps_total" in await asyncio.to_thread(fetch, metered.server.metrics_target)
+    finally:
+        release.set()
+        for connection in slow:
             connection.close()
 
 

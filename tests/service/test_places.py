@@ -18,7 +18,9 @@ def late() -> ServiceError:
     return ServiceError(Reason.DEADLINE)
 
 
-RULES = Rules(total=3, each=2, max_waiting=8, hold_s=0.0, patience_s=None, displaced=displaced, late=late)
+RULES = Rules(
+    total=3, each=2, waiting_each=8, max_waiting=8, hold_s=0.0, patience_s=None, displaced=displaced, late=late
+)
 
 
 class Holder:
@@ -121,7 +123,7 @@ async def test_owners_who_wait_take_turns():
 
 
 async def test_more_than_may_wait_are_refused():
-    places = Places(replace(RULES, max_waiting=1, hold_s=3600.0))
+    places = Places(replace(RULES, waiting_each=1, hold_s=3600.0))
     await holders(places, "a", "a")
     Holder(places, "a")
     await settle()
@@ -153,3 +155,59 @@ async def test_whoever_is_cancelled_leaves_nothing_behind(is_given):
     if not is_given:
         first.leave.set()
     await Holder(places, "a").entered.wait()
+
+
+async def test_one_owner_cannot_refuse_another_by_waiting():
+    """Its own next one is refused; another owner's gets the place that is free, or waits."""
+    places = Places(replace(RULES, total=4, waiting_each=2, hold_s=3600.0))
+    await holders(places, "a", "a")
+    waiting = [Holder(places, "a") for _ in range(2)]
+    await settle()
+    assert await Holder(places, "a").reason() is Reason.MESSAGES_IN_FLIGHT
+    await holders(places, "b", "b")
+    c = Holder(places, "c")
+    await settle()
+    assert not c.task.done()
+    assert not any(holder.task.done() for holder in waiting)
+
+
+async def test_the_newest_of_the_longest_queue_makes_room_to_wait():
+    places = Places(replace(RULES, max_waiting=3, hold_s=3600.0))
+    await holders(places, "a", "a", "b")
+    waiting = [Holder(places, "a") for _ in range(3)]
+    await settle()
+    first = Holder(places, "c")
+    assert await waiting[2].reason() is Reason.MESSAGES_IN_FLIGHT
+    second = Holder(places, "d")
+    assert await waiting[1].reason() is Reason.MESSAGES_IN_FLIGHT
+    assert await Holder(places, "a").reason() is Reason.MESSAGES_IN_FLIGHT  # as many as any
+    await settle()
+    assert not any(holder.task.done() for holder in (waiting[0], first, second))
+
+
+async def test_an_owner_without_a_place_need_not_wait_for_others():
+    places = Places(replace(RULES, spare=1, hold_s=3600.0))
+    await holders(places, "a", "a", "b", "c")
+    for owner in ("c", "d"):
+        waiting = Holder(places, owner)
+        await settle()
+        assert not waiting.entered.is_set()
+
+
+async def test_no_more_give_way_than_are_wanted_of_them():
+    """Five wait for places of their own owner, and one for another's."""
+    places = Places(replace(RULES, total=8, each=4, hold_s=3600.0))
+    await holders(places, "b", "b", "b", "b", "a", "a", "a", "a")
+    for owner in "aaac":
+        Holder(places, owner)
+    await settle()
+    assert [place.owner for place in places._oldest()] == ["a", "a", "a", "b"]
+
+
+async def test_those_with_the_most_give_way_in_turn():
+    places = Places(replace(RULES, total=8, each=4, hold_s=3600.0))
+    await holders(places, "a", "a", "a", "a", "b", "b", "b", "b")
+    for _ in range(4):
+        Holder(places, "c")
+    await settle()
+    assert sorted(place.owner for place in places._oldest()) == ["a", "a", "b", "b"]

@@ -34,6 +34,10 @@ SENT = {
     "text to tokens": (f"{TOKENIZER}/Tokenize", tokenizer_pb2.TokenizeRequest(text="hi")),
     "tokens to text": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[1])),
     "foreign tokens": (f"{TOKENIZER}/Detokenize", tokenizer_pb2.DetokenizeRequest(token_ids=[999])),
+    "many tokens to their texts": (
+        f"{TOKENIZER}/DescribeTokens",
+        tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * 1025),
+    ),
     "a chat to tokens": (f"{TOKENIZER}/RenderChat", tokenizer_pb2.RenderChatRequest(chat=CHAT)),
     "a bad chat to tokens": (f"{TOKENIZER}/RenderChat", tokenizer_pb2.RenderChatRequest(chat=WRONG_ROLE)),
 }
@@ -73,6 +77,13 @@ async def test_it_counts(service, what):
     assert "faster than it may" not in await said(service, method, message)
     assert "faster than it may" in await said(service, method, message)
     assert "faster than it may" not in await said(service, method, message, tenant="b")
+
+
+async def test_a_call_for_few_tokens_is_free(service):
+    """Clients make many while they read a stream."""
+    for _ in range(3):
+        message = tokenizer_pb2.DescribeTokensRequest(token_ids=[1] * 1024)
+        assert "faster than it may" not in await said(service, f"{TOKENIZER}/DescribeTokens", message)
 
 
 async def test_a_call_of_the_tokenizer_costs_no_request(service):

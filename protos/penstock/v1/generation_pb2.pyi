@@ -329,6 +329,11 @@ class GenerateRequest(_message.Message):
     that are no valid message, more than 40,000 fields in all its messages, a `start` whose ref is live already, a `cancel`
     of more than 65,536 refs. Whatever else is wrong with a `start` or an `update` is answered in band, and touches no other
     request. After 64 that were refused in a row, frames are read slowly until a `start` is taken.
+
+    Open a stream when there is a frame to send: until its first frame has come, a stream counts among the 16 messages of a
+    tenant that may be on their way at once. Such a stream ends after 60 s with DEADLINE_EXCEEDED, or after 5 s with
+    RESOURCE_EXHAUSTED where other calls of the tenant wait. Later frames have no time limit. Frames that stay unfinished
+    and hold much memory end streams of their connection with RESOURCE_EXHAUSTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
