@@ -1,5 +1,6 @@
 """Which connections give way."""
 
+import hashlib
 import resource
 
 from penstock.clients.gateway.connection_places import ConnectionPlaces
@@ -116,3 +117,18 @@ def test_open_files_bound_the_connections(monkeypatch):
     assert ConnectionPlaces(4096, 1000).max_connections == 96
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert ConnectionPlaces(4096, 1000).max_connections == 4096
+
+
+async def test_a_connection_knows_the_tenant_that_is_answered(start_gateway, load_keys, tmp_path):
+    key = "1" * 40
+    path = tmp_path / "keys"
+    path.write_text(f"sha256:{hashlib.sha256(key.encode()).hexdigest()} one")
+    gateway = await start_gateway(service={"authenticator": load_keys(path)}, seconds_per_step=0.01)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with gateway.http.stream("POST", "/v1/completions", json=body, headers=headers) as streamed:
+        assert streamed.status_code == 200
+        [connection] = gateway.app.state.traffic._connections
+        assert connection.tenant == "one"
+    assert (await gateway.http.get("/version")).status_code == 200
+    assert "" in {each.tenant for each in gateway.app.state.traffic._connections}
