@@ -193,7 +193,7 @@ class HttpServer(uvicorn.Server):
         self.config.ssl = None
 
         def protocol(**given: Any) -> TlsHandshake:
-            return TlsHandshake(context, self._places, partial(new_protocol, **given))  # type: ignore[arg-type]
+            return TlsHandshake(context, self._places, partial(new_protocol, **given))
 
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
         return context

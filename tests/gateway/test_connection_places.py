@@ -98,13 +98,17 @@ def test_what_was_read_meanwhile_counts_no_more():
 def test_connections_are_looked_at_only_when_too_much_may_be_unread():
     """Each that falls behind would else look at all that are."""
 
-    class Watched(Connection):
+    class Watched:
+        tenant = ""
         num_looks = 0
 
         @property
         def num_unread(self):
             self.num_looks += 1
             return 1
+
+        def cut(self):
+            raise AssertionError("there is room")
 
     places, connections = ConnectionPlaces(2000, 1000), [Watched() for _ in range(1000)]
     for each in connections:
