@@ -7,6 +7,9 @@ import time
 BURST = 10
 """Lines of a message in each period."""
 PERIOD_S = 60.0
+LOG_KIND = "kind"
+"""For ``extra`` of a message that is about different things: each has a rate of its own. There must be few of them,
+such as places in the program."""
 
 
 class LogRate(logging.Filter):
@@ -16,19 +19,26 @@ class LogRate(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._counting = threading.Lock()
-        self._counts: dict[tuple[str, int], tuple[float, int]] = {}
-        """For each place that logs: when its period began, and how many lines came since."""
+        self._counts: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """By where the lines come from and what they are about: when their period began, and how many came in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""
         now, num_left_out = time.monotonic(), 0
+        of = record.pathname, record.lineno, _kind(record)
         with self._counting:
-            began, number = self._counts.get((record.pathname, record.lineno), (now, 0))
+            began, number = self._counts.get(of, (now, 0))
             elapsed_s = now - began
             if elapsed_s > PERIOD_S:
                 num_left_out = max(0, number - BURST)
                 began, number = now, 0
-            self._counts[record.pathname, record.lineno] = began, number + 1
+            self._counts[of] = began, number + 1
         if num_left_out:
             record.msg = f"{record.msg} (and {num_left_out} more like this in the last {elapsed_s:.0f} s)"
         return number < BURST
+
+
+def _kind(record: logging.LogRecord) -> str:
+    """An exception's type where nothing else is said: asyncio, for one, logs all of them by one line."""
+    error = record.exc_info[0] if record.exc_info else None
+    return str(getattr(record, LOG_KIND, "" if error is None else error.__qualname__))

@@ -47,6 +47,9 @@ class Whole(Protocol):
 class AnswerWriter(Protocol):
     """Turns what comes from the service into the chunks of an answer."""
 
+    num_kept_bytes: int
+    """Of the request's body, as far as the answer shows it again."""
+
     def begin(self, request_id: str) -> list[Json]:
         """Before any output, when the service has taken the request."""
         ...
@@ -100,6 +103,7 @@ class AnswerResponse(Response):
         try:
             self._exchange.begin()
             await self._exchange.accepted()
+            self._exchange.keep_of_body(self._writer.num_kept_bytes)
             if self._stream:
                 has_begun = True
                 await self._send_stream(send)

@@ -31,6 +31,10 @@ class BodyInMemory:
         """Counts bytes that arrived. Evicts slower bodies if there is no room for them. Raises NoRoomForBody."""
         self._budget.take(self, num_bytes)
 
+    def shrink_to(self, num_bytes: int) -> None:
+        """The rest of a body that was whole was given up; nothing happens where less than that is counted."""
+        self._budget.give_back(self, self.num_bytes - num_bytes)
+
 
 class BodyBudget:
     """Counts the bytes of all bodies in memory.
@@ -75,6 +79,12 @@ class BodyBudget:
             assert evict is not None, "bodies that are whole were skipped"
             self._drop(slowest)
             evict()
+
+    def give_back(self, body: BodyInMemory, num_bytes: int) -> None:
+        """Counts these bytes of a body no more."""
+        if body in self._bodies and num_bytes > 0:
+            body.num_bytes -= num_bytes
+            self._bytes_of[body.tenant] -= num_bytes
 
     def _tenant_that_yields(self, body: BodyInMemory) -> str | None:
         """Returns the tenant whose bodies give way; None if there is room."""

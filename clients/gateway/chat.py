@@ -25,8 +25,10 @@ from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.forced_calls import fill_calls
 from penstock.clients.gateway.formats import parser_maker
 from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.prompts import ID_BYTES
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas_chat import ChatCompletion, ChatRequest
+from penstock.clients.gateway.schemas_common import without_texts
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.tally import Tally
 from penstock.clients.gateway.token_logprobs import TokenNames, named_ids, prompt_entries
@@ -96,10 +98,12 @@ class ChatWriter:
     def __init__(
         self, body: ChatRequest, caller: Caller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
     ) -> None:
-        self._body = body
+        self._body = without_texts(body)
         self._caller = caller
         self._reader = reader
         self._prompt_token_ids = prompt_token_ids
+        self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
+        self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
         self._tally = Tally(body, caller, "chat.completion.chunk", "chatcmpl-")
         self._shows_ids = bool(body.return_token_ids)
         self._shows_logprobs = bool(body.logprobs)
@@ -108,9 +112,8 @@ class ChatWriter:
     def begin(self, request_id: str) -> list[Json]:
         """Whose turn it is, in a chunk for each choice."""
         self._tally.begin(request_id)
-        content = content_text(self._body.messages[-1].content, "messages") if self._body.echo else ""
         chunks = [
-            self._tally.chunk([self._choice(index, {"role": "assistant", "content": content})])
+            self._tally.chunk([self._choice(index, {"role": "assistant", "content": self._echoed})])
             for index in range(self._body.num_choices)
         ]
         if self._shows_ids:

@@ -13,7 +13,7 @@ from penstock.clients.gateway.answer import AnswerParser, Piece
 from penstock.clients.gateway.chat_places import ContentTokens, PlacedEntry
 from penstock.clients.gateway.exchange import Arrival
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.schemas_common import GenerationBody
+from penstock.clients.gateway.schemas_common import GenerationBody, without_texts
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.stop_text import finish_reason, stop_reason, stop_token, with_stop
 from penstock.clients.gateway.token_logprobs import TokenNames, chat_entries, named_ids
@@ -64,7 +64,7 @@ class ChatReader:
     ) -> None:
         """``new_parser`` makes one for each choice; ``specials``: whether special tokens are in the text;
         ``with_reasoning``: whether reasoning is shown."""
-        self._body = body
+        self._body = without_texts(body)
         self._caller = caller
         self._eos = frozenset(caller.model.eos_token_ids)
         self._choices = [_Choice(new_parser(), specials=specials) for _ in range(body.num_choices)]

@@ -1,6 +1,6 @@
 """POST /v1/completions: continues texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,9 +13,10 @@ from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.exchange import Arrival, Exchange
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.prompts import Prompt, prompt_names, read_prompts
+from penstock.clients.gateway.prompts import Prompt, has_one_prompt, prompt_names, read_prompts
 from penstock.clients.gateway.route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
+from penstock.clients.gateway.schemas_common import without_texts
 from penstock.clients.gateway.schemas_completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
 from penstock.clients.gateway.service_link import Caller
 from penstock.clients.gateway.start import check_model, new_start
@@ -58,12 +59,16 @@ def make_router() -> APIRouter:
             CompletionWriter(body, prompts, caller),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            caller_name=lambda index, field: caller_name(
-                field, (*prompt_names(body, index), *constraint_names(body), *sampling_names(body))
-            ),
+            caller_name=_namer(body),
         )
 
     return router
+
+
+def _namer(body: CompletionRequest) -> Callable[[int, str], str]:
+    """What names the fields of a caller's request. It lives as long as the answer, so the request does not in it."""
+    is_alone, others = has_one_prompt(body), (*constraint_names(body), *sampling_names(body))
+    return lambda index, field: caller_name(field, (*prompt_names(is_alone, index), *others))
 
 
 def _check(body: CompletionRequest) -> None:
@@ -115,8 +120,10 @@ class CompletionWriter:
     """The chunks of a completion's answer."""
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[Prompt], caller: Caller) -> None:
-        self._body = body
-        self._prompts = prompts
+        self._body = without_texts(body)
+        shows_prompts = body.echo or body.return_token_ids or body.prompt_logprobs is not None
+        self._prompts = prompts if shows_prompts else [Prompt()] * len(prompts)
+        self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
         self._caller = caller
         self._tally = Tally(body, caller, "text_completion", "cmpl-")
         self._eos = frozenset(caller.model.eos_token_ids)

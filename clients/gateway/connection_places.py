@@ -2,6 +2,7 @@
 for them. Knows no HTTP."""
 
 import resource
+from collections import Counter
 from typing import Protocol
 
 _RESERVED_FILES = 64
@@ -10,6 +11,11 @@ _RESERVED_FILES = 64
 
 class Connection(Protocol):
     """A client's connection."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose answer is written to it; empty where no tenant asked for it."""
+        ...
 
     @property
     def num_unread(self) -> int:
@@ -31,9 +37,12 @@ class ConnectionPlaces:
         self.max_connections = max_connections
         self._max_unread_bytes = max_unread_bytes
         self._idle: dict[Connection, None] = {}
-        """Connections without a request; the one that has been idle for the longest time comes first."""
-        self._unread: dict[Connection, None] = {}
-        """Connections whose clients are behind; the one that has been behind for the longest time comes first."""
+        """Those without a request; the one that has been so for the longest time is first."""
+        self._unread: dict[Connection, int] = {}
+        """Those that are written to faster than they are read, with the bytes that waited when they were last looked
+        at: since then they can only have become fewer."""
+        self._num_unread = 0
+        """The sum of these."""
         self._num = 0
 
     def enter(self, connection: Connection) -> None:
@@ -42,6 +51,7 @@ class ConnectionPlaces:
         if self._num > self.max_connections:
             longest_idle = next((each for each in self._idle if not each.num_unread), None)
             if longest_idle is not None:
+                del self._idle[longest_idle]  # it ends a moment later: until then another would cut the same one
                 longest_idle.cut()
         self._idle[connection] = None
 
@@ -49,7 +59,7 @@ class ConnectionPlaces:
         """Removes a connection that has ended."""
         self._num -= 1
         self._idle.pop(connection, None)
-        self._unread.pop(connection, None)
+        self.catch_up(connection)
 
     def begin(self, connection: Connection) -> None:
         """Marks a connection as busy, since the head of a request has arrived: it does not give way."""
@@ -60,16 +70,29 @@ class ConnectionPlaces:
         self._idle[connection] = None
 
     def fall_behind(self, connection: Connection) -> None:
-        """Marks a connection as behind, since much output waits for its client. If that is too much in all, closes the
-        connections that have been behind for the longest time."""
-        self._unread[connection] = None
-        num_bytes = sum(each.num_unread for each in self._unread)
-        for each in list(self._unread):
-            if num_bytes <= self._max_unread_bytes:
-                return
-            num_bytes -= each.num_unread
-            each.cut()
+        """Much waits to be read. Where it is too much in all, the tenant that has the most of it loses the connection
+        on which the most waits."""
+        self._note(connection)
+        if self._num_unread > self._max_unread_bytes:
+            for each in list(self._unread):
+                self._note(each)
+        while self._num_unread > self._max_unread_bytes:
+            largest = self._largest_unread()
+            self.catch_up(largest)  # it counts no more
+            largest.cut()
 
     def catch_up(self, connection: Connection) -> None:
-        """Marks a connection as no longer behind, since most was read."""
-        self._unread.pop(connection, None)
+        """Most was read."""
+        self._num_unread -= self._unread.pop(connection, 0)
+
+    def _note(self, connection: Connection) -> None:
+        self.catch_up(connection)
+        self._unread[connection] = connection.num_unread
+        self._num_unread += connection.num_unread
+
+    def _largest_unread(self) -> Connection:
+        of_tenants: Counter[str] = Counter()
+        for connection, num_bytes in self._unread.items():
+            of_tenants[connection.tenant] += num_bytes
+        tenant = max(of_tenants, key=of_tenants.__getitem__)
+        return max((each for each in self._unread if each.tenant == tenant), key=self._unread.__getitem__)

@@ -27,7 +27,8 @@ class Exchange:
 
     def __init__(self, caller: Caller, starts: Sequence[pb.Start]) -> None:
         self._caller = caller
-        self._starts = starts
+        self._starts = list(starts)
+        self._num_requests = len(starts)
         self._cancels: dict[int, Callable[[], None]] = {}
         """Of the requests that have not ended."""
         self._waiting: list[Arrival] = []
@@ -51,8 +52,9 @@ class Exchange:
         """The service's id of the first request; empty until it is accepted."""
 
     def begin(self) -> None:
-        """Sends the requests."""
-        for index, start in enumerate(self._starts):
+        """Sends the requests, and keeps none of them: a prompt may be large, and its answer take hours."""
+        starts, self._starts = self._starts, []
+        for index, start in enumerate(starts):
             self._cancels[index] = self._caller.carry(start, _Place(self, index))
 
     async def accepted(self) -> None:
@@ -82,6 +84,10 @@ class Exchange:
             self._passing = None
             if self._handling is not None:
                 self._handling.cancel()
+
+    def keep_of_body(self, num_bytes: int) -> None:
+        """So many bytes of the caller's body are needed until the end, and the others no more."""
+        self._caller.keep_of_body(num_bytes)
 
     def nudge(self) -> None:
         """Has what was given to ``pass_on`` called."""
@@ -131,7 +137,7 @@ class Exchange:
 
     @property
     def _is_accepted(self) -> bool:
-        return self._num_accepted == len(self._starts)
+        return self._num_accepted == self._num_requests
 
     async def _until(self, has_come: Callable[[], bool]) -> None:
         """Who waits is woken once, not by each token."""
@@ -141,7 +147,7 @@ class Exchange:
                 self._news.clear()
                 await self._news.wait()
         finally:
-            self._has_come = _never  # the awaited call refers to this exchange, which has the prompts: a cycle
+            self._has_come = _never  # what is waited for knows this exchange: a circle
 
     def _tell(self) -> None:
         """There is news. It is handled here and now, since each token is news: to wake a task for it costs more than to

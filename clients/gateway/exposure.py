@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.service_link import ServiceLink, service_needs_key
 
 _log = logging.getLogger(__name__)
@@ -28,12 +29,14 @@ async def _warn(link: ServiceLink) -> None:
     target = settings.service.target
     if settings.service.api_key is not None:
         what, remedy = "under the key of --api-key-file", "let only a proxy that knows its callers reach it"
-    elif (needs_key := await service_needs_key(link)) is None:
-        what, remedy = "unless that asks for keys", "start penstock serve with --api-keys-file"
-    elif not needs_key:
-        what, remedy = "without a key", "start penstock serve with --api-keys-file"
     else:
-        return
+        try:
+            if await service_needs_key(link):
+                return
+            what = "without a key"
+        except RequestFailed:
+            what = "unless that asks for keys"
+        remedy = "start penstock serve with --api-keys-file"
     _log.warning(
         "--host %s: anyone who can reach this address can use the service at %s, %s; %s, or listen on 127.0.0.1",
         settings.exposed_address,

@@ -9,20 +9,22 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.clients.error_frames import release_frames
+from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Exchanged, Traffic
 from penstock.clients.gateway.unsupported import shown
+from penstock.clients.log_rate import LOG_KIND
 
 HELD_UNTIL_END = "penstock.held"
-"""The key in a request's scope of an ``ExitStack`` that is closed when the request has ended, however it ends."""
-_PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Of a request's scope: an ``ExitStack`` that is closed when the request has ended, however it does."""
+_METRICS = "/metrics"
+_PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 """Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
-_SAY_NOTHING = _PROBES - {"/metrics"}
-"""Load balancers call these under any name."""
+_SAY_NOTHING = _PROBES - {_METRICS}
+"""Balancers ask these under any name."""
 _FULL = "the gateway has as many connections as it may have; try again"
 _FULL_RETRY_S = 1.0
 
@@ -83,7 +85,7 @@ class Guard:
                 raise self._too_large()
             await self._app(scope, receive_bounded, send_with_id)
         except Exception as error:
-            if not isinstance(error, GatewayError):
+            if not isinstance(error, GatewayError | RequestFailed):
                 _log_without_text(error)
             release_frames(error)
             if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
@@ -94,12 +96,13 @@ class Guard:
             await response(scope, receive, send_with_id)
 
     async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
-        """Refuses unknown names if callers need no key: then only ``Host`` shows that a page of another site calls."""
+        """Where callers need no key, the name that a browser was given is all that keeps other pages out. Metrics never
+        need one."""
         hosts = self._allowed_hosts
         if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
             return
         link: ServiceLink = scope["app"].state.link
-        if not await link.needs_key():
+        if scope["path"] == _METRICS or not await link.needs_key():
             message = (
                 f"Host: {shown(host)} is not a name of this gateway; use its address, or start it with --allowed-hosts"
             )
@@ -132,8 +135,10 @@ class _Cut(Exception):
 
 
 def _log_without_text(error: Exception) -> None:
-    frames = " < ".join(
+    name = type(error).__name__
+    frames = [
         f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
         for frame in reversed(traceback.extract_tb(error.__traceback__)[-12:])
-    )
-    _log.error("%s in the gateway: %s", type(error).__name__, frames)
+    ]
+    kind = f"{name} {frames[0] if frames else ''}"
+    _log.error("%s in the gateway: %s", name, " < ".join(frames), extra={LOG_KIND: kind})

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.http_parser import RequestParser
+from penstock.clients.gateway.traffic import CALLER
 
 _MAX_HEAD_BYTES = 64 << 10
 """Of a head, of one chunk's extension, or of trailers. What arrives whole with one read may be larger."""
@@ -128,6 +129,12 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self._places.end(self)
+
+    @property
+    def tenant(self) -> str:
+        """The caller's of the request under way, as far as it is known."""
+        caller = None if self.cycle is None else self.cycle.scope["state"].get(CALLER)
+        return "" if caller is None else str(caller.counted_as)
 
     @property
     def num_unread(self) -> int:

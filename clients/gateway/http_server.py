@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +22,7 @@ from penstock.clients.event_loop import MemoryWatch, calm_collector, loop_factor
 from penstock.clients.gateway.certificate import Certificate
 from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.http_connection import PatientProtocol
+from penstock.clients.gateway.tls_handshake import TlsHandshake
 from penstock.clients.socket_lock import PathTaken, socket_lock
 
 _BACKLOG = 2048
@@ -49,8 +52,8 @@ class HttpSettings:
     max_connections: int = 4096
     """Idle ones give way to new ones. While none is idle, requests get 503, except for probes."""
     max_unread_bytes: int = 64 << 20
-    """Limit on answers that wait in memory for their readers. Above it, the connections that have been behind for the
-    longest time are closed."""
+    """Of answers that wait in memory for their readers. With more, the tenant that has the most of them loses its
+    largest."""
     write_timeout_s: int = 60
     """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
     shutdown_s: int = 10
@@ -137,7 +140,7 @@ class HttpServer(uvicorn.Server):
     """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
 
     def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
-        places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
+        self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
         super().__init__(_config(app, http, places))
         app.state.traffic.bound(self.server_state.connections, places.max_connections)
         self._write_timeout_s = http.write_timeout_s
@@ -172,14 +175,28 @@ class HttpServer(uvicorn.Server):
             _bound_writes(listener, self._write_timeout_s)
         if self._heartbeat is not None:
             os.set_blocking(self._heartbeat, False)
+        context = self._take_over_tls()
         await super().startup(sockets)
         if self.started and self._heartbeat is not None:
             self._beating = asyncio.create_task(self._beat(self._heartbeat), name="penstock-gateway-heartbeat")
         if self.started and self._greeting:
             print(self._greeting, flush=True)
-            context, chain, key = self.config.ssl, self.config.ssl_certfile, self.config.ssl_keyfile
+            chain, key = self.config.ssl_certfile, self.config.ssl_keyfile
             if context is not None and chain and key:
                 self._watching = asyncio.create_task(Certificate(context, Path(chain), Path(key)).watch())
+
+    def _take_over_tls(self) -> ssl.SSLContext | None:
+        """Has connections counted from when they are made, and not when TLS is agreed on."""
+        context, new_protocol = self.config.ssl, self.config.http_protocol_class
+        if context is None:
+            return None
+        self.config.ssl = None
+
+        def protocol(**given: Any) -> TlsHandshake:
+            return TlsHandshake(context, self._places, partial(new_protocol, **given))
+
+        self.config.http_protocol_class = protocol  # type: ignore[assignment]
+        return context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes nothing new, and lets answers end."""

@@ -15,6 +15,8 @@ from penstock.v1 import generation_pb2 as pb
 from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
 
 _MAX_CHAR_BYTES = 4
+ID_BYTES = 8
+"""Of a token's id in memory, more or less."""
 _MAX_ADDED = 16
 """More tokens than a tokenizer puts around a text."""
 
@@ -27,6 +29,11 @@ class Prompt:
     token_ids: Sequence[int] | None = None
     text_offsets: Sequence[int] = ()
     """Where each token begins in the text, in characters, where the answer shows that."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in memory, more or less."""
+        return len(self.text or "") + ID_BYTES * (len(self.token_ids or ()) + len(self.text_offsets))
 
     def put_into(self, start: pb.Start) -> None:
         """Tokens go before text: they are what the answer speaks of."""
@@ -44,10 +51,10 @@ async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
         body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
     )
     checks_room = body.max_tokens is None and body.truncate_prompt_tokens is None
-    context = caller.model.max_model_len
+    is_alone, context = has_one_prompt(body), caller.model.max_model_len
     completed = await asyncio.gather(
         *(
-            _complete(prompt, body, caller, prompt_names(body, at))
+            _complete(prompt, body, caller, prompt_names(is_alone, at))
             if needs_ids or (checks_room and _may_lack_room(prompt, context))
             else _as_it_is(prompt)
             for at, prompt in enumerate(prompts)
@@ -60,18 +67,22 @@ async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
         ]
     if checks_room:
         for at, prompt in enumerate(completed):
-            _check_room(prompt, context, _prompt_name(body, at))
+            _check_room(prompt, context, _prompt_name(is_alone, at))
     return completed
 
 
-def prompt_names(body: CompletionRequest, index: int) -> Names:
+def has_one_prompt(body: CompletionRequest) -> bool:
+    """Whether the prompt of a request is one, and no list of prompts."""
+    return isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+
+
+def prompt_names(is_alone: bool, index: int) -> Names:
     """The caller's names of the contract's fields that hold the prompt at ``index``."""
-    name = _prompt_name(body, index)
+    name = _prompt_name(is_alone, index)
     return ((r"token_ids(\.ids)?", name), (r"text", name))
 
 
-def _prompt_name(body: CompletionRequest, index: int) -> str:
-    is_alone = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+def _prompt_name(is_alone: bool, index: int) -> str:
     return "prompt" if is_alone else f"prompt[{index}]"
 
 

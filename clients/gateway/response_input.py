@@ -97,14 +97,14 @@ class _Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOfResponse:
-    """A Responses request as a chat."""
+class ResponseNames:
+    """The caller's names of the contract's fields, without anything else of the request."""
 
-    chat: ChatRequest
-    tools: ResponseTools
+    _places: Sequence[_Place]
     _tool_places: Sequence[str]
     """Of the chat's tools."""
-    _places: Sequence[_Place]
+    _others: Names
+    """Where they are not those of the conversation and of the tools."""
 
     def caller_name(self, field: str) -> str:
         """The caller's name of a field of the contract."""
@@ -118,12 +118,16 @@ class ChatOfResponse:
             return names.get(found[3] or "", item) + rest
         if (found := _TOOL.match(field)) is not None:
             return self._tool_places[int(found[1])] + field[found.end() :]
-        return caller_name(field, self._names())
+        return caller_name(field, self._others)
 
-    def _names(self) -> Names:
-        """Where they are not those of the conversation and of the tools."""
-        of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(self.chat, self._tool_places)]
-        return (*of_format, *_NAMES, *sampling_names(self.chat), *CHAT_NAMES)
+
+@dataclass(frozen=True, slots=True)
+class ChatOfResponse:
+    """A Responses request as a chat."""
+
+    chat: ChatRequest
+    tools: ResponseTools
+    names: ResponseNames
 
 
 _MESSAGE = re.compile(r"(?:start\.)?chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(?:\.(\w+))?")
@@ -159,7 +163,9 @@ def as_chat(body: ResponsesRequest) -> ChatOfResponse:
     )
     chosen = with_allowed_tools(chat)
     tool_places = [tools.places[at] for at in chosen.indices]
-    return ChatOfResponse(chosen.chat, tools, tool_places, conversation.places)
+    of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(chosen.chat, tool_places)]
+    others = (*of_format, *_NAMES, *sampling_names(chosen.chat), *CHAT_NAMES)
+    return ChatOfResponse(chosen.chat, tools, ResponseNames(conversation.places, tool_places, others))
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -49,7 +51,7 @@ def make_router() -> APIRouter:
     async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
         asked = as_chat(body)
         report(asked.tools.hosted)
-        chat = asked.chat
+        chat, names = asked.chat, asked.names
         check_chat(chat, caller)
         new_parser, shows_specials = await parser_maker(chat, caller)
         try:
@@ -65,7 +67,7 @@ def make_router() -> APIRouter:
             ResponseWriter(body, caller, reader, asked.tools),
             stream=bool(body.stream),
             keepalive_s=caller.settings.keepalive_s,
-            caller_name=lambda _, field: asked.caller_name(field),
+            caller_name=lambda _, field: names.caller_name(field),
             ends_with_done=False,
         )
 
@@ -82,7 +84,7 @@ def make_router() -> APIRouter:
         try:
             rendered = await caller.call(caller.stubs.tokenizer.RenderChat, call)
         except RequestFailed as failure:
-            raise from_failure(failure, asked.caller_name) from None
+            raise from_failure(failure, asked.names.caller_name) from None
         return InputTokens(input_tokens=len(rendered.token_ids))
 
     return router
@@ -105,9 +107,10 @@ class ResponseWriter:
 
     def __init__(self, body: ResponsesRequest, caller: Caller, reader: ChatReader, tools: ResponseTools) -> None:
         self._settled = _settled(body, caller.model)
+        self.num_kept_bytes = len(msgspec.json.encode(self._settled))
         self._reader = reader
-        self._tools = tools
-        self._events = ResponseEvents(self._settled, tools.named)
+        self._tools = replace(tools, functions=[], places=[], choice=None)  # the others name what is called
+        self._events = ResponseEvents(self._settled, self._tools.named)
         self._usage = Usage()
         self._is_cut = False
         self._num_reasoning_tokens = 0

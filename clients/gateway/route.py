@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -138,7 +139,8 @@ def _counting_refusals(caller: Caller) -> Iterator[None]:
 
 
 async def _receive_body(request: Request, caller: Caller) -> bytearray:
-    """Returns the body when it is whole. ``Guard`` bounds its size, and counts it until the request ends."""
+    """Returns the body when it is whole. ``Guard`` bounds its size, and it is counted until the request ends, or until
+    less of it is needed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise GatewayError(415, "send the body as JSON, with the header Content-Type: application/json")
@@ -147,11 +149,11 @@ async def _receive_body(request: Request, caller: Caller) -> bytearray:
         raise GatewayError(415, f"Content-Encoding: {shown(coding)} is not supported; send the body uncompressed")
     held: ExitStack = request.scope[HELD_UNTIL_END]
     budget: BodyBudget = request.app.state.body_budget
-    counted = held.enter_context(budget.body(caller.counted_as))
+    counted = caller.body = held.enter_context(budget.body(caller.counted_as))
     timeout_s, whole = caller.settings.body_timeout_s, bytearray()
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            counted.evict = lambda: limit.reschedule(0.0)
+            counted.evict = partial(_end_soon, limit)
             async for part in request.stream():
                 counted.add(len(part))
                 whole += part
@@ -166,6 +168,11 @@ async def _receive_body(request: Request, caller: Caller) -> bytearray:
     finally:
         counted.evict = None
     return whole
+
+
+def _end_soon(limit: asyncio.Timeout) -> None:
+    if not limit.expired():  # else it ends by itself, and cannot be changed
+        limit.reschedule(0.0)
 
 
 def _evicted() -> GatewayError:

@@ -84,6 +84,9 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="Passed over: there is no padding to be left out.")
 
 
+G = TypeVar("G", bound="GenerationBody")
+
+
 class Body(BaseModel):
     """Of any request: a field is known, or it is named in the answer."""
 
@@ -194,6 +197,12 @@ class GenerationBody(SamplingBody):
     def num_choices(self) -> int:
         """Of each prompt."""
         return 1 if self.n is None else self.n
+
+
+def without_texts(body: G) -> G:
+    """A copy with a request's numbers and switches, for as long as the answer takes: texts and lists may be large."""
+    kept = (bool, int, float)
+    return body.model_copy(update={name: None for name, value in body if not isinstance(value, kept)})
 
 
 class PromptTokensDetails(BaseModel):

@@ -20,12 +20,13 @@ from starlette.datastructures import Headers
 
 from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
+from penstock.clients.gateway.body_budget import BodyInMemory
 from penstock.clients.gateway.caller_headers import bearer_key, named_tenant
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.places import Identity, Metadata, Place, PlaceName
 from penstock.clients.gateway.refusal_rates import RefusalRates
+from penstock.clients.gateway.service_state import ServiceState
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.health import is_serving
 from penstock.clients.requests import MAX_START_BYTES
 from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import generation_pb2 as pb
@@ -88,6 +89,8 @@ class Caller:
         self._carried: list[tuple[Callable[[], None], Receiver]] = []
         """All requests, each with the function that cancels it."""
         self._num_live = 0
+        self.body: BodyInMemory | None = None
+        """Of the request, as far as it is counted."""
 
     @property
     def tenant(self) -> str:
@@ -151,6 +154,11 @@ class Caller:
             cancel()
             receiver.fail(copy.copy(failure))
 
+    def keep_of_body(self, num_bytes: int) -> None:
+        """So many bytes of the request's body are needed until the answer's end, and the others no more."""
+        if self.body is not None:
+            self.body.shrink_to(num_bytes)
+
     def check_rate(self) -> None:
         """Raises GatewayError if too many of the tenant's requests were refused; called before a body is read."""
         wait_s = self._link.refusals.wait_s(self.counted_as)
@@ -186,13 +194,12 @@ class ServiceLink:
         """Places that take no further requests, but on which some still run."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
-        self._needs_key: bool | None = None
-        self._asked_for_keys_at = -1e9
 
     async def __aenter__(self) -> "ServiceLink":
         # The channel is made here, since it belongs to the loop that runs.
         self._channel = open_channel(self.settings.service.target, self.settings.service.tls)
         self.stubs = _Stubs(self._channel)
+        self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
         self._sweeper = asyncio.create_task(self._sweep(), name="penstock-gateway-sweeper")
         return self
 
@@ -227,19 +234,11 @@ class ServiceLink:
 
     async def is_serving(self) -> bool:
         """Whether the service takes requests; not if it does not answer."""
-        try:
-            return await is_serving(self._channel, timeout=self.settings.call_timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
+        return await self._state.is_serving()
 
     async def needs_key(self) -> bool:
-        """Whether callers must show a key; not if the service does not answer. It is asked again after a while."""
-        if self.settings.service.api_key is not None:
-            return False
-        if time.monotonic() - self._asked_for_keys_at >= self.settings.recheck_caller_s:
-            self._needs_key = await service_needs_key(self)
-            self._asked_for_keys_at = time.monotonic()
-        return self._needs_key is True
+        """Whether callers must show a key. Raises RequestFailed where the service never said."""
+        return self.settings.service.api_key is None and await self._state.needs_key()
 
     async def call(
         self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
@@ -343,12 +342,13 @@ class ServiceLink:
         for name in place.identities:
             del self._identities[name]
         place.identities.clear()
+        place.is_left = True
         self._leaving.add(place)
         self._close_if_left(place)
 
     def _close_if_left(self, place: Place) -> None:
         """Closes the stream of a place that takes no further requests, when the last one has ended."""
-        if place in self._leaving and not place.num_live:
+        if place.is_left and not place.num_live:
             self._close(place)
 
     def _close(self, place: Place) -> None:
@@ -371,12 +371,14 @@ class ServiceLink:
                     self._drop(place)
 
 
-async def service_needs_key(link: ServiceLink) -> bool | None:
-    """Returns whether the service refuses calls without a key; None if it does not answer."""
+async def service_needs_key(link: ServiceLink) -> bool:
+    """Whether the service refuses a call without a key. Raises RequestFailed where it says neither."""
     try:
         await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
     except RequestFailed as failure:
-        return True if failure.code is grpc.StatusCode.UNAUTHENTICATED else None
+        if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
+            raise
+        return True
     return False
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from starlette.types import Scope
 
+CALLER = "caller"
+"""Of a request's state: who made it, once that is known."""
 GONE = 499
 """What nginx logs of a caller that went away; nobody is sent it."""
 _NO_ROUTE = "other"

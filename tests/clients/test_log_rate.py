@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from penstock.clients.log_rate import BURST, PERIOD_S, LogRate
+from penstock.clients.log_rate import BURST, LOG_KIND, PERIOD_S, LogRate
 
 
 @pytest.fixture
@@ -29,3 +29,25 @@ def test_few_lines_of_a_message_pass_and_then_one_says_how_many_did_not(clock):
     last = record(1)
     assert rate.filter(last)
     assert last.getMessage() == "bad bytes"
+
+
+def kind_of(kind):
+    made = record(1)
+    setattr(made, LOG_KIND, kind)
+    return made
+
+
+def raised(error):
+    made = record(1)
+    made.exc_info = (type(error), error, None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [(lambda: kind_of("a"), lambda: kind_of("b")), (lambda: raised(KeyError()), lambda: raised(OSError()))],
+)
+def test_many_of_one_kind_hide_no_other_kind(clock, one, another):
+    rate = LogRate()
+    assert sum(rate.filter(one()) for _ in range(100)) == BURST
+    assert rate.filter(another())

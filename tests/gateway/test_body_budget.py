@@ -42,6 +42,17 @@ def test_bytes_are_counted_until_a_body_is_dropped(budget):
     assert budget.num_bytes == 0
 
 
+def test_what_is_needed_no_more_of_a_body_is_room_for_others(budget, arriving):
+    whole = arriving("whole", "a", 50)
+    whole.evict = None
+    whole.shrink_to(20)
+    assert budget.num_bytes == 20
+    whole.shrink_to(30)
+    assert budget.num_bytes == 20
+    arriving("next", "a", 30)
+    assert arriving.evicted == []
+
+
 def test_a_tenant_over_its_half_loses_the_body_that_has_arrived_for_longest(budget, arriving):
     arriving("first", "a", 20)
     arriving("second", "a", 20)

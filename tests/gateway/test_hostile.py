@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 
@@ -9,6 +10,9 @@ import pytest
 from waiting import until
 
 from penstock.clients.allowed_hosts import AllowedHosts
+from penstock.clients.gateway.exchange import Exchange
+from penstock.clients.gateway.route import _end_soon
+from penstock.clients.gateway.schemas_common import SamplingBody
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
@@ -89,17 +93,73 @@ async def test_a_tenant_takes_no_others_room(start_gateway, keys):
         assert gateway.app.state.body_budget.num_bytes <= 2 * MIB
 
 
-async def test_bodies_that_are_whole_hold_their_room_until_the_answer(start_gateway):
-    gateway = await start_gateway(max_bodies_bytes=2 * MIB, max_body_bytes=MIB, seconds_per_step=0.01)
-    body = whole(max_tokens=4000, stream=True) + b" " * (MIB - 200)
-    async with gateway.http.stream("POST", COMPLETIONS, content=body, headers=JSON) as first:
-        assert first.status_code == 200
-        refused = await gateway.http.post(COMPLETIONS, content=whole() + b" " * 1000, headers=JSON)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "bodies_full"
-        assert "1,048,576 bytes" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"] == "1"
+async def test_bodies_that_are_whole_hold_their_room_until_the_service_has_them(start_gateway, monkeypatch):
+    gateway = await start_gateway(max_bodies_bytes=2 * MIB, max_body_bytes=MIB)
+    may_go_on, accepted = asyncio.Event(), Exchange.accepted
+
+    async def accepted_later(self):
+        await may_go_on.wait()
+        await accepted(self)
+
+    monkeypatch.setattr(Exchange, "accepted", accepted_later)
+    body = whole() + b" " * (MIB - 200)
+    first = asyncio.create_task(gateway.http.post(COMPLETIONS, content=body, headers=JSON))
+    await until(lambda: gateway.app.state.body_budget.num_bytes == len(body))
+    refused = await gateway.http.post(COMPLETIONS, content=whole() + b" " * 1000, headers=JSON)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "bodies_full"
+    assert "1,048,576 bytes" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "1"
+    may_go_on.set()
+    assert (await first).status_code == 200
     await until(lambda: gateway.app.state.body_budget.num_bytes == 0)
+
+
+def request_bodies():
+    """All in memory. Their own class looks into each object, which some do not take well."""
+    gc.collect()
+    return [each for each in gc.get_objects() if SamplingBody in type(each).__mro__]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "num_kept"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 1000}, (0, 0)),
+        (COMPLETIONS, {"prompt": ["a" * 1000, "b"], "stop": ["x" * 100]}, (0, 0)),
+        (COMPLETIONS, {"prompt": "a" * 1000, "return_token_ids": True}, (9000, 9000)),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1000}]}, (0, 0)),
+        ("/v1/responses", {"input": "a" * 1000}, (300, 900)),
+        ("/v1/responses", {"input": "a", "metadata": {"m": "m" * 1000}}, (1300, 1900)),
+    ],
+)
+async def test_a_stream_holds_only_what_it_shows_again(start_gateway, path, asked, num_kept):
+    gateway = await start_gateway(seconds_per_step=0.01)
+    before = {id(each) for each in request_bodies()}
+    limit = {"max_output_tokens" if "responses" in path else "max_tokens": 4000}
+    body = json.dumps(asked | limit | {"stream": True, "temperature": 0}).encode() + b" " * MIB
+    async with gateway.http.stream("POST", path, content=body, headers=JSON) as streamed:
+        assert streamed.status_code == 200
+        await anext(streamed.aiter_raw())
+        low, high = num_kept
+        assert low <= gateway.app.state.body_budget.num_bytes <= high
+        held = [each for each in request_bodies() if id(each) not in before]
+        names = ("prompt", "messages", "input", "stop")
+        assert [name for each in held for name in names if getattr(each, name, None)] == []
+    await until(lambda: gateway.app.state.body_budget.num_bytes == 0)
+
+
+async def test_a_body_that_gives_way_as_its_time_ends_is_late_and_no_error():
+    """Its time cannot be changed any more then."""
+
+    async def receive() -> None:
+        async with asyncio.timeout(0.0) as limit:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                _end_soon(limit)
+
+    with pytest.raises(TimeoutError):
+        await receive()
 
 
 async def test_refused_bodies_count_against_the_tenants_rate(start_gateway, keys):
@@ -172,15 +232,29 @@ async def test_http_1_0_needs_no_host(start_gateway):
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_with_keys_any_name_is_served_and_without_a_service_none_but_its_own(start_gateway, keys, http_before):
+async def test_with_keys_any_name_is_served_but_for_metrics(start_gateway, keys):
     hosts, foreign = AllowedHosts("127.0.0.1"), {"Host": "llm.example"}
     gateway = await start_gateway(service=keys, allowed_hosts=hosts)
     assert (await gateway.http.get("/v1/models", headers=foreign | bearer(ONE))).status_code == 200
     assert (await gateway.http.get("/v1/models", headers=foreign)).status_code == 401
     own = await start_gateway(service=keys, allowed_hosts=hosts, api_key=GATEWAY)
     assert (await own.http.get("/v1/models", headers=foreign)).status_code == 421
+    for each in (gateway, own):
+        assert (await each.http.get("/metrics", headers=foreign)).status_code == 421
+        assert (await each.http.get("/metrics")).status_code == 200
+
+
+async def test_while_the_service_is_gone_any_name_is_answered_as_before(start_gateway, keys, http_before):
+    """That it wants keys holds on; where it never answered nobody is told that the name is wrong."""
+    hosts, foreign = AllowedHosts("127.0.0.1"), {"Host": "llm.example"}
+    gateway = await start_gateway(service=keys, allowed_hosts=hosts, recheck_caller_s=0.0)
+    assert (await gateway.http.get("/v1/models", headers=foreign | bearer(ONE))).status_code == 200
+    await gateway.service.stop()
+    assert (await gateway.http.get("/v1/models", headers=foreign | bearer(ONE))).status_code == 503
     async with http_before("127.0.0.1:1", allowed_hosts=hosts) as (_, http):
-        assert (await http.get("/v1/models", headers=foreign)).status_code == 421
+        refused = await http.get("/v1/models", headers=foreign)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": GATEWAY}])

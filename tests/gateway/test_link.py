@@ -197,7 +197,8 @@ async def test_a_key_that_gives_way_takes_no_request_with_it_that_comes_just_the
         exchange.close()
     assert isinstance(events[-1], Finished)
     assert "".join(event.text for event in events if isinstance(event, Delta)) == "bc"
-    while link._closing:  # noqa: ASYNC110 - its own stream goes when it has ended
+    assert place.take_stream() is None  # its own stream goes when it has ended
+    while link._closing:  # noqa: ASYNC110 - a moment later
         await asyncio.sleep(0.001)
 
 

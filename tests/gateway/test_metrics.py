@@ -1,11 +1,18 @@
 """The metrics at the gateway's address: its own, and the service's."""
 
+import asyncio
 import re
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from penstock.clients.gateway import metrics
+from penstock.clients.gateway.metrics import _fetch
 
 NOWHERE = "127.0.0.1:1"
 DOCS = Path(__file__).parents[2] / "docs/http.md"
@@ -65,6 +72,46 @@ async def test_without_the_services_page_the_gateways_own_is_shown(http_before, 
     samples = samples_of(answer.text, parse)
     assert samples["penstock_gateway_has_service_metrics",] == 0
     assert samples["penstock_gateway_connections",] == 1
+
+
+async def test_the_services_page_is_read_under_any_name_of_the_service(monkeypatch):
+    """It is served to this machine's names alone."""
+    hosts: list[str | None] = []
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            hosts.append(self.headers["host"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"penstock_steps_total 1\n")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", server.server_address)])
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        page = await asyncio.to_thread(_fetch, f"penstock.ns.example:{server.server_port}", "")
+        serving.join()
+    assert page is not None
+    assert hosts == ["localhost"]
+
+
+async def test_many_who_ask_at_once_get_one_page(http_before, monkeypatch):
+    asked: list[str] = []
+
+    def fetch(target, accepted):
+        asked.append(accepted)
+
+    monkeypatch.setattr(metrics, "_fetch", fetch)
+    async with http_before(NOWHERE, metrics_target=NOWHERE) as (_, http):
+        versions = [f"application/openmetrics-text; version=1.0.{number}" for number in range(20)]
+        answers = await asyncio.gather(
+            *(http.get("/metrics", headers={"accept": each}) for each in ("*/*", *versions)),
+        )
+    assert {each.status_code for each in answers} == {200}
+    assert len(asked) == 2  # one of each form
 
 
 async def test_requests_are_counted_by_route_and_status(gateway):

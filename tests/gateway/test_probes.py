@@ -1,12 +1,16 @@
 """The probes, which need no key."""
 
+import asyncio
 from importlib.metadata import version
 
+import grpc
 import httpx
 import pytest
 
 from penstock.clients.connection import Connection
+from penstock.clients.gateway import service_state
 from penstock.clients.gateway.app import create_app
+from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
 
 
@@ -25,6 +29,42 @@ def test_the_description_says_that_probes_answer_without_a_body(scripted):
 
 def test_the_version_is_told(scripted):
     assert httpx.get(f"{scripted}/version", timeout=120).json() == {"version": version("penstock")}
+
+
+async def test_many_probes_at_once_are_one_question(monkeypatch):
+    asked = 0
+
+    async def count(*_, **__):
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        return True
+
+    monkeypatch.setattr(service_state, "is_serving", count)
+    app = create_app(GatewaySettings(service=Connection("127.0.0.1:1")))
+    transport = httpx.ASGITransport(app=app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        answers = await asyncio.gather(*(http.get("/health") for _ in range(100)))
+    assert {each.status_code for each in answers} == {200}
+    assert asked == 1
+
+
+@pytest.mark.parametrize("was_serving", [True, False])
+async def test_a_service_that_is_asked_by_too_many_is_as_it_was(monkeypatch, was_serving):
+    answers: list[bool | grpc.StatusCode] = [
+        was_serving, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+    ]  # fmt: skip
+
+    async def answer(*_, **__):
+        given = answers.pop(0)
+        if isinstance(given, grpc.StatusCode):
+            raise grpc.aio.AioRpcError(given, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return given
+
+    monkeypatch.setattr(service_state, "is_serving", answer)
+    monkeypatch.setattr(service_state, "_HEALTH_S", 0.0)
+    async with ServiceLink(GatewaySettings(service=Connection("127.0.0.1:1"))) as link:
+        assert [await link.is_serving() for _ in range(4)] == [was_serving, was_serving, False, False]
 
 
 async def test_without_a_service_the_gateway_is_not_healthy():
