@@ -21,7 +21,8 @@ from penstock.models.drafter import Wanted
 from penstock.models.grammar import compile_grammar, forces_tokens, read_tokenizer
 from penstock.models.lines import Line, Masks
 from penstock.models.mask_lanes import BackgroundLane, StepLane, WorkerThread
-from penstock.models.mask_round import MaskRound, MaskTools, RowWork
+from penstock.models.mask_round import MaskRound
+from penstock.models.mask_work import MaskTools, RowWork
 from penstock.models.matcher import CompiledGrammar, RowMatcher
 from penstock.models.rows import Row
 from penstock.scheduler.plan import WorkerConfig
