@@ -217,7 +217,7 @@ class BackgroundLane:
                 least_s = min((self._used_s[other.tenant] for other in self._waiting), default=0.0)
                 self._used_s[work.tenant] = max(self._used_s[work.tenant], least_s)
             self._waiting.append(work)
-            if len(self._busy) == self._num_threads < BACKGROUND_THREADS:
+            if self._num_threads < min(BACKGROUND_THREADS, len(self._waiting) + len(self._busy)):
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=f"background masks {self._num_threads}", daemon=True).start()
             self._changed.notify()
