@@ -126,24 +126,21 @@ class RowWork:
     def run(self) -> bool:
         """Computes its masks, and charges the row for the CPU time. A row that is far behind only catches up a little;
         then this returns False, and it is called again."""
-        matcher, num_tokens, is_done = self.matcher, 1 + len(self.drafts), True
-        began_s = time.thread_time()
         with failing([self]):
-            if self.row.is_dropped:
-                pass
-            elif matcher.is_behind(self.end):
-                num_tokens = CONSUMED_TOGETHER
-                matcher.at(self.row.history, matcher.frontier + num_tokens, self._tools.result().consume)
-                is_done = bool(matcher.failure)
-            else:
+            began_s = time.thread_time()
+            is_behind = self.matcher.is_behind(self.end) and not self.row.is_dropped
+            num_tokens = CONSUMED_TOGETHER if is_behind else 1 + len(self.drafts)
+            if is_behind:
+                self.matcher.at(self.row.history, self.matcher.frontier + num_tokens, self._tools.result().consume)
+            elif not self.row.is_dropped:
                 self.words = self._new_words() if self.words is None else self.words
                 compute([self], self.words, self._tools.result())
-        cpu_s = time.thread_time() - began_s
-        matcher.is_trusted = cpu_s <= TRUSTED_S * num_tokens
-        if not matcher.charge(cpu_s, num_tokens) and self._tools.result().ends_slow_rows:
-            self.fail(RowFailure.SLOW)
-            return True
-        return is_done
+            cpu_s = time.thread_time() - began_s
+            self.matcher.is_trusted = cpu_s <= TRUSTED_S * num_tokens
+            if not self.matcher.charge(cpu_s, num_tokens) and self._tools.result().ends_slow_rows:
+                self.fail(RowFailure.SLOW)
+            return not is_behind or bool(self.matcher.failure)
+        return True
 
     def _new_words(self) -> Words:
         return np.zeros((1, self._tools.result().num_words), dtype=np.uint32)

@@ -233,9 +233,9 @@ def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, m
     charge = RowMatcher.charge
     world = make_world()
 
-    def charge_more(self, cpu_s):
+    def charge_more(self, cpu_s, num_tokens=1):
         is_slow = self is world.runner._rows[ambiguous].matcher
-        return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s)
+        return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s, num_tokens)
 
     monkeypatch.setattr(RowMatcher, "charge", charge_more)
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
