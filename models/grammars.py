@@ -8,6 +8,7 @@ in a batch only when its mask is there.
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,10 +17,12 @@ from functools import partial
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from penstock.models.drafter import Wanted
 from penstock.models.grammar import compile_grammar, forces_tokens, read_tokenizer
 from penstock.models.lines import Line, Masks
-from penstock.models.mask_lanes import BackgroundLane, WorkerThread
-from penstock.models.mask_round import MaskRound, MaskTools, RowWork
+from penstock.models.mask_lanes import BackgroundLane, StepLane, WorkerThread
+from penstock.models.mask_round import MaskRound
+from penstock.models.mask_work import MaskTools, RowWork
 from penstock.models.matcher import CompiledGrammar, RowMatcher
 from penstock.models.rows import Row
 from penstock.scheduler.plan import WorkerConfig
@@ -28,6 +31,9 @@ MAX_COMPILED = 32
 """Grammars that are kept for rows to come."""
 MAX_THREADS = 4
 """That masks of one batch are computed in. They take cores from the layers, where these run on a CPU."""
+
+METERED_S = 0.002
+"""Time for forced tokens that is charged to rows."""
 
 
 class Grammars:
@@ -42,39 +48,43 @@ class Grammars:
         vocab_size: int,
         puts_off: bool = True,
         ends_slow_rows: bool = True,
+        num_ids: int | None = None,
     ) -> None:
         """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
-        the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them."""
+        the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them.
+        ``num_ids``: of the tokenizer; None: as many as the model has."""
         self.puts_off = puts_off
         """Whether a row whose grammar is not compiled yet, or whose mask is late, has its token in a later step; else
         its step waits."""
         self._vocab_size = vocab_size
         self._ends_slow_rows = ends_slow_rows
         self._compiling = WorkerThread("grammars")
-        self._masking = WorkerThread("masks")
+        self._lane = StepLane()
         self._background = BackgroundLane()
-        self._round: MaskRound | None = None
         self._changed = threading.Condition()
         self._tokenizer: Future[LLTokenizer] = self._compiling.submit(read)
         self._tools: Future[MaskTools] = self._compiling.submit(self._make_tools)
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._num_words = -(-(num_ids or vocab_size) // 32)
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        """By tenant and text: tenants don't wait for one another's rows."""
 
     def _make_tools(self) -> MaskTools:
         num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         return MaskTools(self._tokenizer.result(), num_threads, self._vocab_size, ends_slow_rows=self._ends_slow_rows)
 
-    def matcher(self, grammar: str, num_prompt_tokens: int) -> RowMatcher:
+    def matcher(self, grammar: str, num_prompt_tokens: int, tenant: str = "") -> RowMatcher:
         """That of a new row. The grammar is compiled meanwhile, unless it was of late."""
-        compiled = self._compiled.get(grammar)
+        key = tenant, grammar
+        compiled = self._compiled.get(key)
         if compiled is None:
             compiling = self._compiling.submit(partial(self._compile, grammar))
             compiling.add_done_callback(lambda _: self._notify())
-            compiled = self._compiled[grammar] = CompiledGrammar(
+            compiled = self._compiled[key] = CompiledGrammar(
                 compiling, forces=forces_tokens(grammar), puts_off=self.puts_off
             )
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+        self._compiled.move_to_end(key)
         return RowMatcher(compiled, num_prompt_tokens, self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -88,13 +98,20 @@ class Grammars:
         matcher, end = row.matcher, len(row.history)
         if matcher is None or not self.puts_off or matcher.failure:
             return True
-        if matcher.is_pending or not matcher.grammar.matcher.done():
+        if matcher.is_pending:
+            self._lane.relieve()
+            return False
+        if matcher.library is None and not matcher.grammar.matcher.done():
             return False
         if not (matcher.grammar.is_apart or matcher.is_behind(end)) or matcher.is_ready(end):
             return True
-        matcher.is_pending = True
-        self._background.add(RowWork(row, end, known, self._found, self._tools.result()))
+        self._add_to_background(row, end, known)
         return False
+
+    def _add_to_background(self, row: Row, end: int, known: threading.Event) -> None:
+        assert row.matcher is not None
+        row.matcher.is_pending = True
+        self._background.add(RowWork(row, end, known, self._found, self._tools))
 
     def wait_ready(self, rows: Sequence[Row], known: threading.Event, timeout_s: float) -> None:
         """Waits until one of the rows may be in a batch."""
@@ -103,8 +120,7 @@ class Grammars:
 
     def _found(self, work: RowWork) -> None:
         """The mask of a row that sits out is there."""
-        work.keep()
-        work.matcher.is_pending = False
+        work.end_wait(keeps=True)
         self._notify()
 
     def _notify(self) -> None:
@@ -113,9 +129,19 @@ class Grammars:
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    def forced(self, row: Row, at_most: int) -> Sequence[int]:
-        """Tokens that follow the row's history if the text that must come is tokenized as the tokenizer would; often
-        none. All of the history is known."""
+    def forced(self, wanted: Sequence[Wanted], room: int) -> dict[int, Sequence[int]]:
+        """By row number, tokens that follow the rows' histories if the text that must come is tokenized as the
+        tokenizer would: at most ``room`` in all. All of the histories are known."""
+        forced: dict[int, Sequence[int]] = {}
+        meter = _Meter()
+        for row, most in wanted:
+            token_ids = self._forced(row, min(most, room), meter) if room else ()
+            if token_ids:
+                forced[row.number] = token_ids
+                room -= len(token_ids)
+        return forced
+
+    def _forced(self, row: Row, at_most: int, meter: "_Meter") -> Sequence[int]:
         matcher, end = row.matcher, len(row.history)
         if matcher is None or matcher.library is None or matcher.is_pending:  # nothing was sampled yet, or it is late
             return ()
@@ -126,6 +152,7 @@ class Grammars:
                 matcher.force_at(row.history, end, self._tools.result().tokenizer)
             finally:
                 matcher.grammar.lock.release()
+            meter.charge(matcher)
         return matcher.kept(end)[:at_most]
 
     def begin(self, lines: list[Line], known: threading.Event) -> Masks | None:
@@ -134,9 +161,9 @@ class Grammars:
         indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
         if not indices:
             return None
-        tools = self._tools.result()
+        words = np.zeros((len(indices), self._num_words), dtype=np.uint32)
         background = self._background if self.puts_off else None
-        masks = MaskRound(np.zeros((len(indices), tools.num_words), dtype=np.uint32), known, tools, background)
+        masks = MaskRound(words, known, self._tools, self._lane, background, self._notify)
         work: RowWork | None = None
         works = []
         for place, index in enumerate(indices):
@@ -145,18 +172,12 @@ class Grammars:
                 assert work is not None
                 work.drafts.append(line.drafts[-1])
                 continue
-            work = RowWork(line.row, line.position, known, partial(self._found_in, masks), tools)
+            work = RowWork(line.row, line.position, known, lambda work: masks.finish([work]), self._tools)
             work.first = place
             works.append(work)
         added = [self._add(work, masks) for work in works]
         if any(added):
-            if self._round is not None and not self._round.is_over and self.puts_off:
-                # Its thread is busy with a grammar that takes long. It goes on with that, in the background.
-                self._round.abandon()
-                self._masking.retire()
-                self._masking = WorkerThread("masks")
-            self._round = masks
-            self._masking.submit(masks.run)
+            masks.begin()
         return Masks(indices, masks, masks.late)
 
     def _add(self, work: RowWork, masks: MaskRound) -> bool:
@@ -167,19 +188,29 @@ class Grammars:
             return False
         if matcher.failure or matcher.fill(masks.words[work.lines], work.end, work.drafts) > len(work.drafts):
             return False
-        matcher.is_pending = True
-        if matcher.grammar.is_apart:
+        is_slow = matcher.grammar.is_apart or not (matcher.is_trusted or self._lane.takes_untrusted(work.tenant))
+        if is_slow and self.puts_off:
             masks.sits_out(work)
-            self._background.add(RowWork(work.row, work.end, work.known, self._found, self._tools.result()))
+            self._add_to_background(work.row, work.end, work.known)
             return False
+        matcher.is_pending = True
         masks.add(work)
         return True
 
-    def _found_in(self, masks: MaskRound, work: RowWork) -> None:
-        """The masks of a row in a batch are there."""
-        masks.finish(work)
-        work.matcher.is_pending = False
-        self._notify()
+
+class _Meter:
+    """Charges rows for CPU time that the calling thread takes. Reading that time takes long, so it is read only where
+    much has passed, and little is charged to no row."""
+
+    def __init__(self) -> None:
+        self._began_s, self._began_at = time.thread_time(), time.monotonic()
+
+    def charge(self, matcher: RowMatcher) -> None:
+        """The time since the last charge, if it is worth it."""
+        if time.monotonic() - self._began_at > METERED_S:
+            now_s = time.thread_time()
+            matcher.charge(now_s - self._began_s)
+            self._began_s, self._began_at = now_s, time.monotonic()
 
 
 def grammars_of(config: WorkerConfig) -> Grammars | None:
@@ -197,4 +228,5 @@ def grammars_of(config: WorkerConfig) -> Grammars | None:
         vocab_size,
         puts_off=config.tensor_parallel_size == 1,
         ends_slow_rows=config.tensor_parallel_rank == 0,  # the others go on until the row is dropped
+        num_ids=num_ids,
     )

@@ -3,19 +3,29 @@ no grammar and no batch."""
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 BACKGROUND_THREADS = 2
 BACKGROUND_NICE = 10
 """Niceness of threads that no step waits for. While the layers need every core, such a thread gets a tenth of one."""
-RECHECK_S = 0.01
-"""How soon a grammar that another thread uses is tried again."""
+RECHECK_S = 0.002
+"""How soon work is tried again whose grammar another thread uses, or whose row's tokens are not known."""
+STUCK_S = 0.01
+"""CPU time of one job after which another thread does the jobs behind it."""
+STUCK_WALL_S = 0.03
+"""The same in elapsed time, which counts where a job waits, or computes on threads of its own."""
+SLOW_JOB_S = 0.1
+"""Elapsed time after which a stuck job goes on at a low priority."""
+MAX_STUCK = 4
+"""Stuck jobs of all tenants. Until one of them ends, jobs behind the next one wait."""
 
 T = TypeVar("T")
 
@@ -24,7 +34,7 @@ class WorkerThread:
     """Does one thing after another. Unlike the threads of a pool it ends with the process, whatever it waits for."""
 
     def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -34,15 +44,9 @@ class WorkerThread:
         self._work.put((done, work))
         return done
 
-    def retire(self) -> None:
-        """Lowers the thread's priority, and ends it after what was submitted."""
-        if self._thread.native_id is not None:
-            lower_priority(self._thread.native_id)
-        self._work.put(None)
-
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            done, work = item
+        while True:
+            done, work = self._work.get()
             try:
                 done.set_result(work())
             except BaseException as error:  # the library's panics are no Exceptions
@@ -50,13 +54,123 @@ class WorkerThread:
 
 
 def lower_priority(thread_id: int) -> None:
-    """Lowers the priority of a thread, if it still runs."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)
+    """Lowers the priority of a thread, if it still runs. Elsewhere than on Linux threads have no ids of this kind."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread_id, BACKGROUND_NICE)
+
+
+def cpu_time_s(thread: threading.Thread) -> float:
+    """CPU time of a thread that runs; the elapsed time where the system does not report it."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic()
+    assert thread.ident is not None, "it has started"
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work that a step waits for."""
+
+    tenant: str
+    known: threading.Event
+    """Set when the job can begin."""
+    run: Callable[[], None]
+    """Raises nothing."""
+
+
+class StepLane:
+    """Does what steps wait for, one job after another. While a job is stuck, another thread does the jobs behind it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._stuck: list[_JobThread] = []
+        self._current = self._start()
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Queues jobs."""
+        with self._changed:
+            self._jobs += jobs
+            self._relieve()
+            self._changed.notify_all()
+
+    def relieve(self) -> None:
+        """Replaces the thread if it is stuck and jobs are waiting."""
+        with self._changed:
+            self._relieve()
+
+    def takes_untrusted(self, tenant: str) -> bool:
+        """Whether a job that may take long can be added: each tenant may have one stuck job."""
+        with self._changed:
+            return len(self._stuck) < MAX_STUCK and all(thread.tenant != tenant for thread in self._stuck)
+
+    def cpu_s(self) -> float:
+        """CPU time of the thread that does the next jobs."""
+        return cpu_time_s(self._current.thread)
+
+    def _relieve(self) -> None:
+        if self._jobs and len(self._stuck) < MAX_STUCK and self._current.is_stuck():
+            self._stuck.append(self._current)
+            self._current = self._start()
+        for stuck in self._stuck:
+            stuck.slow_down()
+
+    def _start(self) -> "_JobThread":
+        started = _JobThread(self._run)
+        started.thread.start()
+        return started
+
+    def _run(self, me: "_JobThread") -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs)
+                job = self._jobs.popleft()
+            job.known.wait()
+            me.begin(job)
+            job.run()
+            with self._changed:
+                me.end()
+                if me in self._stuck:
+                    self._stuck.remove(me)
+                    return
+
+
+class _JobThread:
+    """A thread of a lane, and the job that it does."""
+
+    def __init__(self, run: "Callable[[_JobThread], None]") -> None:
+        self.thread = threading.Thread(target=run, args=(self,), name="masks", daemon=True)
+        self.tenant = ""
+        self._began: tuple[float, float] | None = None
+        """Elapsed and CPU time at the job's beginning; None between jobs."""
+        self._is_slow = False
+
+    def begin(self, job: Job) -> None:
+        self.tenant = job.tenant
+        self._began = time.monotonic(), time.thread_time()
+
+    def end(self) -> None:
+        self._began = None
+
+    def is_stuck(self) -> bool:
+        began = self._began
+        if began is None:
+            return False
+        took_s = time.monotonic() - began[0]
+        return took_s > STUCK_WALL_S or (took_s > STUCK_S and cpu_time_s(self.thread) - began[1] > STUCK_S)
+
+    def slow_down(self) -> None:
+        """Lowers the priority once the job is slow. The thread ends after it."""
+        began = self._began
+        if began is not None and not self._is_slow and time.monotonic() - began[0] > SLOW_JOB_S:
+            self._is_slow = True
+            assert self.thread.native_id is not None, "it has started"
+            lower_priority(self.thread.native_id)
 
 
 class Work(Protocol):
-    """What a grammar computes for one row."""
+    """What a grammar computes for one row. No method raises anything."""
 
     @property
     def tenant(self) -> str:
@@ -68,21 +182,32 @@ class Work(Protocol):
         """The grammar's: held while ``run`` runs."""
         ...
 
-    def run(self) -> None:
-        """Computes it. Raises nothing."""
+    @property
+    def known(self) -> threading.Event:
+        """Set when it can run."""
+        ...
+
+    def run(self) -> bool:
+        """Computes it, or a part of it. Returns whether nothing is left to compute."""
+        ...
+
+    def finish(self) -> None:
+        """Reports that it is computed. Called without the lock."""
         ...
 
 
 class BackgroundLane:
-    """Works for slow grammars at a low priority, next for the tenant that has used the least time. No step waits for
-    it."""
+    """Works for slow grammars at a low priority: for one row of a tenant at a time, and next for the tenant that has
+    used the least time. No step waits for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Work] = []
         self._used_s: defaultdict[str, float] = defaultdict(float)
         """CPU time, by tenant."""
-        self._num_threads = self._num_busy = 0
+        self._num_threads = 0
+        self._busy: set[str] = set()
+        """Tenants that threads work for."""
 
     def add(self, work: Work) -> None:
         """Queues work. Threads start when they are needed."""
@@ -92,7 +217,7 @@ class BackgroundLane:
                 least_s = min((self._used_s[other.tenant] for other in self._waiting), default=0.0)
                 self._used_s[work.tenant] = max(self._used_s[work.tenant], least_s)
             self._waiting.append(work)
-            if self._num_busy == self._num_threads < BACKGROUND_THREADS:
+            if self._num_threads < min(BACKGROUND_THREADS, len(self._waiting) + len(self._busy)):
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=f"background masks {self._num_threads}", daemon=True).start()
             self._changed.notify()
@@ -102,23 +227,26 @@ class BackgroundLane:
         while True:
             work = self._next()
             began_s = time.thread_time()
-            try:
-                work.run()
-            finally:
-                work.lock.release()
-                with self._changed:
-                    self._num_busy -= 1
-                    self._used_s[work.tenant] += time.thread_time() - began_s
-                    if not self._waiting and not self._num_busy:
-                        self._used_s.clear()
+            is_done = work.run()
+            work.lock.release()
+            if is_done:
+                work.finish()
+            with self._changed:
+                self._busy.remove(work.tenant)
+                self._used_s[work.tenant] += time.thread_time() - began_s
+                if not is_done:
+                    self._waiting.append(work)
+                elif not self._waiting and not self._busy:
+                    self._used_s.clear()
 
     def _next(self) -> Work:
-        """Waits for work whose grammar no other thread uses, and takes the grammar's lock."""
+        """Waits for work that can run and whose grammar no other thread uses, and takes the grammar's lock."""
         with self._changed:
             while True:
                 for work in sorted(self._waiting, key=lambda work: self._used_s[work.tenant]):
-                    if work.lock.acquire(blocking=False):
+                    is_due = work.tenant not in self._busy and work.known.is_set()
+                    if is_due and work.lock.acquire(blocking=False):
                         self._waiting.remove(work)
-                        self._num_busy += 1
+                        self._busy.add(work.tenant)
                         return work
                 self._changed.wait(RECHECK_S if self._waiting else None)

@@ -64,7 +64,7 @@ class CompiledGrammar:
     @property
     def is_apart(self) -> bool:
         """Whether it was slow of late: no step waits for it."""
-        return self._puts_off and time.monotonic() < self._apart_until
+        return self._apart_until > 0.0 and time.monotonic() < self._apart_until
 
     def try_lock(self) -> bool:
         """Takes the lock, unless another thread has it for long."""
@@ -73,7 +73,7 @@ class CompiledGrammar:
     def note_slow(self) -> None:
         """It was slow: the second time in a short while it is kept apart."""
         now = time.monotonic()
-        if now - self._slow_at < APART_S:
+        if self._puts_off and now - self._slow_at < APART_S:
             self._apart_until = now + APART_S
         self._slow_at = now
 
@@ -202,10 +202,8 @@ class RowMatcher:
 
     def force_at(self, history: Sequence[int], end: int, tokenizer: "LLTokenizer") -> None:
         """Finds out which tokens must follow ``history[:end]``."""
-        began_s = time.thread_time()
         if self.at(history, end) is not None:
             self.force(tokenizer)
-        self.charge(time.thread_time() - began_s)
 
     def _forced_tokens(self, matcher: "LLMatcher", tokenizer: "LLTokenizer") -> list[int]:
         text = matcher.compute_ff_bytes()
@@ -230,7 +228,8 @@ class RowMatcher:
                 return 0
             count = self._num_agreeing(len(history), drafts)
             rest = list(drafts[count:])
-            is_at_frontier = len(history) + count == self._num_consumed
+            # A mask that is kept was late: the masks behind more drafts might be late again, and so on for ever.
+            is_at_frontier = len(history) + count == self._num_consumed and self._mask is None
             return count + (matcher.validate_tokens(rest) if rest and is_at_frontier else 0)
         finally:
             self.grammar.lock.release()
@@ -271,9 +270,9 @@ class RowMatcher:
 
     # How it ends ------------------------------------------------------------------------------------------------------
 
-    def charge(self, cpu_s: float) -> bool:
-        """Charges CPU time to the row. Returns False if it has used up its credit."""
-        if cpu_s > SLOW_S:
+    def charge(self, cpu_s: float, num_tokens: int = 1) -> bool:
+        """Charges CPU time for this many tokens to the row. Returns False if it has used up its credit."""
+        if cpu_s > SLOW_S * num_tokens:
             self.grammar.note_slow()
         self._credit_s -= cpu_s
         return self._credit_s >= 0.0

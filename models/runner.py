@@ -181,7 +181,7 @@ class Runner:
             if added.grammar:
                 self._matching.add(added.row)
                 assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
-                rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens)
+                rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens, added.tenant)
         if drafting is not None:
             if fresh or plan.copies_in:
                 drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
@@ -209,7 +209,7 @@ class Runner:
         if not matched and not wanted:
             return NOTHING
         self._newest.wait()
-        forced = self._forced(matched, plan.max_drafts)
+        forced = self._grammars.forced(matched, plan.max_drafts) if self._grammars is not None and matched else {}
         drafted = NOTHING
         if self._drafting is not None and (others := [one for one in wanted if one.row.number not in forced]):
             room = plan.max_drafts - sum(map(len, forced.values()))
@@ -217,8 +217,9 @@ class Runner:
         return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
 
     def _matched(self, plan: StepPlan) -> list[Wanted]:
-        """Rows that the plan continues, whose grammars may force tokens."""
-        if not self._matching or not plan.max_drafts:
+        """Rows that the plan continues, whose grammars may force tokens. None where ranks share the model: each of them
+        finds out by its own clock that a row ends, and batches must have the same size on all of them."""
+        if self._grammars is None or not self._grammars.puts_off or not self._matching or not plan.max_drafts:
             return []
         rows = [(self._rows[one.row], one.max_tokens - 1) for one in plan.decodes if one.row in self._matching]
         return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if most > 0]
@@ -244,12 +245,12 @@ class Runner:
             try:
                 sampled, parts, features = finish()
                 rows = _results(batch, places, sampled)
-                if batch.masks is not None:
-                    self._prepare_masks(batch, learned)
                 if self._drafting is not None and features is not None:
                     self._drafting.read(batch, features)
             finally:
                 learned.set()  # after a failure as well: whoever waits would never end
+            if batch.masks is not None:
+                self._prepare_masks(batch, learned)
             done = self._clock()
             # The device computes one step after the other.
             computed_ns = done - max(began, self._done_at)
@@ -264,18 +265,8 @@ class Runner:
         """Has masks that no step waits for found out before the next plan comes."""
         if self._grammars is not None and not self.runs_ahead:
             for row in batch.rows:
-                self._grammars.is_ready(row, known)
-
-    def _forced(self, matched: list[Wanted], room: int) -> dict[int, Sequence[int]]:
-        """By row number, tokens that grammars force: likelier than anything that a drafter knows. At most so many."""
-        assert self._grammars is not None or not matched, "rows with grammars have a tokenizer"
-        forced: dict[int, Sequence[int]] = {}
-        for row, most in matched:
-            token_ids = self._grammars.forced(row, min(most, room)) if room and self._grammars is not None else ()
-            if token_ids:
-                forced[row.number] = token_ids
-                room -= len(token_ids)
-        return forced
+                if row.matcher is not None and row.matcher.grammar.is_apart:
+                    self._grammars.is_ready(row, known)
 
 
 def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:

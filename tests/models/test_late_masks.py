@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models import mask_round, matcher
+from penstock.models import mask_round, mask_work, matcher
 from penstock.models.backend import load_backend
 from penstock.models.drafter import Drafter, Proposal
 from penstock.models.drafting import Drafting
 from penstock.models.grammar import read_tokenizer, to_grammar
 from penstock.models.grammars import Grammars
+from penstock.models.mask_work import MaskTools, RowWork
 from penstock.models.matcher import TOO_SLOW, RowMatcher
 from penstock.models.runner import Runner
 from penstock.models.step_costs import StepCosts
@@ -87,12 +88,14 @@ class World:
         self.outputs, self.failures, self.ended = {}, {}, set()
         self.num_idle, self._added = 0, []
 
-    def add(self, number, grammar, seed=5, max_drafts=0, output=()):
+    def add(self, number, grammar, seed=5, max_drafts=0, output=(), tenant=""):
         history = [*self.prompt, *output]
         blocks = list(range(number * 16, number * 16 + 16))
         sampling = SamplingParams(temperature=1.0, seed=seed, stop_token_ids=EOS)
         self._added.append(
-            AddedRow(number, 0, history, len(self.prompt), 0, blocks, sampling, None, max_drafts, grammar)
+            AddedRow(
+                number, 0, history, len(self.prompt), 0, blocks, sampling, None, max_drafts, grammar, tenant=tenant
+            )
         )
         self.outputs[number] = list(output)
 
@@ -153,7 +156,7 @@ def check(world, oracle):
 @pytest.mark.parametrize("chance", [0.0, 0.3, 1.0])
 def test_late_rows_output_what_they_would_in_time(monkeypatch, make_world, tokenizer, oracle, chance, max_drafts):
     """Beside one another: masks are late at random, with drafts that are forced, right and wrong."""
-    drawn, fill = random.Random(2), mask_round.MaskTools.fill
+    drawn, fill = random.Random(2), MaskTools.fill
 
     def fill_late(self, *args):
         if drawn.random() < chance:
@@ -161,8 +164,9 @@ def test_late_rows_output_what_they_would_in_time(monkeypatch, make_world, token
         fill(self, *args)
 
     monkeypatch.setattr(mask_round, "STEP_BUDGET_S", 0.0005)
+    monkeypatch.setattr(mask_round, "LOADED_BUDGET_S", 0.0)
     monkeypatch.setattr(matcher, "MAX_FORCED_BYTES", 12)  # less than a row has drafts for
-    monkeypatch.setattr(mask_round.MaskTools, "fill", fill_late)
+    monkeypatch.setattr(MaskTools, "fill", fill_late)
     world = make_world(Guesses(tokenizer))
     add_all(world, max_drafts)
     world.run()
@@ -199,7 +203,7 @@ def test_rows_go_on_after_a_crash_in_the_middle_of_forced_text(monkeypatch, make
 
 def test_no_row_waits_for_one_whose_mask_takes_long(monkeypatch, make_world, oracle):
     """It goes on when its mask is there. Meanwhile another one with a grammar, and one without, reach their ends."""
-    go_on, blocked, fill = threading.Event(), threading.Event(), mask_round.MaskTools.fill
+    go_on, blocked, fill = threading.Event(), threading.Event(), MaskTools.fill
     ambiguous = list(KINDS).index("ambiguous")
     world = make_world()
 
@@ -210,7 +214,7 @@ def test_no_row_waits_for_one_whose_mask_takes_long(monkeypatch, make_world, ora
             go_on.wait()
         fill(self, plain, drafted, words)
 
-    monkeypatch.setattr(mask_round.MaskTools, "fill", fill_blocked)
+    monkeypatch.setattr(MaskTools, "fill", fill_blocked)
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
     world.add(2, KINDS["regex"], seed=2)
     world.add(1, "", seed=2)
@@ -229,9 +233,9 @@ def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, m
     charge = RowMatcher.charge
     world = make_world()
 
-    def charge_more(self, cpu_s):
+    def charge_more(self, cpu_s, num_tokens=1):
         is_slow = self is world.runner._rows[ambiguous].matcher
-        return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s)
+        return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s, num_tokens)
 
     monkeypatch.setattr(RowMatcher, "charge", charge_more)
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
@@ -282,3 +286,135 @@ def test_a_mask_that_cannot_be_computed_ends_its_row_alone(monkeypatch, make_wor
     assert world.failures[0][1] is RowFailure.COSTLY
     assert world.outputs[2] == oracle["regex"]
     world.drop()
+
+
+def test_whoever_waits_for_masks_finds_their_rows_free(monkeypatch, make_world, oracle):
+    """When a step goes on, rows whose masks were in time are not pending, and their grammars' locks are free."""
+    seen, result = [], mask_round.MaskRound.result
+
+    def watched(self):
+        words = result(self)
+        works = [work for work in self._works if work.row.number not in self.late]
+        seen.extend((work.matcher.is_pending, work.lock.locked()) for work in works)
+        return words
+
+    monkeypatch.setattr(mask_round.MaskRound, "result", watched)
+    world = make_world()
+    for number, kind in enumerate(("choices", "regex", "JSON schema")):
+        world.add(number, KINDS[kind], seed=list(KINDS).index(kind))
+    world.run()
+    assert set(seen) == {(False, False)}
+    assert world.outputs[1] == oracle["regex"]
+    world.drop()
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_rows_end_when_their_masks_cannot_be_kept(monkeypatch, make_world, oracle, is_apart):
+    """As for want of memory. Other rows go on, and so do the threads."""
+    keep = RowMatcher.keep
+    world = make_world()
+
+    def broken(self, mask):
+        if self is world.runner._rows[0].matcher:
+            raise MemoryError
+        keep(self, mask)
+
+    monkeypatch.setattr(RowMatcher, "keep", broken)
+    monkeypatch.setattr(mask_round, "STEP_BUDGET_S", 0.0)  # all are late
+    monkeypatch.setattr(mask_round, "LOADED_BUDGET_S", 0.0)
+    monkeypatch.setattr(matcher.CompiledGrammar, "is_apart", is_apart)
+    world.add(0, KINDS["JSON schema"], seed=list(KINDS).index("JSON schema"))
+    world.add(2, KINDS["regex"], seed=2)
+    world.run()
+    assert world.failures[0][1] is RowFailure.COSTLY
+    assert world.outputs[2] == oracle["regex"]
+    world.drop()
+
+
+def test_rows_behind_one_whose_mask_takes_long_go_on(monkeypatch, make_world, oracle):
+    """They begin together, so that nothing is known of what they take. Another thread computes the masks behind."""
+    go_on, blocked, fill = threading.Event(), threading.Event(), MaskTools.fill
+    world = make_world()
+
+    def fill_blocked(self, plain, drafted, words):
+        row = world.runner._rows[0]
+        if row.matcher.library is not None and any(one is row.matcher.library for one, *_ in [*plain, *drafted]):
+            blocked.set()
+            go_on.wait()
+        fill(self, plain, drafted, words)
+
+    monkeypatch.setattr(MaskTools, "fill", fill_blocked)
+    ambiguous = list(KINDS).index("ambiguous")
+    world.add(0, KINDS["ambiguous"], seed=ambiguous, tenant="a")
+    world.add(2, KINDS["regex"], seed=2, tenant="b")
+    world.add(5, KINDS["Lark"], seed=5, tenant="c")
+    world.run(until=lambda: world.ended == {2, 5})
+    assert blocked.is_set()
+    # A second one of the same tenant, of which nothing is known, is not trusted with the thread.
+    assert not world.runner._grammars._lane.takes_untrusted("a")
+    assert world.runner._grammars._lane.takes_untrusted("b")
+    go_on.set()
+    world.run()
+    assert [world.outputs[number] for number in (0, 2, 5)] == [oracle[kind] for kind in ("ambiguous", "regex", "Lark")]
+    world.drop()
+
+
+def test_a_row_that_is_far_behind_leaves_the_grammar_to_others_meanwhile(monkeypatch, make_world, oracle):
+    held, run = [], RowWork.run
+
+    def watched(self):
+        before = self.matcher.frontier
+        is_done = run(self)
+        held.append(self.matcher.frontier - before)
+        return is_done
+
+    monkeypatch.setattr(RowWork, "run", watched)
+    monkeypatch.setattr(matcher, "MAX_BEHIND", 3)
+    monkeypatch.setattr(mask_work, "CONSUMED_TOGETHER", 4)
+    world = make_world()
+    world.add(0, KINDS["any JSON"], seed=list(KINDS).index("any JSON"), output=oracle["any JSON"][:30])
+    world.run()
+    assert world.outputs[0] == oracle["any JSON"]
+    assert held[:7] == [4] * 7
+    world.drop()
+
+
+def test_no_step_waits_for_the_tokenizer(backend, tokenizer):
+    """A prompt's last token is computed even while no grammar can be compiled, where it is a block's last."""
+    go_on = threading.Event()
+
+    def read():
+        go_on.wait()
+        return tokenizer
+
+    world = World(Runner(backend, None, Grammars(read, VOCAB_SIZE)), tokenizer)
+    world.prompt = (world.prompt * 16)[:16]
+    world.add(0, KINDS["regex"], seed=2)
+    world.step()
+    assert world.outputs[0] == []
+    go_on.set()
+    assert len(world.run()[0]) > 10
+    world.drop()
+
+
+def test_ranks_that_share_a_model_draft_no_forced_text(monkeypatch, make_world):
+    """Each of them finds out by its own clock that a row ends, and their batches must have the same size."""
+    sizes = []
+    for is_rank_zero in (True, False):
+        world, sizes_of_rank = make_world(puts_off=False, ends_slow_rows=is_rank_zero), []
+        compute = world.runner._compute
+
+        def watched(plan, drafted, began, compute=compute, sizes=sizes_of_rank):
+            sizes.append({number: len(drafts) for number, drafts in drafted.drafts.items()})
+            return compute(plan, drafted, began)
+
+        monkeypatch.setattr(world.runner, "_compute", watched)
+        world.add(0, KINDS["forced"], seed=1, max_drafts=6)
+        world.step()
+        world.runner._rows[0].matcher._credit_s = -1.0
+        world.step()
+        world.step()
+        sizes.append(sizes_of_rank)
+        assert bool(world.failures) == is_rank_zero
+        world.drop()
+    assert sizes[0] == sizes[1]
