@@ -65,7 +65,7 @@ class Outcome:
         for name, words in _TIMES.items():
             before, after = alone[name]["p99_ms"], attacked[name]["p99_ms"]
             if before is None or after is None:
-                found.append(f"no {words} was measured")
+                found.append(f"no times were measured ({words})")
             elif after > max(MAX_RATIO * before, before + MAX_GROWTH_MS):
                 found.append(f"{words}: p99 {before:.0f} -> {after:.0f} ms")
         if self.growth_bytes() > MAX_MEMORY_BYTES:
