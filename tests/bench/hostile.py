@@ -25,7 +25,7 @@ from hostile_bench.phases import measure
 
 _EPILOG = """\
 examples:
-  make bench ARGS=hostile                                          all classes, about 10 minutes on 2 cores
+  make bench ARGS=hostile                                          all classes, about 12 minutes on 2 cores
   make bench ARGS='hostile --classes heads,tool_parser'            two of them
   make bench ARGS='hostile --seconds 20 --json build/hostile.json' longer phases, and all figures as JSON
 """
@@ -66,8 +66,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=_positive,
-        default=4.0,
-        help="length of each phase; attacks whose limit acts later last longer (default: 4)",
+        default=3.0,
+        help="length of each phase; attacks whose limit acts later last longer (default: 3)",
     )
     parser.add_argument(
         "--pairs",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hostile_bench.live_service import LiveService
 from hostile_bench.victim import ByGrpc, ByHttp, Way, by_long_prompts
 
-BEYOND_A_MINUTE_S = 70.0
+BEYOND_A_MINUTE_S = 68.0
 """Long enough for a limit that acts after 60 s."""
 
 
@@ -27,7 +27,7 @@ class HostileClass:
     max_open_files: int | None = None
 
 
-_ENDED = ("connection closed", "reset", "status")
+_GIVEN_UP = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 
 CLASSES = (
     HostileClass("constraint_choice", 1, "64 outputs that must be one text of 60 to 120 KB", ("with output",)),
@@ -47,13 +47,15 @@ CLASSES = (
         "stalled_streams",
         6,
         "40 long streams that are not read and hold KV",
-        _ENDED,
-        attack_s=BEYOND_A_MINUTE_S + 5,
-        flags=("--kv-cache-memory-bytes=256M",),
+        ("held", "reset"),
+        attack_s=BEYOND_A_MINUTE_S,
+        flags=("--kv-cache-memory-bytes=128M",),
     ),
-    HostileClass("heads", 7, "heads of 15 MiB, SETTINGS not acknowledged, no key", _ENDED),
-    HostileClass("partial_messages", 8, "200 messages that never end, no key", _ENDED, attack_s=20.0),
-    HostileClass("partial_messages_with_key", 8, "100 messages that never end", _ENDED, attack_s=BEYOND_A_MINUTE_S),
+    HostileClass(
+        "heads", 7, "heads of 15 MiB, SETTINGS not acknowledged, no key", ("connection closed", "RESOURCE_EXHAUSTED")
+    ),
+    HostileClass("partial_messages", 8, "200 messages that never end, no key", _GIVEN_UP, attack_s=20.0),
+    HostileClass("partial_messages_with_key", 8, "100 messages that never end", _GIVEN_UP, attack_s=20.0),
     HostileClass(
         "refused_tokenize",
         9,
@@ -68,7 +70,13 @@ CLASSES = (
         ByHttp,
         attack_s=35.0,
     ),
-    HostileClass("unread_answers", 10, "60 answers over gRPC that are not read", _ENDED, attack_s=BEYOND_A_MINUTE_S),
+    HostileClass(
+        "unread_answers",
+        10,
+        "60 answers over gRPC that are not read",
+        ("reset", "connection closed"),
+        attack_s=BEYOND_A_MINUTE_S,
+    ),
     HostileClass(
         "unread_http_answers",
         10,

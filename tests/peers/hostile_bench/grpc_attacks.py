@@ -86,7 +86,7 @@ def _generate(attack: Attack, requests: list[Request]) -> None:
     asyncio.run(run())
 
 
-async def _stream(attack: Attack, stub: GenerationServiceStub, request: Request) -> str:
+async def _stream(attack: Attack, stub: Any, request: Request) -> str:
     """Reads an output to its end; counts the answer and whether there was any output."""
     call = stub.GenerateOne(request, metadata=_METADATA, timeout=attack.left_s)
     has_output = False

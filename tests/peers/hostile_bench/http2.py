@@ -1,14 +1,17 @@
-"""As much of HTTP/2 as an attacker needs: it sends what it likes, and reads frames only to know what it may send."""
+"""As much of HTTP/2 as an attacker needs: it sends what it likes, and reads only what it may send and how calls end."""
 
+import re
 import socket
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
+
 DATA, HEADERS, RESET, SETTINGS, PING, GO_AWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
-_INITIAL_WINDOW = 4
+_HEADER_TABLE_SIZE, _INITIAL_WINDOW = 1, 4
 _FRAME = 16_000
 _HEAD = 9
 _WRITE = 1 << 20
@@ -16,6 +19,8 @@ _WRITE = 1 << 20
 _SEND_S = 10.0
 _ERRORS = {0: "NO_ERROR", 1: "PROTOCOL_ERROR", 2: "INTERNAL_ERROR", 7: "REFUSED_STREAM", 8: "CANCEL"}
 _ERRORS |= {11: "ENHANCE_YOUR_CALM"}
+_STATUS = re.compile(rb"grpc-status.(\d+)", re.DOTALL)
+_CODES = {str(code.value[0]): code.name for code in grpc.StatusCode}
 
 Fields = Sequence[tuple[bytes, bytes]]
 
@@ -50,12 +55,16 @@ class Connection:
         self._uploads: dict[int, _Upload] = {}
         self.streams: set[int] = set()
         """Those that the peer has not ended."""
+        self.answered: set[int] = set()
+        """Those of them whose answer has begun."""
         self.ended: Counter[str] = Counter()
         """How streams ended."""
         self.is_open = True
         self.takes_calls = True
         self.num_bytes = 0
-        settings = b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
+        # Without a table, the names in the answers' heads are readable as they come.
+        settings = struct.pack(">HI", _HEADER_TABLE_SIZE, 0)
+        settings += b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
         self._write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, settings))
         self.pump(0.2)
 
@@ -148,11 +157,15 @@ class Connection:
             number = int.from_bytes(payload, "big")
             self._end(stream, f"reset {_ERRORS.get(number, number)}")
         elif kind == HEADERS and flags & END_STREAM:
-            self._end(stream, "status")
+            status = _STATUS.search(payload)
+            self._end(stream, "status" if status is None else _CODES.get(status[1].decode(), "status"))
+        elif kind == HEADERS and stream in self.streams:
+            self.answered.add(stream)
 
     def _end(self, stream: int, how: str) -> None:
         if stream in self.streams:
             self.streams.remove(stream)
+            self.answered.discard(stream)
             self._uploads.pop(stream, None)
             self.ended[how] += 1
 

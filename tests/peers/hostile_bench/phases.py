@@ -13,7 +13,7 @@ from hostile_bench.victim import Seen, Way, capacity, load
 
 AT_ONCE = 8
 CAPACITY_S = 2.0
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 """Between the beginning of an attack and the victim's phase, and between the attack's end and the next phase."""
 MAX_END_S = 60.0
 _LONG_S = 10.0

@@ -16,9 +16,9 @@ _NEW_AT_ONCE = 20
 
 
 def stalled_streams(attack: Attack) -> None:
-    """Holds 40 long streams with log-probabilities that it never reads."""
+    """Holds 40 long streams with log-probabilities that it never reads; their prompts fill the KV at once."""
     sampling = pb.Sampling(max_tokens=16_000, ignore_eos=True)
-    start = pb.Start(text="x", output=pb.Output(logprobs=20), sampling=sampling)
+    start = pb.Start(text=" x" * 2000, output=pb.Output(logprobs=20), sampling=sampling)
     body = http2.message(pb.GenerateOneRequest(start=start).SerializeToString())
     _hold_unread(attack, "/penstock.v1.GenerationService/GenerateOne", body, 40)
 
@@ -141,11 +141,12 @@ def _hold(
             open_call(taken)
             attack.num_calls += 1
         time.sleep(PAUSE_S)
-    for connection in connections:
-        if connection.streams:
-            attack.answers["open at the end"] += len(connection.streams)
+    for connection in connections:  # held are those that the service has begun to answer
+        attack.answers["held to the end"] += len(connection.answered)
+        attack.answers["open at the end"] += len(connection.streams) - len(connection.answered)
         _add_up(attack, connection)
         connection.close()
+    attack.answers = +attack.answers  # without zeros
 
 
 def _add_up(attack: Attack, connection: http2.Connection) -> None:
