@@ -30,8 +30,10 @@ class HostileClass:
 _GIVEN_UP = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 
 CLASSES = (
-    HostileClass("constraint_choice", 1, "64 outputs that must be one text of 60 to 120 KB", ("with output",)),
-    HostileClass("constraint_lark", 1, "8 outputs of an ambiguous Lark grammar", ("with output",)),
+    HostileClass(
+        "constraint_choice", 1, "64 outputs that must be one text of 60 to 120 KB", ("with output",), attack_s=8.0
+    ),
+    HostileClass("constraint_lark", 1, "8 outputs of an ambiguous Lark grammar", ("with output",), attack_s=8.0),
     HostileClass("gateway_bodies", 2, "HTTP bodies of 16 MiB with too many values", ("413",), ByHttp),
     HostileClass("tool_parser", 3, "answers that begin tool calls again and again", ("200",), ByHttp),
     HostileClass(

@@ -11,7 +11,9 @@ from hostile_bench.attack import PAUSE_S, Attack, allow_many_files, connect, run
 from hostile_bench.live_service import ATTACKER_KEY, MORE_KEYS
 
 _MIB = 1 << 20
-_LAST_READ_S = 5.0
+_LAST_READ_S = 10.0
+"""For all answers together."""
+_LEAST_READ_S = 0.2
 
 
 def gateway_bodies(attack: Attack) -> None:
@@ -72,8 +74,9 @@ def unread_http_answers(attack: Attack) -> None:
             held.remove(connection)
             connection.close()
             attack.answers["connection closed"] += 1
+    until = time.monotonic() + _LAST_READ_S
     for connection in held:
-        attack.answers[_read_at_last(connection)] += 1
+        attack.answers[_read_at_last(connection, max(until, time.monotonic() + _LEAST_READ_S))] += 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -136,22 +139,23 @@ def _almost_end(attack: Attack, data: bytes) -> None:
         time.sleep(PAUSE_S)
 
 
-def _read_at_last(connection: socket.socket) -> str:
+def _read_at_last(connection: socket.socket, until: float) -> str:
     """Reads an answer; returns its status, or that the service gave it up.
 
     The connection's end cannot arrive before the rest of what the peer's kernel still has.
     """
-    until = time.monotonic() + _LAST_READ_S
-    connection.settimeout(_LAST_READ_S)
+    connection.settimeout(max(_LEAST_READ_S, until - time.monotonic()))
     try:
         response = http.client.HTTPResponse(connection)
         response.begin()
         while response.read1(1 << 18):
             if time.monotonic() > until:
-                return "200, slow"
+                return "held to the end"
         return _answer(response.status, b"") if not response.length else "cut short"
     except http.client.IncompleteRead:
         return "cut short"
+    except TimeoutError:
+        return "held to the end"
     except (OSError, http.client.HTTPException):
         return "connection closed"
     finally:
