@@ -63,6 +63,7 @@ CLASSES = (
         9,
         "texts of 4 MiB whose tokens are refused, and the memory that they leave",
         ("INVALID_ARGUMENT TOO_EXPENSIVE",),
+        attack_s=10.0,
     ),
     HostileClass(
         "bodies_that_almost_end",
