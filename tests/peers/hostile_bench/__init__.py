@@ -1,1 +1,1 @@
-"""A live service, a well-behaved tenant, and attackers: see tests/bench/hostile.py."""
+"""Attackers, a well-behaved tenant and a service for ``tests/bench/hostile.py``."""

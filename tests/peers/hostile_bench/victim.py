@@ -1,4 +1,4 @@
-"""A well-behaved tenant: requests at steady times, each streamed and read at once; when its tokens came."""
+"""A well-behaved tenant: requests at a steady rate, each streamed and read at once, with the times of its tokens."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ NUM_TOKENS = 32
 _TIMEOUT_S = 60.0
 _PROMPT = "The kernel of an operating system is"
 LONG_PROMPT = "spaces between  words " * 2000 + " " * 30_000
-"""74 KB, and few tokens: above the size from which a prompt waits for a thread that all tenants share."""
+"""74 KB, but few tokens: long enough for the threads that tokenize the long prompts of all tenants."""
 
 
 @dataclass
 class Seen:
-    """Of all requests of a phase, in seconds."""
+    """What the victim saw, in seconds."""
 
     first_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -32,27 +32,36 @@ class Seen:
     """Why requests failed."""
 
     def add(self, began: float, times: list[float]) -> None:
-        """A request whose tokens came at these times."""
+        """Adds a request whose tokens came at these times."""
         self.first_s.append(times[0] - began)
         self.gaps_s += [later - earlier for earlier, later in pairwise(times)]
 
-    def quantiles(self) -> tuple[float, float, float, float]:
-        """To the first token p50 and p99, between tokens p50 and p99."""
-        first, gaps = sorted(self.first_s), sorted(self.gaps_s)
-        first_50, first_99 = (quantile(first, share) if first else float("inf") for share in (0.5, 0.99))
-        gap_50, gap_99 = (quantile(gaps, share) if gaps else float("inf") for share in (0.5, 0.99))
-        return first_50, first_99, gap_50, gap_99
+    def join(self, other: "Seen") -> None:
+        """Adds what was seen in another phase."""
+        self.first_s += other.first_s
+        self.gaps_s += other.gaps_s
+        self.lost += other.lost
+
+    def as_json(self) -> dict[str, dict[str, float | int | None]]:
+        """The number of samples and their p50 and p99 in milliseconds, to the first token and between tokens."""
+        return {"first_token": _figures(self.first_s), "between_tokens": _figures(self.gaps_s)}
+
+
+def _figures(samples_s: list[float]) -> dict[str, float | int | None]:
+    ordered = sorted(samples_s)
+    p50, p99 = ((quantile(ordered, share) * 1e3 if ordered else None) for share in (0.5, 0.99))
+    return {"num_samples": len(ordered), "p50_ms": p50, "p99_ms": p99}
 
 
 class Way(Protocol):
     """How the victim calls."""
 
     async def times(self) -> list[float]:
-        """Makes a request; when its tokens came. Raises GrpcError, httpx.HTTPError and ValueError."""
+        """Makes a request; returns when its tokens came. Raises AioRpcError, httpx.HTTPError and ValueError."""
         ...
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Closes its connections."""
         ...
 
 
@@ -97,42 +106,53 @@ class ByHttp:
                     raise ValueError(line)
                 if line.startswith("data: {"):
                     times.append(time.perf_counter())
-        return times
+                elif line == "data: [DONE]":
+                    return times
+        raise ValueError("the stream broke off")
 
     async def close(self) -> None:
         await self._client.aclose()
 
 
-async def capacity(way: Way, at_once: int, seconds: float) -> float:
-    """Requests a second that are answered where so many run at a time."""
-    until, num_done = time.perf_counter() + seconds, 0
+def by_long_prompts(service: LiveService) -> Way:
+    """Calls over gRPC with long prompts."""
+    return ByGrpc(service, LONG_PROMPT)
 
-    async def again_and_again() -> None:
+
+async def capacity(way: Way, at_once: int, seconds: float) -> float:
+    """Returns how many requests a second are answered if ``at_once`` of them run at a time."""
+    began, num_done = time.perf_counter(), 0
+
+    async def repeat() -> None:
         nonlocal num_done
-        while time.perf_counter() < until:
+        while time.perf_counter() < began + seconds:
             await way.times()
             num_done += 1
 
-    await asyncio.gather(*(again_and_again() for _ in range(at_once)))
-    return num_done / seconds
+    await asyncio.gather(*(repeat() for _ in range(at_once)))
+    return num_done / (time.perf_counter() - began)
 
 
 async def load(way: Way, rate: float, seconds: float) -> Seen:
-    """``rate`` requests a second for some time, and what was seen once all of them have ended."""
+    """Sends ``rate`` requests a second for some time; returns what was seen when all of them have ended."""
     seen = Seen()
 
-    async def one() -> None:
+    async def request() -> None:
         began = time.perf_counter()
         try:
             times = await way.times()
-        except (grpc.aio.AioRpcError, httpx.HTTPError, ValueError) as error:
-            seen.lost.append(error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__)
+        except grpc.aio.AioRpcError as error:
+            seen.lost.append(f"{error.code().name}: {error.details()}")
+        except (httpx.HTTPError, ValueError) as error:
+            seen.lost.append(f"{type(error).__name__}: {error}")
         else:
             seen.add(began, times) if times else seen.lost.append("no token")
 
+    began = time.perf_counter()
     tasks = []
-    for _ in range(max(1, int(rate * seconds))):
-        tasks.append(asyncio.create_task(one()))
-        await asyncio.sleep(1 / rate)
+    for index in range(max(1, round(rate * seconds))):
+        await asyncio.sleep(began + index / rate - time.perf_counter())
+        tasks.append(asyncio.create_task(request()))
+    await asyncio.sleep(max(0.0, began + seconds - time.perf_counter()))
     await asyncio.gather(*tasks)
     return seen
