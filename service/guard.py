@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from penstock.clients.error_frames import release_frames
 from penstock.service.call_end import abort, write
 from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of

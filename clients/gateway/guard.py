@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.clients.error_frames import release_frames
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
