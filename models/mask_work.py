@@ -131,7 +131,8 @@ class RowWork:
             is_behind = self.matcher.is_behind(self.end) and not self.row.is_dropped
             num_tokens = CONSUMED_TOGETHER if is_behind else 1 + len(self.drafts)
             if is_behind:
-                self.matcher.at(self.row.history, self.matcher.frontier + num_tokens, self._tools.result().consume)
+                end = min(self.end, self.matcher.frontier + num_tokens)
+                self.matcher.at(self.row.history, end, self._tools.result().consume)
             elif not self.row.is_dropped:
                 self.words = self._new_words() if self.words is None else self.words
                 compute([self], self.words, self._tools.result())

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -51,7 +52,7 @@ def test_tenants_share_no_grammar(tokenizer):
 
 def test_work_in_the_background_holds_no_lock_while_its_tokens_are_not_known():
     """And a tenant has one thread there, so that another one's is free."""
-    ran = SimpleQueue()
+    ran: SimpleQueue[object] = SimpleQueue()
 
     class Some:
         def __init__(self, tenant, is_known=True):
@@ -93,9 +94,8 @@ def test_a_step_waits_longer_only_while_its_masks_have_no_core(monkeypatch):
     lane = StepLane()
     now_s, used_s = 0.0, 0.0
     monkeypatch.setattr(lane, "cpu_s", lambda: used_s)
-    round_ = mask_round.MaskRound(
-        np.zeros((1, 1), dtype=np.uint32), threading.Event(), None, lane, BackgroundLane(), None
-    )
+    words = np.zeros((1, 1), dtype=np.uint32)
+    round_ = mask_round.MaskRound(words, threading.Event(), Future(), lane, BackgroundLane(), lambda: None)
     monkeypatch.setattr(mask_round, "monotonic", lambda: now_s)
     assert round_._left_s(0.0, 0.0) == mask_round.STEP_BUDGET_S
     now_s = mask_round.STEP_BUDGET_S
