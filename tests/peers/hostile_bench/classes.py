@@ -35,7 +35,7 @@ CLASSES = (
     ),
     HostileClass("constraint_lark", 1, "8 outputs of an ambiguous Lark grammar", ("with output",), attack_s=8.0),
     HostileClass("gateway_bodies", 2, "HTTP bodies of 16 MiB with too many values", ("413",), ByHttp),
-    HostileClass("tool_parser", 3, "answers that begin tool calls again and again", ("200",), ByHttp),
+    HostileClass("tool_parser", 3, "answers that begin tool calls again and again", ("200",), ByHttp, attack_s=8.0),
     HostileClass(
         "refused_prompts",
         4,
@@ -88,7 +88,7 @@ CLASSES = (
         ByHttp,
         attack_s=BEYOND_A_MINUTE_S,
     ),
-    HostileClass("many_keys", 12, "100 HTTP streams, each with another key of a tenant", ("200",), ByHttp),
+    HostileClass("many_keys", 12, "short HTTP requests with 100 keys of one tenant", ("200",), ByHttp, attack_s=6.0),
     HostileClass(
         "idle_connections", 12, "400 silent gRPC connections, 256 files", ("connection closed",), max_open_files=256
     ),

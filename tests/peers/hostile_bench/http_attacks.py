@@ -14,6 +14,8 @@ _MIB = 1 << 20
 _LAST_READ_S = 10.0
 """For all answers together."""
 _LEAST_READ_S = 0.2
+_KEYS_TURN_S = 3.0
+"""In which each key makes a request."""
 
 
 def gateway_bodies(attack: Attack) -> None:
@@ -30,16 +32,23 @@ def tool_parser(attack: Attack) -> None:
         "structured_outputs": {"regex": '(<tool_call>\\{"x":\\[)*'},
         "max_tokens": 3000,
         "min_tokens": 2999,
-        "n": 8,
+        "n": 2,
         "stream": True,
     }
     _post_again(attack, "/v1/chat/completions", json.dumps(body).encode(), 1)
 
 
 def many_keys(attack: Attack) -> None:
-    """Holds a long stream with each of the tenant's 100 keys: more than the gateway has places for callers."""
-    body = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
-    _post_again(attack, "/v1/completions", body, len(MORE_KEYS), MORE_KEYS)
+    """Calls with each of the tenant's 100 keys: more than the gateway has places. The requests are short and rare."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "stream": True}).encode()
+
+    def repeat(index: int) -> None:
+        time.sleep(_KEYS_TURN_S * index / len(MORE_KEYS))
+        while attack.is_on:
+            attack.count(len(body), _post(attack, "/v1/completions", body, MORE_KEYS[index]))
+            time.sleep(min(_KEYS_TURN_S, attack.left_s))
+
+    run_threads(repeat, len(MORE_KEYS))
 
 
 def bodies_that_almost_end(attack: Attack) -> None:
@@ -82,10 +91,10 @@ def unread_http_answers(attack: Attack) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _post_again(attack: Attack, path: str, body: bytes, number: int, keys: tuple[str, ...] = (ATTACKER_KEY,)) -> None:
-    def repeat(index: int) -> None:
+def _post_again(attack: Attack, path: str, body: bytes, number: int) -> None:
+    def repeat(_: int) -> None:
         while attack.is_on:
-            attack.count(len(body), _post(attack, path, body, keys[index % len(keys)]))
+            attack.count(len(body), _post(attack, path, body, ATTACKER_KEY))
             time.sleep(PAUSE_S)
 
     run_threads(repeat, number)
