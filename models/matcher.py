@@ -35,6 +35,8 @@ MAX_BEHIND = 64
 MAX_FORCED_BYTES = 256
 """Forced text is tokenized in pieces of at most this length. A longer text would be tokenized in one call, which keeps
 every other thread waiting."""
+HELD_BYTES = 64
+"""Of a piece, about: their tokens are found out with the next one."""
 CONSUMED_TOGETHER = 16
 """Tokens that are consumed in one call while a row catches up."""
 SLOW_CALL_S = 0.002
@@ -213,7 +215,12 @@ class RowMatcher:
         # The rest of a long text goes on to be forced when this piece is used up. The library writes a special token
         # as text that begins with 0xFF, which only ``compute_ff_tokens`` reads.
         piece = text[:MAX_FORCED_BYTES].partition(b"\xff")[0]
-        return tokenizer.tokenize_partial(piece, self._last_token)[0]
+        token_ids = tokenizer.tokenize_partial(piece, self._last_token)[0]
+        # Near the cut the whole text may have other tokens, and a row that goes on after a crash has other cuts.
+        num_held = 0 if len(piece) == MAX_FORCED_BYTES else HELD_BYTES
+        while num_held < HELD_BYTES and len(token_ids) > 1:
+            num_held += len(tokenizer.decode_bytes([token_ids.pop()]))
+        return token_ids
 
     def num_valid(self, history: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts may follow the history, one after the other. The lock is not needed: it is taken here,

@@ -1,5 +1,6 @@
 """What rows of different tenants share while their masks are computed, and what a step waits for."""
 
+import json
 import os
 import sys
 import threading
@@ -116,3 +117,23 @@ def test_priorities_are_lowered_on_linux_only(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     mask_lanes.lower_priority(5)
     assert lowered == [(os.PRIO_PROCESS, 5, mask_lanes.BACKGROUND_NICE)]
+
+
+def test_forced_text_has_the_same_tokens_wherever_a_row_goes_on(tokenizer):
+    """As after a crash: its pieces begin and end elsewhere then."""
+    text = (DEMO.parents[1] / "LICENSE").read_text()[:2000]
+    grammars = Grammars(lambda: tokenizer, VOCAB_SIZE)
+
+    def forced_after(token_ids):
+        row = grammars.matcher(to_grammar("choices", json.dumps([text])), 1)
+        history = [5, *token_ids]
+        row.at(history, len(history))
+        while row.force(tokenizer):
+            pass
+        return row.kept(len(history))
+
+    expected = tokenizer.tokenize_str(text)
+    for end in range(0, len(expected) - 1, 7):
+        token_ids = forced_after(expected[:end])
+        assert token_ids == expected[end : end + len(token_ids)]
+        assert token_ids
