@@ -115,7 +115,7 @@ class TestSettings:
 
     def test_without_changes_it_prints_them(self, operator, capsys):
         table = run(capsys, "settings")
-        assert re.search(r"^policy +fcfs$", table, re.MULTILINE)
+        assert re.search(r"^policy +fair$", table, re.MULTILINE)
         assert re.search(r"^max-num-seqs +16$", table, re.MULTILINE)
         assert re.search(r"^target-itl +auto$", table, re.MULTILINE)
         assert re.search(r"^\(all others\) +1( +none){5}$", table, re.MULTILINE)
@@ -130,7 +130,9 @@ class TestSettings:
             "b",
             "max_tokens=7",
         )
-        changed = settings(capsys, "--policy", "fair", "--target-itl", "20.5", "--max-queued-requests", "99", *tenants)
+        changed = settings(
+            capsys, "--policy", "deadline", "--target-itl", "20.5", "--max-queued-requests", "99", *tenants
+        )
         uncapped = dict.fromkeys(
             ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
         )
@@ -139,7 +141,7 @@ class TestSettings:
             == settings(capsys)
             == before
             | {
-                "policy": "fair",
+                "policy": "deadline",
                 "target_itl_ms": 20.5,
                 "max_queued_requests": 99,
                 "tenants": {
@@ -152,7 +154,7 @@ class TestSettings:
         assert re.search(r"^acme +2\.5 +none +none +1,000 +0\.5 +none$", table, re.MULTILINE)
         assert re.search(r"^\(all others\) +1 +4,000( +none){4}$", table, re.MULTILINE)
         assert not re.search(r"^b ", table, re.MULTILINE)
-        back = ("--policy", "fcfs", "--target-itl", "0", "--max-queued-requests", str(before["max_queued_requests"]))
+        back = ("--policy", "fair", "--target-itl", "0", "--max-queued-requests", str(before["max_queued_requests"]))
         assert settings(capsys, *back, "--default-tenant", "weight=1", "--forget-tenant", "acme") == before
 
     @pytest.mark.parametrize(

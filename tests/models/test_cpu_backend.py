@@ -179,12 +179,15 @@ async def test_a_restart_gives_the_same_facts(odd, worker_config, capfd):
 # -------------------------------------------------------------------------------------------------------------- process
 
 WORKER = """
-import pathlib, sys
+import os, pathlib, sys
 from penstock.models import worker
-try:
-    worker.main()
-finally:
+
+def exit_with_list(code, exit=os._exit):
     pathlib.Path({file!r}).write_text(" ".join(sys.modules))
+    exit(code)
+
+os._exit = exit_with_list
+worker.main()
 """
 
 
