@@ -42,6 +42,8 @@ _PATIENCE_S = 0.005
 """What takes longer lets others go on meanwhile."""
 _WALL_FACTOR, _WALL_S = 4.0, 5.0
 """How long an answer may take: this many times its processor time, and this much more, on a busy machine."""
+_START_WALL_S = 120.0
+"""The same when the service starts: no caller waits yet, and a busy machine must not end the service."""
 _MAX_IDLE = 4
 """Renderers that are kept."""
 _BYTES_PER_CHAR = 5
@@ -73,7 +75,7 @@ class Renderers:
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         weakref.finalize(self, _close_all, self._idle)
-        connection, self.ready = self._start()
+        connection, self.ready = self._start(_START_WALL_S)
         self._idle.append(connection)
 
     def render(self, name: str, chat: Chat, after_answer: bool = False) -> Rendered:
@@ -120,13 +122,13 @@ class Renderers:
                 return
         connection.close()
 
-    def _start(self) -> tuple[socket.socket, Ready]:
+    def _start(self, wall_s: float = _WALL_S) -> tuple[socket.socket, Ready]:
         began = time.monotonic()
         for _ in range(2):
             connection = _launcher().connect()
             try:
                 most = 2 * len(self._setup_frame) + 4096
-                return connection, _exchange(connection, self._setup_frame, COMPILE_S, most, Ready)
+                return connection, _exchange(connection, self._setup_frame, COMPILE_S, most, Ready, wall_s)
             except _Ended:
                 connection.close()
                 if time.monotonic() - began >= COMPILE_S:
@@ -144,9 +146,11 @@ class _Ended(Exception):
     """A renderer ended before it answered."""
 
 
-def _exchange(connection: socket.socket, content: bytes, cpu_s: float, most: int, kind: type[_Answer]) -> _Answer:
-    """A frame there and a frame back, of at most ``most`` bytes. Raises _Ended and TemplateBusy."""
-    deadline = time.monotonic() + _WALL_S + _WALL_FACTOR * cpu_s
+def _exchange(
+    connection: socket.socket, content: bytes, cpu_s: float, most: int, kind: type[_Answer], wall_s: float = _WALL_S
+) -> _Answer:
+    """Sends a frame, and returns the answer, of at most ``most`` bytes. Raises _Ended and TemplateBusy."""
+    deadline = time.monotonic() + wall_s + _WALL_FACTOR * cpu_s
     try:
         connection.settimeout(deadline - time.monotonic())
         connection.sendall(len(content).to_bytes(LENGTH_BYTES, "little") + content)

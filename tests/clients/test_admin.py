@@ -218,7 +218,7 @@ class TestSettings:
 
         alone = [complete(prompt) for prompt in prompts]
         changes = [
-            *(("--policy", policy) for policy in ("fair", "deadline", "priority", "fcfs")),
+            *(("--policy", policy) for policy in ("fcfs", "deadline", "priority", "fair")),
             *(("--max-num-seqs", rows) for rows in ("1", "16", "3")),
             *(("--max-num-batched-tokens", tokens) for tokens in ("16", "256")),
             *(("--target-itl", target) for target in ("0.5", "0")),
@@ -239,7 +239,7 @@ class TestSettings:
         assert [answer.result() for answer in together] == alone * 2
         back = {f"--{name.replace('_', '-')}": str(before[name]) for name in before if name.startswith("max_")}
         assert (
-            settings(capsys, "--policy=fcfs", "--target-itl=0", *[part for pair in back.items() for part in pair])
+            settings(capsys, "--policy=fair", "--target-itl=0", *[part for pair in back.items() for part in pair])
             == before
         )
 
