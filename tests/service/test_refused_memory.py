@@ -219,6 +219,12 @@ def bodies(method: str) -> dict[str, tuple[list[bytes], str]]:
     return found
 
 
+def test_every_method_with_a_prompt_is_asked_for_one():
+    without = {"ModelService/GetModel"}
+    named = {name.removeprefix("/penstock.v1.") for name in ACCESS if name.startswith("/penstock.v1.")}
+    assert {name for name in named if not name.startswith("AdminService/")} - without == PROMPTS.keys()
+
+
 async def test_no_method_keeps_what_it_refuses(service, held_bytes):
     sender = Sender(service, held_bytes)
     cases = [(method, *body) for method in ACCESS for body in bodies(method).values()]
