@@ -246,7 +246,7 @@ def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, m
     monkeypatch.setattr(RowMatcher, "charge", charge_more)
     monkeypatch.setattr(
         mask_work, "TRUSTED_S", -1.0
-    )  # rows that are computed together are charged only if it takes long
+    )  # together they are charged only if it takes long
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
     world.add(2, KINDS["regex"], seed=2)
     world.run()
