@@ -244,9 +244,7 @@ def test_a_row_that_is_over_its_budget_again_and_again_ends_alone(monkeypatch, m
         return charge(self, matcher.BURST_S / 4 if is_slow else cpu_s, num_tokens)
 
     monkeypatch.setattr(RowMatcher, "charge", charge_more)
-    monkeypatch.setattr(
-        mask_work, "TRUSTED_S", -1.0
-    )  # together they are charged only if it takes long
+    monkeypatch.setattr(mask_work, "TRUSTED_S", -1.0)  # together they are charged only if it takes long
     world.add(ambiguous, KINDS["ambiguous"], seed=ambiguous)
     world.add(2, KINDS["regex"], seed=2)
     world.run()
