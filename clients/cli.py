@@ -135,7 +135,7 @@ def _fail(program: str, message: str, status: int = 1) -> int:
 
     try:
         print(f"{program}: {shortened(message)}", file=sys.stderr)
-    except OSError:  # a full disk, or nobody reads it: the status says it too
+    except OSError:  # the disk is full or the pipe is closed; the exit status still reports the failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return status
 

@@ -1,8 +1,8 @@
-"""What an error that was dealt with keeps alive."""
+"""Frees what a handled error keeps alive."""
 
 
 def release_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error that was dealt with, and of those that led to it.
+    """Drops the tracebacks of a handled error and of the errors that caused it.
 
     Their frames hold what the request brought, which may be megabytes, and mostly something that holds the error as
     well, such as the task that raised it: a reference cycle, which would last until the cycle collector runs.

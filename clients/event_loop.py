@@ -90,11 +90,11 @@ class MemoryWatch:
 
 
 def _trim_heap() -> None:
-    """Has glibc give back what is free in the heap: by itself it gives back only what is free at its end."""
+    """Makes glibc return free memory to the system. By itself it returns only the end of the heap."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def process_bytes() -> int:
-    """What this process has in memory. Raises OSError where the system has no such file."""
+    """Returns the resident size of this process. Raises OSError if the system does not report it."""
     return int(_MEMORY.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -8,19 +8,19 @@ BURST = 10
 """Lines of a message in each period."""
 PERIOD_S = 60.0
 LOG_KIND = "kind"
-"""For ``extra`` of a message that is about different things: each has a rate of its own. There must be few of them,
-such as places in the program."""
+"""Key of ``extra`` for one log call that reports different things: each value has a rate of its own. There must be few
+values, such as places in the code."""
 
 
 class LogRate(logging.Filter):
     """Lets ``BURST`` lines of each message pass in ``PERIOD_S``; the next line after that says how many were left out.
-    Messages are told apart by the place in the program that logs them."""
+    Messages are distinguished by the line of code that logs them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counting = threading.Lock()
         self._counts: dict[tuple[str, int, str], tuple[float, int]] = {}
-        """By where the lines come from and what they are about: when their period began, and how many came in it."""
+        """When the period began and how many lines came in it, by the line of code and ``LOG_KIND``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""
@@ -39,6 +39,6 @@ class LogRate(logging.Filter):
 
 
 def _kind(record: logging.LogRecord) -> str:
-    """An exception's type where nothing else is said: asyncio, for one, logs all of them by one line."""
+    """Returns ``LOG_KIND``, or the exception's type: asyncio, for example, logs all exceptions in one line of code."""
     error = record.exc_info[0] if record.exc_info else None
     return str(getattr(record, LOG_KIND, "" if error is None else error.__qualname__))

@@ -18,11 +18,11 @@ from penstock.clients.error_frames import release_frames
 from penstock.service.errors import Reason, ServiceError
 
 WRITE_PATIENCE_S = 60.0
-"""How long a client may take to read one message, and an answer that is one."""
+"""How long a client may take to read one message of a stream, or a whole answer."""
 GATHER_S = 0.05
-"""How long a call that is to end waits for others."""
+"""How long a call waits for others that are to end with it."""
 AT_ONCE = 100
-"""Calls that end in one turn of the loop."""
+"""Number of calls that end in one turn of the loop."""
 _OUTER_TASK = "rpc_task"
 """gRPC's name for the task that waits for the end of a call, and keeps it alive."""
 
@@ -58,13 +58,13 @@ async def write(context: "grpc.aio.ServicerContext[Any, Any]", message: Any) -> 
 
 
 class CallEnder:
-    """Ends calls, those of a moment together: to find them takes a look at every task of the loop."""
+    """Ends calls in batches, since finding them means scanning all tasks of the loop."""
 
     def __init__(self) -> None:
         self._handlers: set[asyncio.Task[Any]] = set()
 
     def end(self, handler: "asyncio.Task[Any]") -> None:
-        """Ends the call that the task ``handler`` answers, soon, whatever of it is still to be sent."""
+        """Ends the call that the task ``handler`` answers soon, whatever is still to be sent."""
         if not self._handlers:
             asyncio.get_running_loop().call_later(GATHER_S, self._end)
         self._handlers.add(handler)

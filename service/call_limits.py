@@ -18,29 +18,29 @@ MAX_OPEN_MESSAGE_BYTES = 4096
 OPEN_MESSAGES, OPEN_MESSAGES_OF_HOST = 16, 8
 """Limits on messages in flight to methods that are open to everyone: in all, and from one host."""
 OPEN_HOLD_S = 0.01
-"""How long one of them keeps others waiting. Most have come before they are waited for: stubborn clients can keep no
-probe out."""
+"""How long one of them may keep others waiting. Most messages have arrived before they are read, so slow clients cannot
+keep probes out."""
 OPEN_PATIENCE_S = 60.0
-"""How long such a method waits for a message, where no other call does: tools keep a stream of reflection open between
-two questions."""
+"""How long such a method waits for a message while no other call waits. Tools keep a reflection stream open between two
+requests."""
 MESSAGES, MESSAGES_OF_TENANT = 32, 16
-"""Messages of callers that may be on their way at once, but for the later ones of a stream."""
+"""Limits on callers' messages in flight, in all and of one tenant, without the later messages of streams."""
 SPARE_MESSAGES = 32
-"""Beyond those: one for each tenant that has none."""
+"""Places beyond that limit for tenants that have none."""
 HOLD_S, PATIENCE_S = 5.0, 60.0
-"""The same times for callers' messages. 8 MiB in a minute are 140 KB/s."""
+"""The same two times for callers' messages. 8 MiB in a minute is 140 KB/s."""
 OPEN_CALLS, OPEN_CALLS_OF_HOST = 1024, 512
-"""Calls of methods that are open to everyone, which may last: ``Health.Watch``, reflection."""
+"""Limits on lasting calls of methods that are open to everyone, such as ``Health.Watch`` and reflection."""
 _WAITING_OF_HOST, _MAX_WAITING_OPEN = 64, 256
 _WAITING_OF_TENANT, _MAX_WAITING = 2048, 4096
-"""Calls that wait for one of these places: of one owner, and in all. gRPC takes 64 KiB of their messages."""
+"""Limits on calls that wait for one of these places: of one owner, and in all. gRPC buffers 64 KiB of each."""
 
 
 class CallLimits:
-    """The limits of callers or of operators. What they count belongs to the event loop."""
+    """The limits of one listener. Belongs to the event loop."""
 
     def __init__(self, connections: Connections | None = None) -> None:
-        """``connections``: those of the whole service, where there are others than these."""
+        """``connections``: those of the whole service; None makes new ones."""
         self.open_messages = Places(
             _message_rules(OPEN_PATIENCE_S)(
                 total=OPEN_MESSAGES,
@@ -79,16 +79,16 @@ class CallLimits:
         self.unfinished = UnfinishedMessages(self.connections)
 
     def messages_of(self, is_open: bool) -> Places:
-        """The places of messages to methods that are open to everyone, or of callers'."""
+        """Returns the places for messages: of methods that are open to everyone, or of callers."""
         return self.open_messages if is_open else self.messages
 
     def start(self) -> None:
-        """Looks after connections from here on, and after what they leave unfinished."""
+        """Starts to watch connections and unfinished messages."""
         self.connections.start()
         self.unfinished.start()
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops watching."""
         self.connections.stop()
         self.unfinished.stop()
 

@@ -32,17 +32,17 @@ RESERVED_FILES = 48
 must not depend on strangers."""
 LOOK_S = 0.25
 LIST_S = 5.0
-"""How often connections are listed though few files are new. It takes 34 ms where there are 4,096."""
+"""How often connections are listed although few files are new. Listing 4,096 of them takes 34 ms."""
 _MOST_FILES = 1 << 16
 _FULL, _ENOUGH = 0.75, 0.625
 """Shares of the limit: above the first, connections are closed until the second is left."""
 _FILES = "/proc/self/fd"
 
 CALL_BYTES, MESSAGE_BYTES = 1 << 10, 128
-"""What a call and a message take on a connection, beside the message itself and a 16th of it for frames and TLS: more
-than they do, or a connection would seem to have sent what it has not."""
+"""Bytes on the connection that a call and a message take, beside the message itself and 1/16 of it for frames and TLS.
+They are rounded up: otherwise a connection would seem to have unfinished messages."""
 _RECEIVED = struct.Struct("=QQ")
-"""Of ``struct tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
+"""``tcpi_bytes_acked`` and ``tcpi_bytes_received`` of ``struct tcp_info``."""
 _RECEIVED_AT = 120
 
 Peer = tuple[str, int]
@@ -50,7 +50,7 @@ Peer = tuple[str, int]
 
 
 class Connection(NamedTuple):
-    """One of a client's, which may come back under the same name."""
+    """A client's connection. A later one may have the same peer."""
 
     peer: Peer
     inode: int
@@ -74,7 +74,7 @@ def _num_files() -> int:
 
 
 def _max_files() -> int:
-    """As many as anybody would list one by one."""
+    """Returns the number of descriptors to try one by one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES
 
@@ -104,15 +104,15 @@ class _Use:
 
     num_calls: int = 0
     num_known: int = 0
-    """Of them, those of callers who showed who they are."""
+    """Calls of authenticated callers among them."""
     tenant: str | None = None
-    """Whose the last of those was; None where there never was one."""
+    """The tenant of the last authenticated call; None if there was none."""
     last: float = 0.0
     """When a call began or ended."""
     num_bytes: int = 0
-    """Of whole messages, and of calls."""
+    """Bytes of complete messages and of calls."""
     inode: int = 0
-    """Of its connection, when it was last looked at."""
+    """The inode of its connection when that was last listed."""
 
 
 class Connections:
@@ -132,7 +132,7 @@ class Connections:
         self._cutting: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
         self._spare: int | None = None
-        """A file that is closed while files are listed: that takes two, which may be the last ones."""
+        """A descriptor that is closed while files are listed: listing needs two, and none may be left."""
 
     def add_listener(self, address: Address, limit: int) -> None:
         """Watches the connections of a listener, of which gRPC accepts ``limit``. Does nothing for a Unix socket, whose
@@ -141,7 +141,7 @@ class Connections:
             self._limits[address.port] = limit
 
     def start(self) -> None:
-        """Looks from here on."""
+        """Starts to watch."""
         if self._limits and not self._is_blind:
             self._spare = _open_spare()
             self._looking = asyncio.create_task(self._look(), name="connections")
@@ -155,7 +155,7 @@ class Connections:
             self._spare = None
 
     def begin_call(self, name: str, tenant: str | None) -> None:
-        """A call begins; ``name`` is what gRPC calls its client, ``tenant`` who that showed to be."""
+        """Counts a call that begins. ``name`` is gRPC's name of the client, ``tenant`` its authenticated tenant."""
         peer = peer_of(name)
         if peer is not None:
             use = self._uses.setdefault(peer, _Use())
@@ -167,7 +167,7 @@ class Connections:
             use.last = asyncio.get_running_loop().time()
 
     def end_call(self, name: str, tenant: str | None) -> None:
-        """It ends."""
+        """Counts a call that ends."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if peer is not None and use is not None:
@@ -178,15 +178,15 @@ class Connections:
                 del self._uses[peer]
 
     def count(self, name: str, num_bytes: int) -> None:
-        """A client's message is whole."""
+        """Counts a complete message of a client."""
         peer = peer_of(name)
         use = None if peer is None else self._uses.get(peer)
         if use is not None:
             use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
 
     async def unfinished_bytes(self) -> dict[Connection, int]:
-        """How many bytes of each connection were in no whole message, or fewer. Empty where the system does not
-        tell."""
+        """Returns, at most, how many bytes of each connection belong to no complete message. Empty if the system does
+        not report it."""
         found: dict[Connection, int] = {}
         for connection, num_bytes in (await self._list(_received)).items():
             use = self._uses.get(connection.peer)
@@ -215,7 +215,7 @@ class Connections:
             await self._list(_shut_down, peers)
 
     async def _list(self, look: Callable[..., _Found], *arguments: object) -> _Found:
-        """What ``look`` finds among the connections, in a thread."""
+        """Runs ``look`` on the connections, in a thread."""
 
         def find() -> _Found:
             has_spare = self._spare is not None
@@ -252,18 +252,18 @@ class Connections:
                 del self._uses[peer]
 
     def may_be_full(self, num_files: int) -> bool:
-        """Whether a port may have too many connections, if all files that are new since the last look are its own."""
+        """Returns whether a port may have too many connections, assuming that all new files belong to it."""
         num_new = max(0, num_files - self._num_files)
         return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
 
     def _has_many(self, num_files: int) -> bool:
-        """Whether the ports with the fewest may have changed, behind others that ended, or clients are gone."""
+        """Returns whether there are enough files or clients for an occasional listing to be worth it."""
         return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
 
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
-        """Who of these clients of a port is to leave: nobody as long as there is room. First go those who never showed
-        who they are, and of those the ones without calls; then those who have been idle the longest. Where callers'
-        calls are on more connections than leave room, the tenant with the most of them loses its newest."""
+        """Returns the clients of a port that have to leave; none while there is room. Clients that never authenticated
+        go first, those without calls before the others; then those that have been idle the longest. If connections
+        with callers' calls leave too little room, the tenant with the most of them loses its newest."""
         if len(connected) <= limit * _FULL:
             return ()
         unused = _Use()
@@ -296,7 +296,8 @@ def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
 
 
 def _received(ports: Collection[int]) -> dict[Connection, int]:
-    """How many bytes came on each connection, but for those that answer what was sent: at most half as many."""
+    """Returns the bytes received on each connection, without those that only respond to what was sent: at most half as
+    many as were sent."""
     found: dict[Connection, int] = {}
     for _, peer, connection in _sockets(ports):
         with contextlib.suppress(OSError, struct.error):  # an older system

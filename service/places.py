@@ -23,21 +23,21 @@ class Rules:
 
     total: int
     each: int
-    """An owner's at most."""
+    """Limit on the places of one owner."""
     waiting_each: int
-    """An owner's at most; more are refused at once."""
+    """Limit on an owner's waiters. More are refused at once."""
     max_waiting: int
-    """Where as many wait, the newest of the owner with the most is refused."""
+    """Limit on all waiters. Beyond it, the newest waiter of the owner with the most is refused."""
     hold_s: float
     """How long a place may be held while others wait."""
     patience_s: float | None
     """How long a place may be held in any case; None is no limit."""
     displaced: Callable[[], ServiceError]
-    """Makes the error of holders that had to give way, and of those that could not even wait."""
+    """Makes the error for holders that had to give way, and for callers that could not even wait."""
     late: Callable[[], ServiceError] | None = None
-    """What those fail with whose patience is over."""
+    """Makes the error for holders whose ``patience_s`` is over. None: the same as ``displaced``."""
     spare: int = 0
-    """Places beyond ``total``, for owners who have none: others' places cannot keep them waiting."""
+    """Places beyond ``total`` for owners that have none, so that other owners cannot keep them waiting."""
 
 
 class Places:
@@ -61,11 +61,11 @@ class Places:
         return self._num_taken
 
     def place(self, owner: str) -> "Place":
-        """Returns a place, to be entered once by ``async with``."""
+        """Returns a place. Enter it once with ``async with``."""
         return Place(self, owner)
 
     def taken(self, owner: str) -> "list[Place]":
-        """An owner's places, oldest first, but for those that it is about to leave."""
+        """Returns an owner's places, oldest first, without those that it is about to leave."""
         return [place for place in self._taken.get(owner, ()) if not place.has_to_leave]
 
     async def take(self, place: "Place") -> None:
@@ -105,7 +105,7 @@ class Places:
         return self._num_taken < total and num_mine < self.rules.each
 
     def _make_room_to_wait(self, owner: str) -> None:
-        """Raises ServiceError where the owner has enough that wait, or no other has more."""
+        """Raises ServiceError if the owner has too many waiters, or if all have and no other owner has more."""
         num_mine = len(self._waiting.get(owner, ()))
         if num_mine >= self.rules.waiting_each:
             raise self.rules.displaced()
@@ -136,7 +136,7 @@ class Places:
         self._num_taken += 1
 
     def _admit(self) -> None:
-        """Gives places to those that wait, one owner after the other, and makes others leave."""
+        """Gives places to waiters, one owner after the other, and sets the timer that makes holders leave."""
         given = True
         while given:
             given = False
@@ -195,8 +195,8 @@ class Places:
             self._set_timer()
 
     def _oldest(self) -> "Iterator[Place]":
-        """Who would give way to those who wait. An owner who has all that it may have gives way to itself, its oldest
-        first; to the others whoever has the most does."""
+        """Yields the holders that would give way to waiters. An owner at its limit ``each`` gives way to itself, its
+        oldest place first. For other owners, the owner with the most places gives way."""
         num_wanted = 0
         victims: dict[Place, None] = {}
         for owner, waiting in self._waiting.items():

@@ -1,10 +1,10 @@
-"""What the later messages of streams hold before they are whole. Between two messages of a stream any time may pass, so
-a time limit would end streams that are merely idle.
+"""Limits the memory of unfinished later messages of streams. A time limit would end streams that are merely idle, since
+any time may pass between two messages of a stream.
 
-gRPC shows nothing of a message until it is whole. But the system knows how many bytes a connection has received, and
-the service how many of them were in whole messages: the rest is in messages that never end. Only when the process has
-grown, and there is much of that rest, streams of the connections with the most of it end. A Unix socket counts no
-bytes, so nothing ends there.
+gRPC does not show a message until it is complete. But the kernel knows how many bytes a connection has received, and
+the service knows how many of them were in complete messages: the rest is in unfinished ones. Streams of the connections
+with the most unfinished bytes end, but only when the process has grown and there are many such bytes. The kernel does
+not count the bytes of Unix sockets, so nothing ends there.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ LOOK_S = 0.5
 CALM_LOOK_S = 10.0
 MAX_UNFINISHED_BYTES = 256 << 20
 CALM_BYTES = 64 << 20
-"""While the process has grown by less than this, nothing is unfinished that matters."""
+"""Growth of the process below which unfinished messages do not matter."""
 STREAM_BYTES = 8 << 20
-"""What one stream may hold, and a little less."""
+"""The most that an unfinished message of one stream holds, about."""
 QUIET_S = 1.0
-"""A stream whose last message has come since then stays."""
+"""A stream that got a message within this time stays."""
 _MANY = 1 << 30
 
 
 class UnfinishedMessages:
-    """Streams that wait for a later message. Belongs to the event loop; connections are looked at in a thread."""
+    """Keeps track of streams that wait for a later message. Belongs to the event loop; a thread lists connections."""
 
     def __init__(self, connections: Connections, resident_bytes: Callable[[], int] = process_bytes) -> None:
         self.reads = Places(
@@ -48,22 +48,22 @@ class UnfinishedMessages:
         self._resident_bytes = resident_bytes
         self._least_bytes = 0
         self._settled: dict[Connection, int] = {}
-        """Of each connection: bytes that are held no more, though no message had them."""
+        """Bytes of each connection that belong to no complete message and are no longer held."""
         self._looking: asyncio.Task[None] | None = None
 
     def read(self, name: str) -> Place:
-        """To be entered while a later message is waited for; ``name`` is what gRPC calls the client."""
+        """Returns what to enter while a later message is awaited. ``name`` is gRPC's name of the client."""
         peer = peer_of(name)
         return self.reads.place("" if peer is None else _owner(peer))
 
     def start(self) -> None:
-        """Looks from here on, where the system tells how large the process is."""
+        """Starts to watch, if the system reports the size of the process."""
         with suppress(OSError):
             self._least_bytes = self._resident_bytes()
             self._looking = asyncio.create_task(self._look_again(), name="unfinished messages")
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops watching."""
         if self._looking is not None:
             self._looking.cancel()
 
@@ -87,7 +87,7 @@ class UnfinishedMessages:
                 self.look(unfinished)
 
     def look(self, unfinished: Mapping[Connection, int]) -> None:
-        """Ends streams where too many bytes are in no whole message. ``unfinished``: how many of each connection."""
+        """Ends streams if too many bytes are unfinished. ``unfinished``: the number of such bytes by connection."""
         self._settled = {each: settled for each, settled in self._settled.items() if each in unfinished}
         left = {each: max(0, number - self._settled.get(each, 0)) for each, number in unfinished.items()}
         total = sum(left.values())
@@ -104,7 +104,7 @@ class UnfinishedMessages:
                 self._settled[connection] = self._settled.get(connection, 0) + num_bytes
 
     def _quiet(self, connection: Connection) -> list[Place]:
-        """Those whose last message came first, first."""
+        """Returns a connection's quiet streams; the one whose last message is oldest comes first."""
         now = asyncio.get_running_loop().time()
         mine = self.reads.taken(_owner(connection.peer))
         return [place for place in mine if place.since is not None and place.since + QUIET_S <= now]
@@ -117,7 +117,7 @@ def _owner(peer: Peer) -> str:
 
 def _too_much_unfinished() -> ServiceError:
     message = (
-        "messages that have come in part hold too much memory, and this stream's connection has the most of them; open "
-        "the stream again, and send messages whole"
+        "unfinished messages hold too much memory, and this stream's connection has the most of them; open the stream "
+        "again, and send complete messages"
     )
     return ServiceError(Reason.MESSAGES_IN_FLIGHT, message)

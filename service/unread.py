@@ -13,9 +13,9 @@ SOON_S = 5.0
 """How long an answer may wait for its reader even when there are too many."""
 MAX_BYTES_OF_TENANT = 64 << 20
 MAX_BYTES = 256 << 20
-"""Of answers that wait for longer than that, a tenant's and all."""
+"""Limits on unread answers older than ``SOON_S``: of one tenant, and in all."""
 CALL_BYTES = 16 << 10
-"""What gRPC keeps of a call, however short its answer is."""
+"""Memory that gRPC keeps for a call, however short its answer is."""
 
 _log = logging.getLogger(__name__)
 _log_rate = LogRate()
@@ -26,7 +26,7 @@ class _Answer:
     tenant: str
     request_id: str
     num_bytes: int
-    """With ``CALL_BYTES``."""
+    """Size of the answer plus ``CALL_BYTES``."""
     since: float
 
 
@@ -71,8 +71,8 @@ class UnreadAnswers:
             )
 
     def _too_many(self, now: float) -> list[asyncio.Task[object]]:
-        """Those that are late; then a tenant's oldest, while it has too much, or it has the most where all have too
-        much."""
+        """Returns the answers to drop: late ones, then the oldest of each tenant over its limit, then the oldest of the
+        tenant with the most while the total is over its limit."""
         dropped: list[asyncio.Task[object]] = []
         waiting: dict[str, deque[asyncio.Task[object]]] = {}
         num_bytes = Counter[str]()

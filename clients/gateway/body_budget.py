@@ -32,7 +32,7 @@ class BodyInMemory:
         self._budget.take(self, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
-        """The rest of a body that was whole was given up; nothing happens where less than that is counted."""
+        """Counts only ``num_bytes`` of a whole body from now on. Does nothing if fewer are counted already."""
         self._budget.give_back(self, self.num_bytes - num_bytes)
 
 

@@ -39,8 +39,8 @@ class ConnectionPlaces:
         self._idle: dict[Connection, None] = {}
         """Those without a request; the one that has been so for the longest time is first."""
         self._unread: dict[Connection, int] = {}
-        """Those that are written to faster than they are read, with the bytes that waited when they were last looked
-        at: since then they can only have become fewer."""
+        """Connections that are read more slowly than they are written, with the number of bytes that waited when they
+        were last checked. Since then it can only have fallen."""
         self._num_unread = 0
         """The sum of these."""
         self._num = 0
@@ -70,8 +70,8 @@ class ConnectionPlaces:
         self._idle[connection] = None
 
     def fall_behind(self, connection: Connection) -> None:
-        """Much waits to be read. Where it is too much in all, the tenant that has the most of it loses the connection
-        on which the most waits."""
+        """Notes that much output waits on a connection. If all connections together have too much, the tenant with the
+        most of it loses its largest connection."""
         self._note(connection)
         if self._num_unread > self._max_unread_bytes:
             for each in list(self._unread):
@@ -82,7 +82,7 @@ class ConnectionPlaces:
             largest.cut()
 
     def catch_up(self, connection: Connection) -> None:
-        """Most was read."""
+        """Notes that most of the output was read."""
         self._num_unread -= self._unread.pop(connection, 0)
 
     def _note(self, connection: Connection) -> None:

@@ -86,7 +86,7 @@ class Exchange:
                 self._handling.cancel()
 
     def keep_of_body(self, num_bytes: int) -> None:
-        """So many bytes of the caller's body are needed until the end, and the others no more."""
+        """Counts only ``num_bytes`` of the caller's body from now on: the part that the answer still needs."""
         self._caller.keep_of_body(num_bytes)
 
     def nudge(self) -> None:

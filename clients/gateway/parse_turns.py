@@ -1,7 +1,7 @@
 """Turns on the event loop for parsing bodies. Knows neither HTTP nor JSON.
 
-Parsing and validating hold the interpreter's lock, so a thread would not help: streams would wait all the same. What
-helps is to do it in small portions, one body at a time, with a pause after each portion.
+Parsing and validating hold the interpreter's lock, so a thread would not help: streams would wait anyway.
+Instead it is done in small portions, one body at a time, with a pause after each portion.
 """
 
 import asyncio

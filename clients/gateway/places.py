@@ -84,7 +84,7 @@ class Place:
         """Those that are remembered; the one that was used last is last."""
         self.num_live = 0
         self.is_left = False
-        """Whether it is for no further requests, but for those whose bodies are still to come."""
+        """Whether it accepts no new requests. Requests whose bodies are still arriving may yet use it."""
         self.last_used = 0.0
         self._opened_with: Metadata | None = None
         self._open_stream = open_stream

@@ -1,4 +1,4 @@
-"""An answer that many want and that costs something: it is asked for once at a time, and kept for a moment."""
+"""Shares an answer that many callers want and that is costly to get."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Shares one answer among everyone who asks while it is on its way or still recent. For the event loop's thread."""
+    """Gets an answer once at a time, and keeps it for a moment. For the event loop's thread."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], kept_s: float) -> None:
         self._ask = ask
@@ -18,7 +18,7 @@ class Recent(Generic[T]):
         self._expires_at = 0.0
 
     async def get(self) -> T:
-        """Returns the answer. Raises what asking raised; that is not kept."""
+        """Returns the answer. Raises what asking raised; failures are not kept."""
         asking = self._asking
         if asking is None or (asking.done() and time.monotonic() >= self._expires_at):
             asking = self._asking = asyncio.create_task(self._ask_once(), name="penstock-gateway-recent")
@@ -33,6 +33,6 @@ class Recent(Generic[T]):
 
 
 def _see(asking: "asyncio.Task[T]") -> None:
-    """Everyone who waited may be gone: then nobody looks at a failure."""
+    """Marks a failure as seen: the callers that waited for it may be gone."""
     if not asking.cancelled():
         asking.exception()

@@ -155,7 +155,7 @@ class Caller:
             receiver.fail(copy.copy(failure))
 
     def keep_of_body(self, num_bytes: int) -> None:
-        """So many bytes of the request's body are needed until the answer's end, and the others no more."""
+        """Counts only ``num_bytes`` of the request's body from now on: the part that the answer still needs."""
         if self.body is not None:
             self.body.shrink_to(num_bytes)
 

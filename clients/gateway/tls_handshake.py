@@ -1,5 +1,5 @@
-"""A connection that has yet to agree on TLS. It counts and gives way as any other: asyncio's own listener tells nobody
-of one before that is done, and keeps a silent one for a minute."""
+"""Handles the TLS handshake of a connection, which meanwhile counts and gives way like any other. asyncio's own
+listener reports a connection only after the handshake, and keeps a silent one for a minute."""
 
 import asyncio
 import ssl
@@ -10,12 +10,12 @@ from penstock.clients.gateway.connection_places import ConnectionPlaces
 from penstock.clients.gateway.eagerly import run_eagerly
 
 HANDSHAKE_S = 10.0
-"""How long a client may take for it."""
+"""Limit on the time of a handshake."""
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Gives the connection to another protocol when both sides have agreed. Until then no bytes of a request come, but
-    for those right behind the handshake's last ones."""
+    """Hands the connection to another protocol after the handshake. Before that no bytes of a request arrive, except
+    those that come together with the handshake's last bytes."""
 
     tenant = ""
     num_unread = 0
@@ -36,17 +36,17 @@ class TlsHandshake(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected. From here on it is TLS that reads."""
+        """Starts the handshake with a client that has connected."""
         self._transport = cast(asyncio.Transport, transport)
         self._places.enter(self)
-        self._task = run_eagerly(self._shake_hands())  # at once: what came already is for TLS, too
+        self._task = run_eagerly(self._shake_hands())  # at once: bytes that have already arrived belong to TLS
 
     def data_received(self, data: bytes) -> None:
-        """The beginning of a request, in the clear."""
+        """Keeps the beginning of a request that came together with the end of the handshake."""
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing follows."""
+        """Notes that the client is gone."""
         self._is_lost = True
 
     def cut(self) -> None:
@@ -61,7 +61,7 @@ class TlsHandshake(asyncio.Protocol):
             transport = await loop.start_tls(
                 self._transport, self, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
             )
-        except OSError:  # of TLS, too: the client's affair
+        except OSError:  # a failed handshake is the client's problem
             transport = None
         finally:
             self._places.leave(self)

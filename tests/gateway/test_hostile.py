@@ -7,6 +7,7 @@ import hashlib
 import json
 
 import pytest
+from raw_http import connected
 from waiting import until
 
 from penstock.clients.allowed_hosts import AllowedHosts
@@ -34,19 +35,6 @@ def keys(tmp_path, load_keys):
     path = tmp_path / "keys"
     path.write_text("\n".join(lines))
     return {"authenticator": load_keys(path)}
-
-
-@contextlib.asynccontextmanager
-async def connected(gateway):
-    base = gateway.http.base_url
-    async with asyncio.timeout(120):
-        reader, writer = await asyncio.open_connection(base.host, base.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
 
 
 def head(*lines, path=COMPLETIONS):

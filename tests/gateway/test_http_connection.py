@@ -1,10 +1,10 @@
 """What a connection may send that is no request, and what becomes of the request before: over real sockets."""
 
-import asyncio
 import contextlib
 import json
 
 import pytest
+from raw_http import connected
 from waiting import until
 
 from penstock.clients.gateway.http_connection import _MAX_HEAD_BYTES
@@ -33,20 +33,6 @@ def post(*, padding=b"", **fields):
 
 def filled(begin, num_bytes=_MAX_HEAD_BYTES + 1):
     return begin + b"a" * (num_bytes - len(begin))
-
-
-@contextlib.asynccontextmanager
-async def connected(gateway):
-    """A connection to it."""
-    base = gateway.http.base_url
-    async with asyncio.timeout(120):
-        reader, writer = await asyncio.open_connection(base.host, base.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
 
 
 async def answer_from(reader):

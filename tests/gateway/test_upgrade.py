@@ -1,10 +1,10 @@
 """Requests that offer an upgrade, of other versions of HTTP, and without a Host: over real sockets."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
+from raw_http import connected
 
 COMPLETIONS = "/v1/completions"
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
@@ -22,19 +22,6 @@ SMUGGLED = b"GET /version HTTP/1.1\r\nHost: smuggled\r\n\r\n"
 def head_of(*lines, method="POST", path=COMPLETIONS, version="1.1", host="Host: x"):
     told = (f"{method} {path} HTTP/{version}", host, "Content-Type: application/json", *lines)
     return "\r\n".join((*filter(None, told), "", "")).encode()
-
-
-@contextlib.asynccontextmanager
-async def connected(gateway):
-    base = gateway.http.base_url
-    async with asyncio.timeout(30):
-        reader, writer = await asyncio.open_connection(base.host, base.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
 
 
 async def answer_from(reader):
