@@ -1,11 +1,13 @@
 """How much memory a process holds, to the byte: what is resident says little, since freed memory stays resident."""
 
+import asyncio
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+_NUM_TRIES = 100
 _BLOCK_BYTES = 64
 """More than a small object of Python's takes on average."""
 
@@ -28,3 +30,12 @@ def held_bytes_counter() -> Callable[[], int]:
         return int(info.uordblks + info.hblkhd) + sys.getallocatedblocks() * _BLOCK_BYTES
 
     return held_bytes
+
+
+async def grown_bytes(count: Callable[[], Awaitable[int]], before: int, most: int) -> int:
+    """What ``count()`` gives above ``before``, as soon as it is at most ``most``. A busy machine frees buffers late."""
+    for _ in range(_NUM_TRIES):
+        if (grown := await count() - before) <= most:
+            break
+        await asyncio.sleep(0.05)
+    return grown
