@@ -3,6 +3,7 @@ answers, connections. The bound on metadata is in early_refusals.py."""
 
 from functools import partial
 
+from penstock.clients.parse_turns import ParseTurns
 from penstock.service.connections import Connections
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.places import Places, Rules
@@ -74,6 +75,7 @@ class CallLimits:
             )
         )
         """The owner of a place is a host."""
+        self.parse_turns = ParseTurns()
         self.answers = UnreadAnswers()
         self.connections = connections or Connections()
         self.unfinished = UnfinishedMessages(self.connections)

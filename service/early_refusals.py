@@ -10,6 +10,7 @@ reference cycle even if an interceptor refuses the call.
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,9 @@ _HEADER_BYTES = 32
 CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
 """A client that sends more loses its connection: its next call could bring as much again, and all others wait while
 that is read."""
+
+CALLS_AT_ONCE = 8
+"""How many calls of a method may be accepted in a turn of the event loop."""
 
 Cut = Callable[[str], None]
 
@@ -59,17 +63,29 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         super().__init__(*arguments)
         self._cut = cut
         self._refusals: set[asyncio.Task[None]] = set()
+        self._accepting: dict[bytes, deque[asyncio.Task[Any]]] = {}
+        """What takes the next calls of a method, in their order."""
 
     async def _request_registered_call(self, method: bytes) -> Any:
         """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
         stops."""
         while True:
-            state = await super()._request_registered_call(method)
+            state = await self._accept(method)
             context, num_bytes = _look_at(state)
             if num_bytes <= MAX_METADATA_BYTES:
                 return state
             self._refuse(context, num_bytes)
             del state, context  # or they would last until the next call
+
+    def _accept(self, method: bytes) -> "asyncio.Task[Any]":
+        """Returns what takes a method's next call. gRPC would take one call in two turns of the event loop, so that a
+        burst would wait, and beyond 1,000 waiting calls it refuses some at random."""
+        accepting = self._accepting.setdefault(method, deque())
+        while len(accepting) < CALLS_AT_ONCE:
+            task = asyncio.create_task(super()._request_registered_call(method))
+            task.add_done_callback(_retrieve)
+            accepting.append(task)
+        return accepting.popleft()
 
     async def _request_call(self) -> Any:
         """Refuses calls of unknown methods. Never returns; raises what gRPC raises when the server stops."""
@@ -83,6 +99,12 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
         self._refusals.add(refusal)
         refusal.add_done_callback(self._refusals.discard)
+
+
+def _retrieve(task: "asyncio.Task[Any]") -> None:
+    """Takes note of an error: when the server stops, no more than one task of each method is waited for."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _look_at(state: Any) -> tuple[Any, int]:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from penstock.clients.error_frames import release_frames
+from penstock.clients.parse_turns import ParseTurns
 from penstock.service.call_end import abort, write
 from penstock.service.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
 from penstock.service.connections import peer_of
@@ -34,7 +35,7 @@ from penstock.service.identity import ACCESS, Access, current_caller
 from penstock.service.request_id import new_request_id
 from penstock.service.telemetry import Telemetry
 from penstock.service.unread import UnreadAnswers
-from penstock.service.wire import check_parts
+from penstock.service.wire import SHORT_BYTES, check_parts
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             if handler.request_streaming:
                 parsed = _messages(parse, context, limits, owner, is_open)
             else:
-                parsed = await _parsed(parse, await _only_message(context, limits, owner, is_open))
+                parsed = await _only_message(parse, context, limits, owner, is_open)
             outcome = behaviour(parsed, context)
             if inspect.isasyncgen(outcome):
                 await _write_all(context, cast("AsyncGenerator[Any, None]", outcome))
@@ -145,14 +146,16 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-async def _only_message(context: Context, limits: CallLimits, owner: str, is_open: bool) -> bytes:
+async def _only_message(
+    parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
+) -> Any:
     """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
     async with limits.messages_of(is_open).place(owner):
-        message = await _read(context)
-        if message is None or await _read(context) is not None:
+        raw = await _read(context)
+        if raw is None or await _read(context) is not None:
             raise ServiceError(Reason.MESSAGE_COUNT)
-    limits.connections.count(context.peer(), len(message))
-    return _small(message) if is_open else message
+        limits.connections.count(context.peer(), len(raw))
+        return await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)
 
 
 async def _read(context: Context) -> bytes | None:
@@ -181,13 +184,20 @@ async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> N
             await write(context, message)
 
 
-async def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, owner: str) -> Any:
+    """Parses a message. Large ones take turns, so that several at once do not stop the event loop for long."""
     # What the generated code gives as a parser is a method of the message's class.
     descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
-    if descriptor is not None:
-        await check_parts(raw, descriptor)
     try:
-        return parse(raw)
+        if len(raw) <= SHORT_BYTES:
+            if descriptor is not None:
+                await check_parts(raw, descriptor)
+            return parse(raw)
+        async with turns.turn(owner):
+            if descriptor is not None:
+                await check_parts(raw, descriptor)
+            with turns.portion():
+                return parse(raw)
     except DecodeError:
         raise ServiceError(Reason.MALFORMED_MESSAGE) from None
 
@@ -202,11 +212,11 @@ async def _messages(
     while True:
         async with places.place(owner) if is_timed else limits.unfinished.read(peer):
             raw = await _read(context)
-        if raw is None:
-            return
-        limits.connections.count(peer, len(raw))
+            if raw is None:
+                return
+            limits.connections.count(peer, len(raw))
+            parsed = [await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)]
         is_timed = is_open
-        parsed = [await _parsed(parse, _small(raw) if is_open else raw)]
         del raw
         yield parsed.pop()
 

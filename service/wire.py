@@ -20,7 +20,7 @@ MAX_PARTS = 40_000
 MAX_MAP_ENTRIES = 2048
 """Limit on the entries of all maps of a message: more than any map may have, so that a map that is a little too large
 is refused with only its own request. This many entries with colliding keys take 3 ms."""
-_SHORT_BYTES = 64 << 10
+SHORT_BYTES = 64 << 10
 """What is shorter, and has no map, is parsed in 2 ms, whatever it holds."""
 _SLICE_PARTS = 4096
 """Parts that are counted before the event loop gets a turn, in about 1 ms."""
@@ -36,7 +36,7 @@ _NO_MESSAGE = (None, False)
 
 async def check_parts(raw: bytes, message: Descriptor) -> None:
     """Raises ServiceError TOO_EXPENSIVE. A part takes 0.4 to 0.7 us; a string or a packed list is one, however long."""
-    if len(raw) > _SHORT_BYTES or _may_have_many_entries(raw, message):
+    if len(raw) > SHORT_BYTES or _may_have_many_entries(raw, message):
         for _ in _count(raw, message):
             await asyncio.sleep(0)
 

@@ -28,12 +28,12 @@ from penstock.clients.gateway.errors import install_handlers
 from penstock.clients.gateway.exposure import exposure_warning
 from penstock.clients.gateway.guard import Guard
 from penstock.clients.gateway.key_file import KeyFile
-from penstock.clients.gateway.parse_turns import ParseTurns
 from penstock.clients.gateway.schemas_chat import ChatChunk
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.traffic import Traffic
 from penstock.clients.gateway.unknown_fields import IgnoredFields
+from penstock.clients.parse_turns import ParseTurns
 
 _PARTS = (
     completions, chat, responses, stored_responses, embeddings, tokenizer, models, probes, metrics, page, api_page

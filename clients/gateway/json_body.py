@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_scan import JsonScan
-from penstock.clients.gateway.parse_turns import PORTION_S, ParseTurns
+from penstock.clients.parse_turns import PORTION_S, ParseTurns
 
 Body = bytes | bytearray
 

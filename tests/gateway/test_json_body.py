@@ -11,7 +11,7 @@ from penstock.clients.gateway import json_body
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, MAX_REALS, parse_json
 from penstock.clients.gateway.json_scan import JsonScan
-from penstock.clients.gateway.parse_turns import ParseTurns
+from penstock.clients.parse_turns import ParseTurns
 
 LONG = b'"' + b"p" * 70_000 + b'"'
 """What makes a body one that is measured before it is parsed."""

@@ -1,7 +1,7 @@
-"""Turns on the event loop for parsing bodies. Knows neither HTTP nor JSON.
+"""Turns on the event loop for parsing large bodies and messages. Knows no format.
 
 Parsing and validating hold the interpreter's lock, so a thread would not help: streams would wait anyway.
-Instead it is done in small portions, one body at a time, with a pause after each portion.
+Instead it is done in small portions, one at a time, with a pause after each portion.
 """
 
 import asyncio
