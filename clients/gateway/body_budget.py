@@ -1,9 +1,14 @@
 """Limits the memory of request bodies: a budget for all of them and one for each tenant. Knows no HTTP."""
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+EVICTION_INTERVAL_S = 0.25
+"""Time between two evictions of a tenant's bodies. Meanwhile, bodies that lack room are not read. Without this, the
+sender of an evicted body would send the next one as fast as the network allows."""
 TENANT_SHARE = 0.5
 """The part of the budget that one tenant may take."""
 
@@ -27,9 +32,9 @@ class BodyInMemory:
         self.evict: Callable[[], None] | None = None
         """Gives up waiting for the rest of the body; None for a body that is whole."""
 
-    def add(self, num_bytes: int) -> None:
-        """Counts bytes that arrived. Evicts slower bodies if there is no room for them. Raises NoRoomForBody."""
-        self._budget.take(self, num_bytes)
+    async def add(self, num_bytes: int) -> None:
+        """Counts bytes that arrived. Without room, evicts slower bodies, or waits. Raises NoRoomForBody."""
+        await self._budget.take(self, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
         """Counts only ``num_bytes`` of a whole body from now on. Does nothing if fewer are counted already."""
@@ -40,15 +45,24 @@ class BodyBudget:
     """Counts the bytes of all bodies in memory.
 
     When they exceed the budget, the body that has been arriving for the longest time is evicted: one of the same tenant
-    if that has exceeded its part, else one of the tenant that holds the most.
+    if that has exceeded its part, else one of the tenant that holds the most. Until the next eviction is due, bodies
+    that lack room wait.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, interval_s: float = EVICTION_INTERVAL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.max_bytes = max_bytes
+        self._clock = clock
         self.max_tenant_bytes = int(max_bytes * TENANT_SHARE)
         self._bodies: dict[BodyInMemory, None] = {}
         """Oldest first."""
         self._bytes_of: Counter[str] = Counter()
+        self._interval_s = interval_s
+        self._next_eviction: dict[str, float] = {}
+        """By tenant; only of those that have bodies."""
+        self._room_of: dict[str | None, asyncio.Future[None]] = {}
+        """What bodies wait for that lack room: in their tenant's part, or (None) in the whole budget."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,18 +79,22 @@ class BodyBudget:
         finally:
             self._drop(body)
 
-    def take(self, body: BodyInMemory, num_bytes: int) -> None:
+    async def take(self, body: BodyInMemory, num_bytes: int) -> None:
         """Counts bytes of a body. Raises NoRoomForBody."""
         if body not in self._bodies:
             return  # it was evicted, and what waits for it ends
         body.num_bytes += num_bytes
         self._bytes_of[body.tenant] += num_bytes
-        while (tenant := self._tenant_that_yields(body)) is not None:
-            slowest = next((each for each in self._bodies if each.tenant == tenant and each.evict is not None), None)
-            if slowest is None or slowest is body:
-                raise NoRoomForBody(is_tenants=self._bytes_of[body.tenant] > self.max_tenant_bytes)
+        while body in self._bodies and (tenant := self._tenant_that_yields(body)) is not None:
+            if (wait_s := self._next_eviction.get(tenant, 0.0) - self._clock()) > 0:
+                await self._wait(body.tenant if self._is_over(body.tenant) else None, wait_s)
+                continue
+            self._next_eviction[tenant] = self._clock() + self._interval_s
+            arriving = (each for each in self._bodies if each.tenant == tenant and each.evict is not None)
+            if (slowest := next(arriving, body)) is body:
+                raise NoRoomForBody(is_tenants=self._is_over(body.tenant))
             evict, slowest.evict = slowest.evict, None
-            assert evict is not None, "bodies that are whole were skipped"
+            assert evict is not None, "complete bodies were skipped"
             self._drop(slowest)
             evict()
 
@@ -85,10 +103,24 @@ class BodyBudget:
         if body in self._bodies and num_bytes > 0:
             body.num_bytes -= num_bytes
             self._bytes_of[body.tenant] -= num_bytes
+            self._wake(body.tenant)
+
+    async def _wait(self, tenant: str | None, seconds: float) -> None:
+        """Waits until there may be room, for some time at most."""
+        room = self._room_of.setdefault(tenant, asyncio.get_running_loop().create_future())
+        await asyncio.wait([room], timeout=seconds)
+
+    def _wake(self, tenant: str) -> None:
+        for whose in (tenant, None):
+            if (room := self._room_of.pop(whose, None)) is not None:
+                room.set_result(None)
+
+    def _is_over(self, tenant: str) -> bool:
+        return self._bytes_of[tenant] > self.max_tenant_bytes
 
     def _tenant_that_yields(self, body: BodyInMemory) -> str | None:
         """Returns the tenant whose bodies give way; None if there is room."""
-        if self._bytes_of[body.tenant] > self.max_tenant_bytes:
+        if self._is_over(body.tenant):
             return body.tenant
         if self.num_bytes <= self.max_bytes:
             return None
@@ -100,3 +132,5 @@ class BodyBudget:
             self._bytes_of[body.tenant] -= body.num_bytes
             if not self._bytes_of[body.tenant]:
                 del self._bytes_of[body.tenant]
+                self._next_eviction.pop(body.tenant, None)
+            self._wake(body.tenant)

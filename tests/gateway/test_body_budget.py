@@ -1,5 +1,6 @@
 """Memory for bodies: what is refused, and which body gives way."""
 
+import asyncio
 from contextlib import ExitStack
 
 import pytest
@@ -9,7 +10,7 @@ from penstock.clients.gateway.body_budget import BodyBudget, NoRoomForBody
 
 @pytest.fixture
 def budget():
-    return BodyBudget(100)
+    return BodyBudget(100, interval_s=0.0)
 
 
 class Arriving:
@@ -20,10 +21,10 @@ class Arriving:
         self._stack = stack
         self.evicted: list[str] = []
 
-    def __call__(self, name, tenant, num_bytes):
+    async def __call__(self, name, tenant, num_bytes):
         body = self._stack.enter_context(self._budget.body(tenant))
         body.evict = lambda: self.evicted.append(name)
-        body.add(num_bytes)
+        await body.add(num_bytes)
         return body
 
 
@@ -34,71 +35,128 @@ def arriving(budget):
     assert budget.num_bytes == 0
 
 
-def test_bytes_are_counted_until_a_body_is_dropped(budget):
+async def test_bytes_are_counted_until_a_body_is_dropped(budget):
     with budget.body("a") as body:
-        body.add(20)
-        body.add(10)
+        await body.add(20)
+        await body.add(10)
         assert budget.num_bytes == 30
     assert budget.num_bytes == 0
 
 
-def test_what_is_needed_no_more_of_a_body_is_room_for_others(budget, arriving):
-    whole = arriving("whole", "a", 50)
+async def test_what_is_needed_no_more_of_a_body_is_room_for_others(budget, arriving):
+    whole = await arriving("whole", "a", 50)
     whole.evict = None
     whole.shrink_to(20)
     assert budget.num_bytes == 20
     whole.shrink_to(30)
     assert budget.num_bytes == 20
-    arriving("next", "a", 30)
+    await arriving("next", "a", 30)
     assert arriving.evicted == []
 
 
-def test_a_tenant_over_its_half_loses_the_body_that_has_arrived_for_longest(budget, arriving):
-    arriving("first", "a", 20)
-    arriving("second", "a", 20)
-    arriving("other", "b", 20)
-    arriving("third", "a", 20)
+async def test_a_tenant_over_its_half_loses_the_body_that_has_arrived_for_longest(budget, arriving):
+    await arriving("first", "a", 20)
+    await arriving("second", "a", 20)
+    await arriving("other", "b", 20)
+    await arriving("third", "a", 20)
     assert arriving.evicted == ["first"]
     assert budget.num_bytes == 60
 
 
-def test_a_body_that_is_the_slowest_itself_has_no_room(arriving):
+async def test_a_body_that_is_the_slowest_itself_has_no_room(arriving):
     with pytest.raises(NoRoomForBody) as raised:
-        arriving("only", "a", 51)
+        await arriving("only", "a", 51)
     assert raised.value.is_tenants
     assert arriving.evicted == []
 
 
-def test_bodies_that_are_whole_do_not_give_way(budget, arriving):
-    whole = arriving("whole", "a", 50)
+async def test_bodies_that_are_whole_do_not_give_way(budget, arriving):
+    whole = await arriving("whole", "a", 50)
     whole.evict = None
     with pytest.raises(NoRoomForBody) as raised:
-        arriving("next", "a", 1)
+        await arriving("next", "a", 1)
     assert raised.value.is_tenants
 
 
-def test_the_tenant_that_holds_the_most_gives_way_to_others(budget, arriving):
+async def test_the_tenant_that_holds_the_most_gives_way_to_others(budget, arriving):
     for number in range(5):
-        arriving(f"a{number}", "a", 10)
+        await arriving(f"a{number}", "a", 10)
     for number in range(3):
-        arriving(f"b{number}", "b", 10)
+        await arriving(f"b{number}", "b", 10)
     for number in range(3):
-        arriving(f"c{number}", "c", 10)
+        await arriving(f"c{number}", "c", 10)
     assert arriving.evicted == ["a0"]
     assert budget.num_bytes == 100
 
 
-def test_where_nobody_can_give_way_the_new_body_is_refused_for_all_bodies_sake(budget, arriving):
+async def test_where_nobody_can_give_way_the_new_body_is_refused_for_all_bodies_sake(budget, arriving):
     for tenant in "ab":
-        arriving(tenant, tenant, 50).evict = None
+        (await arriving(tenant, tenant, 50)).evict = None
     with pytest.raises(NoRoomForBody) as raised:
-        arriving("c", "c", 1)
+        await arriving("c", "c", 1)
     assert not raised.value.is_tenants
 
 
-def test_what_was_evicted_is_counted_no_more(budget, arriving):
-    first = arriving("first", "a", 30)
-    arriving("second", "a", 30)
+async def test_what_was_evicted_is_counted_no_more(budget, arriving):
+    first = await arriving("first", "a", 30)
+    await arriving("second", "a", 30)
     assert (budget.num_bytes, arriving.evicted) == (30, ["first"])
-    first.add(5)  # it had just come
+    await first.add(5)  # it had just come
     assert budget.num_bytes == 30
+
+
+async def test_evictions_keep_their_distance():
+    """Else their sender could send bodies as fast as the network allows, each at the cost of another one."""
+    now = 1.0
+    budget = BodyBudget(100, interval_s=5.0, clock=lambda: now)
+    with ExitStack() as stack:
+        arriving = Arriving(budget, stack)
+        for name in ("first", "second"):
+            await arriving(name, "a", 40)
+        assert arriving.evicted == ["first"]
+        third = asyncio.create_task(arriving("third", "a", 40))
+        await arriving("other", "b", 40)
+        await asyncio.sleep(0.01)
+        assert not third.done()
+        now = 6.0
+        budget._wake("a")
+        await third
+        assert arriving.evicted == ["first", "second"]
+
+
+@pytest.mark.parametrize("ends", ["dropped", "shrunk"])
+async def test_a_body_that_waits_goes_on_as_soon_as_there_is_room(ends):
+    budget = BodyBudget(100, interval_s=1000.0)
+    with ExitStack() as stack, ExitStack() as first_one:
+        first = first_one.enter_context(budget.body("a"))
+        await first.add(40)
+        budget._next_eviction["a"] = float("inf")
+        arriving = Arriving(budget, stack)
+        waiting = [asyncio.create_task(arriving(name, "a", 20)) for name in ("second", "third")]
+        await asyncio.sleep(0.01)
+        assert [each.done() for each in waiting] == [False, False]
+        if ends == "dropped":
+            first_one.close()
+        else:
+            first.shrink_to(0)
+        await asyncio.gather(*waiting)
+        assert arriving.evicted == []
+
+
+async def test_a_body_that_is_cancelled_while_it_waits_counts_no_more():
+    budget = BodyBudget(100, interval_s=1000.0)
+    with budget.body("a") as first:
+        await first.add(50)
+        budget._next_eviction["a"] = float("inf")
+
+        async def arrive():
+            with budget.body("a") as body:
+                body.evict = lambda: None
+                await body.add(10)
+
+        waiting = asyncio.create_task(arrive())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert budget.num_bytes == 50
