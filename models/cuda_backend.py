@@ -28,10 +28,11 @@ from penstock.models.cuda_sampling import CudaSampler
 from penstock.models.cuda_shape import max_drafts, shape_of
 from penstock.models.cuda_step import Size, StepInputs, StepOutputs
 from penstock.models.device_lines import DeviceLines
+from penstock.models.distributed import join
 from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
-from penstock.models.parallel import TensorParallel, join
+from penstock.models.parallel import TensorParallel
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device
 from penstock.models.torch_head import add_to_vectors, prompt_parts

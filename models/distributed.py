@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from penstock.models.parallel import PeerLost
+from penstock.models.parallel import ALONE, PeerLost, TensorParallel
 from penstock.scheduler.plan import WorkerConfig
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -56,8 +56,11 @@ class Distributed:
         return int(least)
 
 
-def meet(config: WorkerConfig) -> Distributed:
-    """Waits for the other ranks. Raises PeerLost."""
+def join(config: WorkerConfig) -> TensorParallel:
+    """Meets the other ranks that the config names; waits for them. For a process's backend to call once, when everything
+    that can be refused without the others is checked. Raises PeerLost."""
+    if config.tensor_parallel_size == 1:
+        return ALONE
     device = torch.device(config.device)
     rank, size = config.tensor_parallel_rank, config.tensor_parallel_size
     os.environ.update(LOOPBACK)

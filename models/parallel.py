@@ -10,12 +10,10 @@ All ranks run the same plans in the same order, and have the same hidden states 
 chooses the same tokens, and nobody needs to tell them. That costs one gathering of the logits a step, ``rows *
 vocabulary`` numbers to every rank. And how tokens are chosen must depend on nothing but the inputs, in every bit.
 
-Imports no tensor library. What speaks with other ranks is ``distributed``.
+Imports no tensor library: ``distributed`` calls it, and speaks with the other ranks.
 """
 
 from typing import TYPE_CHECKING, Protocol
-
-from penstock.scheduler.plan import WorkerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,13 +72,3 @@ def share(total: int, parallel: TensorParallel) -> slice:
     ones are shorter, or empty, where the number of ranks does not divide ``total``."""
     each = -(-total // parallel.size)
     return slice(min(total, parallel.rank * each), min(total, (parallel.rank + 1) * each))
-
-
-def join(config: WorkerConfig) -> TensorParallel:
-    """Meets the other ranks that the config tells of; waits for them. For a process's backend to call once, when
-    everything that can be refused without the others is checked."""
-    if config.tensor_parallel_size == 1:
-        return ALONE
-    from penstock.models.distributed import meet
-
-    return meet(config)

@@ -14,12 +14,13 @@ from penstock.models.attention_groups import AttentionGroup, attention_groups
 from penstock.models.backend import AtOnce
 from penstock.models.batch import Batch, BatchResult
 from penstock.models.checkpoint import CheckpointInfo
+from penstock.models.distributed import join
 from penstock.models.errors import ModelError
 from penstock.models.host_pages import HostPages, take_host_pages
 from penstock.models.kv_pages import KVPages
 from penstock.models.loader import load_weights
 from penstock.models.memory import check_weights_fit, num_kv_blocks
-from penstock.models.parallel import TensorParallel, join
+from penstock.models.parallel import TensorParallel
 from penstock.models.rotations import rotations
 from penstock.models.spec import ModelSpec
 from penstock.models.torch_device import allocated, context_of, torch_device

@@ -17,9 +17,9 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.scheduler.delivery import Delivery
-from penstock.scheduler.lane import NO_WORK, QueuedWork
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams, TokenLogprobs
 from penstock.scheduler.policy import Rank
+from penstock.scheduler.queued_work import NO_WORK, QueuedWork
 from penstock.scheduler.request import (
     Context,
     Finished,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.scheduler.lane import NO_WORK, QueuedWork
+from penstock.scheduler.queued_work import NO_WORK, QueuedWork
 from penstock.scheduler.step_model import StepModel, StepWork
 
 _PRUDENCE = 0.05

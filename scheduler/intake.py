@@ -11,11 +11,11 @@ from penstock.scheduler.allowance import Rated
 from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Prediction
-from penstock.scheduler.lane import QueuedWork, sequence_work, total_work
 from penstock.scheduler.outlook import Outlook
 from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Policy, Rank, rank_of
+from penstock.scheduler.queued_work import QueuedWork, sequence_work, total_work
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.tenants import Tenants
 

@@ -12,8 +12,9 @@ from typing import NamedTuple, cast
 
 from penstock.kv.wanted import WantedBlocks
 from penstock.scheduler.choice import Choice, ChoiceState
-from penstock.scheduler.lane import Lane, QueuedWork, sequence_work, total_work
+from penstock.scheduler.lane import Lane
 from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.queued_work import QueuedWork, sequence_work, total_work
 
 Order = tuple[float, Rank]
 """(the tenant's turn, or 0 where tenants take none; the rank)."""

@@ -8,10 +8,10 @@ from statistics import median
 from penstock.scheduler.choice import LiveRequest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.forecast import Forecast, Load, Prediction
-from penstock.scheduler.lane import NO_WORK, QueuedWork, fork_work, sequence_work
 from penstock.scheduler.plan import StepResult
 from penstock.scheduler.planner import Planner
 from penstock.scheduler.policy import Rank
+from penstock.scheduler.queued_work import NO_WORK, QueuedWork, fork_work, sequence_work
 from penstock.scheduler.request import FinishReason, Request
 from penstock.scheduler.step_model import StepModel, StepWork
 

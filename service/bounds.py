@@ -32,7 +32,6 @@ from penstock.service.bound_kinds import (
     too_many_ids,
 )
 from penstock.service.errors import Reason, invalid
-from penstock.service.identity import TENANT_NAME
 from penstock.service.speculation import MAX_DRAFTS
 from penstock.service.text_size import MAX_TEXT_BYTES, utf8_bytes
 
@@ -41,6 +40,9 @@ __all__ = ["FIELD_BOUNDS", "Limit", "ModelLimits", "Validator", "chat_bytes"]
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 MAX_TIMEOUT_MS = 86_400_000
+MAX_CONNECTIONS = 4096
+"""Default limit for the callers' listener, if the limit of open files allows as many."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_DETOKENIZED_IDS = 1 << 20
 MAX_DESCRIBED_IDS = 1 << 16
 MAX_NAMED_TENANTS = 16_384

@@ -20,7 +20,7 @@ from penstock.clients.gateway.tool_calls import TOOL_FORMATS
 from penstock.models.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
-from penstock.service.connections import MAX_CONNECTIONS
+from penstock.service.bounds import MAX_CONNECTIONS
 from penstock.service.flags import ConfigError, FlagParser, check, flag, read_file
 from penstock.service.host_flags import DEFAULT_HOST, check_listeners, host_port
 from penstock.service.identity_flags import check_identity

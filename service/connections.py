@@ -24,8 +24,6 @@ from urllib.parse import unquote
 from penstock.service.listen import Address
 
 CONNECTIONS_FLAG = "--max-connections"
-MAX_CONNECTIONS = 4096
-"""Default limit for the callers' listener, if the limit of open files allows as many."""
 MAX_ADMIN_CONNECTIONS = 64
 RESERVED_FILES = 48
 """Kept for files other than connections: above all for a new worker in place of one that died, whose pipes and sockets

@@ -21,7 +21,7 @@ from penstock.models.child_process import child_environment
 from penstock.models.launch import ending
 from penstock.service.effort import Effort
 from penstock.service.listen import HTTP_FLAG, Address, ListenError
-from penstock.service.local import private_directory
+from penstock.service.private_directory import private_directory
 
 EXTRA = "gateway"
 """Of the package: what the gateway needs to run."""

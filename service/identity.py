@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
+from penstock.service.bounds import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.watched_files import FileError, NamedFile
 
 DEFAULT_TENANT = "default"
-TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ACT_FOR_OTHERS, ADMIN = "act-for-others", "admin"
 """The rights that a key or a token may have."""
 API_KEYS_FLAG = "--api-keys-file"

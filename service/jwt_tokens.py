@@ -11,8 +11,9 @@ from typing import Any
 
 import jwt
 
+from penstock.service.bounds import TENANT_NAME
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import ACT_FOR_OTHERS, ADMIN, TENANT_NAME, Caller
+from penstock.service.identity import ACT_FOR_OTHERS, ADMIN, Caller
 from penstock.service.watched_files import FileError, NamedFile
 
 JWKS_FLAG = "--jwt-jwks-file"

@@ -6,12 +6,10 @@ and a pipe from its parent, whose end is its own end: it cannot be left behind, 
 
 import itertools
 import json
-import os
 import select
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from typing import NoReturn
 from penstock.clients.errors import PenstockError
 from penstock.service.config import PROGRAM, parse_config
 from penstock.service.flags import ConfigError
-from penstock.service.listen import MAX_SOCKET_PATH
+from penstock.service.private_directory import private_directory
 
 _CHILD = "import sys; from penstock.service.local import main; main(*sys.argv[1:])"
 _END_TIMEOUT_S = 15.0
@@ -92,15 +90,6 @@ def _arguments(model: str, flags: dict[str, object]) -> list[str]:
     except ConfigError as error:
         raise LocalServiceError(str(error)) from None
     return arguments
-
-
-@contextmanager
-def private_directory() -> Iterator[Path]:
-    """One that no other user can look into, with a path that is short enough for a socket's."""
-    longest = len(os.fsencode(tempfile.gettempdir())) + len("/penstock-12345678/socket")
-    parent = None if longest <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108 - mkdtemp makes it 0700 and unguessable
-    with tempfile.TemporaryDirectory(prefix="penstock-", dir=parent, ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
 
 
 def _wait(process: "subprocess.Popen[bytes]", model: str, log: Path) -> None:

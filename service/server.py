@@ -24,9 +24,9 @@ from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.state import EngineState
 from penstock.service.admin import AdminService
 from penstock.service.admin_listener import ADMIN_SERVICE, AdminListener
-from penstock.service.bounds import ModelLimits, Validator
+from penstock.service.bounds import MAX_CONNECTIONS, ModelLimits, Validator
 from penstock.service.call_limits import CallLimits
-from penstock.service.connections import MAX_CONNECTIONS, max_connections
+from penstock.service.connections import max_connections
 from penstock.service.conversations import Conversations
 from penstock.service.convert import Converter
 from penstock.service.embed_inputs import EmbedConverter

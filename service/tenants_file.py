@@ -18,8 +18,7 @@ from penstock.scheduler.config import (
     MIN_WEIGHT,
     TenantLimits,
 )
-from penstock.service.bounds import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENANTS, MAX_TOKENS_CAP
-from penstock.service.identity import TENANT_NAME
+from penstock.service.bounds import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENANTS, MAX_TOKENS_CAP, TENANT_NAME
 from penstock.service.watched_files import FileError, NamedFile
 
 TENANTS_FLAG = "--tenants-file"

@@ -15,12 +15,10 @@ from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.service_link import ServiceLink
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.gateway.traffic import Exchanged, Traffic
+from penstock.clients.gateway.traffic import HELD_UNTIL_END, Exchanged, Traffic
 from penstock.clients.gateway.unsupported import shown
 from penstock.clients.log_rate import LOG_KIND
 
-HELD_UNTIL_END = "penstock.held"
-"""Of a request's scope: an ``ExitStack`` that is closed when the request has ended, however it does."""
 _METRICS = "/metrics"
 _PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
 """Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""

@@ -16,11 +16,10 @@ from penstock.clients.errors import InvalidOption
 from penstock.clients.gateway.body_budget import BodyBudget, NoRoomForBody
 from penstock.clients.gateway.eagerly import rest_of
 from penstock.clients.gateway.errors import ErrorBody, GatewayError
-from penstock.clients.gateway.guard import HELD_UNTIL_END
 from penstock.clients.gateway.json_body import parse_json
 from penstock.clients.gateway.schemas_common import Body
 from penstock.clients.gateway.service_link import Caller, ServiceLink
-from penstock.clients.gateway.traffic import GONE
+from penstock.clients.gateway.traffic import GONE, HELD_UNTIL_END
 from penstock.clients.gateway.unknown_fields import without_unknown_fields
 from penstock.clients.gateway.unsupported import shown
 from penstock.clients.parse_turns import ParseTurns

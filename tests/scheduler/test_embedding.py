@@ -10,9 +10,9 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
 from penstock.scheduler.forecast import Forecast, Load
-from penstock.scheduler.lane import sequence_work, total_work
 from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.queued_work import sequence_work, total_work
 from penstock.scheduler.request import FinishReason, Prompt, RefusalKind, Refused
 from penstock.scheduler.step_model import StepModel, StepWork
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.scheduler.forecast import _USUAL_LATENESS, Forecast, Load, OutputLengths, Prediction
-from penstock.scheduler.lane import QueuedWork, sequence_work, total_work
+from penstock.scheduler.queued_work import QueuedWork, sequence_work, total_work
 from penstock.scheduler.step_model import StepModel, StepWork
 
 STEP_S, TOKEN_S = 0.010, 0.0001

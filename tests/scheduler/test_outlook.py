@@ -3,8 +3,8 @@
 import math
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.lane import sequence_work
 from penstock.scheduler.outlook import UNTESTED_S
+from penstock.scheduler.queued_work import sequence_work
 from penstock.scheduler.request import FinishReason
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.lane import sequence_work
 from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
+from penstock.scheduler.queued_work import sequence_work
 from penstock.scheduler.request import Change, FinishReason, Speculation
 from penstock.scheduler.simulate import Simulation
 from penstock.scheduler.step_model import StepModel, StepWork
