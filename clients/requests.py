@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from penstock.clients.chat_messages import CHAT_OPTION_NAMES, ChatMessage, ChatOptions, build_chat, set_chat_option
-from penstock.clients.constraint_option import set_constraint
+from penstock.clients.constraints import set_constraint
 from penstock.clients.errors import InvalidOption, shown
 from penstock.v1 import generation_pb2 as pb
 

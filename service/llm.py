@@ -20,7 +20,7 @@ from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion
 from penstock.clients.requests import Options, Prompt
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 
 _CONCURRENCY = 256
 """Requests at a time: enough to fill every step, and fewer than may wait."""

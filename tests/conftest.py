@@ -12,10 +12,10 @@ import torch
 
 from penstock.kernels.build_cpu import CannotBuild, find_compiler
 from penstock.kernels.cpu import LibraryMissing, library_path, load_library
-from penstock.kernels.torch_tiles import avoid_broken_tiles
+from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 
 if TYPE_CHECKING:
-    from penstock.service.identity import Authenticator
+    from penstock.service.auth.identity import Authenticator
 
 # Before anything imports huggingface_hub, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,7 +66,7 @@ def cpu_library() -> Path:
 @pytest.fixture(scope="session")
 def load_keys() -> "Callable[[Path], Authenticator]":
     """Makes of a key file what tells a service its callers, as ``penstock serve`` does."""
-    from penstock.service.config import ServeConfig
-    from penstock.service.operator_files import OperatorFiles
+    from penstock.service.auth.operator_files import OperatorFiles
+    from penstock.service.config.serve_config import ServeConfig
 
     return lambda path: OperatorFiles.load(ServeConfig(api_keys_file=path)).authenticator

@@ -21,7 +21,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
 
 # Scripts and sources that made what the wheel contains, and that nobody needs installed.
-NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/csrc"))
+NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/csrc"), Path("scheduler/testing"))
 LIBRARY = "libpenstock_cpu.so"
 
 # A compiler that writes something wherever it should write, and is done at once; and none at all.
@@ -37,7 +37,7 @@ NO_COMPILER = "/none"
 def source_files() -> list[Path]:
     """Every file of the folders that are packages, relative to the root, but for what Python, macOS and a C++ compiler
     leave there."""
-    files = [file for folder in FOLDERS.values() for file in (ROOT / folder).rglob("*") if file.is_file()]
+    files = {file for folder in FOLDERS.values() for file in (ROOT / folder).rglob("*") if file.is_file()}
     relative = [file.relative_to(ROOT) for file in files if "__pycache__" not in file.parts and file.name[0] != "."]
     sources = [file for file in relative if file.suffix != ".so" and ".so." not in file.name]
     return sorted(file for file in sources if not any(file.is_relative_to(folder) for folder in NOT_INSTALLED))

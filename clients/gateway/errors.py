@@ -17,10 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from penstock.clients.error_frames import release_frames
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.paths import allowed_methods, options_response
+from penstock.clients.host.error_frames import release_frames
 
 _Code = grpc.StatusCode
 _HTTP_CODES: Mapping[grpc.StatusCode, int] = {

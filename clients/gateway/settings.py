@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.clients.allowed_hosts import AllowedHosts
 from penstock.clients.channel import DEFAULT_TARGET
-from penstock.clients.connection import Connection
+from penstock.clients.cli.options import Connection
+from penstock.clients.host.allowed_hosts import AllowedHosts
 
 AUTO, NONE = "auto", "none"
 """Of a parser: chosen by what the chat template shows, and none at all."""

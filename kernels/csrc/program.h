@@ -67,7 +67,7 @@ struct Model {
   int64_t layer_bytes;  // from a page to that of the same tokens in the next layer
 };
 
-// R rows of T tokens, as models/batch.py builds them, and what is wanted of them.
+// R rows of T tokens, as models/batch/batch.py builds them, and what is wanted of them.
 struct Step {
   int32_t num_tokens, num_rows, num_sampled, num_scored;
   const int64_t* token_ids;     // (T,)

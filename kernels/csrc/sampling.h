@@ -1,5 +1,5 @@
 // Chooses a row's next token from its logits: the meaning, the order and the precision of each step are those of
-// models/sampler.py, and the token is the same.
+// models/backends/torch_common/sampler.py, and the token is the same.
 #pragma once
 
 #include "kernels.h"

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.common import check, load_wide, num_warps
-from penstock.kernels.cuda.variant import Variant
+from penstock.kernels.cuda.core.common import check, load_wide, num_warps
+from penstock.kernels.cuda.core.launch import Variant
 
 BLOCK = 2048
 """Columns of a program, at most."""

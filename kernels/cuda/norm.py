@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.common import check, load_wide, num_warps, rounded
-from penstock.kernels.cuda.variant import Variant
+from penstock.kernels.cuda.core.common import check, load_wide, num_warps, rounded
+from penstock.kernels.cuda.core.launch import Variant
 
 
 @triton.jit

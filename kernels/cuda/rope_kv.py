@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.cuda.common import check, load_wide, narrowed, num_warps, rounded
-from penstock.kernels.cuda.variant import Variant
+from penstock.kernels.cuda.core.common import check, load_wide, narrowed, num_warps, rounded
+from penstock.kernels.cuda.core.launch import Variant
 
 BLOCK = 1024
 """Elements of the heads of a program."""

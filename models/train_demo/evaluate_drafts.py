@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from penstock.kernels.reference_sampling import keyed_gumbel
+from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.models.train_demo.continuations import answer
 from penstock.models.train_demo.eagle3 import Head, target_states, unrolled
 from penstock.models.train_demo.export import read_head, read_model

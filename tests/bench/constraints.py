@@ -21,14 +21,14 @@ from pathlib import Path
 import psutil
 from spec_bench.widen import widen
 
-from penstock.clients.bench_call import Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_load import ClosedLoop, Request, random_ids
-from penstock.clients.bench_run import run
-from penstock.clients.bench_trace import Trace
-from penstock.clients.connection import Connection
-from penstock.models.checkpoint import DEMO
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import Record
+from penstock.clients.bench.trace import Trace
+from penstock.clients.bench.workload import ClosedLoop, Request, random_ids
+from penstock.clients.cli.options import Connection
+from penstock.models.checkpoint.checkpoint import DEMO
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 NUM_STREAMS = 16

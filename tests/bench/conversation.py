@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.clients import AsyncClient, Delta, Finished
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 
 MIN_SPEEDUP = 5.0
 MAX_OLD_TOKENS = 16

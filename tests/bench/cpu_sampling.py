@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
-from penstock.models.lines import Line
-from penstock.models.rows import Row, RowTable
-from penstock.models.sampler import sample_lines
-from penstock.models.sampling_rows import SamplingRows
+from penstock.models.backends.cpu.sampling import SamplingRows
+from penstock.models.backends.torch_common.sampler import sample_lines
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import Row, RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 SECONDS = 0.25

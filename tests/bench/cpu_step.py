@@ -18,9 +18,9 @@ from pathlib import Path
 from cpu_bench import ceilings
 from cpu_bench.floors import HEAD_BYTES, LAYER_BYTES, SHAPES, Machine
 
-from penstock.models.backend import load_backend
-from penstock.models.cpu_backend import CpuBackend
-from penstock.models.runner import Runner
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu.backend import CpuBackend
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
 
 SHAPE = SHAPES["M1"]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.models.drafter import Drafter, Wanted
-from penstock.models.drafting import Drafting
-from penstock.models.ngram_drafter import NgramDrafter
-from penstock.models.rows import Row, RowTable
-from penstock.models.step_costs import StepCosts
-from penstock.models.suffix_drafter import SuffixDrafter
-from penstock.models.token_index import TokenIndex
+from penstock.models.batch.rows import Row, RowTable
+from penstock.models.speculative.controller import Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Wanted
+from penstock.models.speculative.ngram import NgramDrafter
+from penstock.models.speculative.suffix import SuffixDrafter
+from penstock.models.speculative.token_index import TokenIndex
 from penstock.scheduler.plan import AddedRow, Decode, DraftMethod, SamplingParams, SpeculationConfig, StepPlan
 
 MAX_DRAFTS = 8

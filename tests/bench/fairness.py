@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import OpenLoop, RandomLoad
-from penstock.clients.bench_report import Report, quantile
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.report import Report, quantile
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.workload import OpenLoop, RandomLoad
+from penstock.clients.cli.options import Connection
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 KEY = "the gateway's key"

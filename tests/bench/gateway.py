@@ -24,13 +24,13 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from penstock.clients.bench_call import OK, Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import OK, Record
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
+from penstock.clients.cli.options import Connection
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 
 NUM_STREAMS = 64
 PROMPT_TOKENS = 16

@@ -11,9 +11,9 @@ import statistics
 import torch
 from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import DEMO, check_checkpoint, resolve_model
-from penstock.models.reference_backend import ReferenceBackend
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.reference.backend import ReferenceBackend
+from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
 from penstock.scheduler.plan import WorkerConfig
 
 BLOCK_SIZE = 16

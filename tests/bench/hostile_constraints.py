@@ -17,15 +17,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.clients.bench_call import Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import ClosedLoop, OpenLoop, RandomLoad, Request, arrival_times, random_ids
-from penstock.clients.bench_report import quantile
-from penstock.clients.bench_run import run
-from penstock.clients.bench_trace import Trace
-from penstock.clients.connection import Connection
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.report import quantile
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import Record
+from penstock.clients.bench.trace import Trace
+from penstock.clients.bench.workload import ClosedLoop, OpenLoop, RandomLoad, Request, arrival_times, random_ids
+from penstock.clients.cli.options import Connection
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 NUM_STREAMS = 8

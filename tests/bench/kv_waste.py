@@ -10,10 +10,10 @@ import argparse
 from cpu_bench import workloads
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import FakeRow, UncheckedSlots
-from penstock.scheduler.simulate import Simulation
-from penstock.scheduler.step_model import StepWork
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import FakeRow, UncheckedSlots
+from penstock.scheduler.testing.simulation import Simulation
+from penstock.scheduler.timing.step_time import StepWork
 
 
 class HeldSlots(UncheckedSlots):

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 
 import uvloop
 
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import ClosedLoop, RandomLoad
-from penstock.clients.bench_openai import OpenAiCaller
-from penstock.clients.bench_report import BUSY_SHARE
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.openai_target import OpenAiCaller
+from penstock.clients.bench.report import BUSY_SHARE
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.workload import ClosedLoop, RandomLoad
+from penstock.clients.cli.options import Connection
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import UncheckedSlots
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.text.tokenizer import Tokenizer
 
 NUM_REQUESTS = 256
 STEP_S = 0.01

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.v1 import generation_pb2 as pb
 
 NUM_REQUESTS = 256

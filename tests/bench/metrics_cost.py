@@ -11,14 +11,14 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry, Histogram as PrometheusHistogram
 from prometheus_client.exposition import generate_latest
 
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
-from penstock.service.instruments import OUTPUT_TOKEN_BOUNDS
-from penstock.service.loop_lag import LoopLag
-from penstock.service.metrics import MAX_TENANTS, End, Metrics
-from penstock.service.metrics_page import to_families
-from penstock.service.metrics_reader import MetricsReader
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.telemetry.catalog import OUTPUT_TOKEN_BOUNDS
+from penstock.service.telemetry.collector import MetricsReader
+from penstock.service.telemetry.event_loop_lag import LoopLag
+from penstock.service.telemetry.metrics import MAX_TENANTS, End, Metrics
+from penstock.service.telemetry.prometheus import to_families
 
 DELTAS_PER_S = 6400
 """64 streams, 100 steps a second."""

@@ -8,14 +8,14 @@ import argparse
 import asyncio
 from collections.abc import Callable, Sequence
 
-from penstock.clients.bench_call import Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import Arrivals, ClosedLoop, OpenLoop, RandomLoad
-from penstock.clients.bench_report import Report, Slo, quantile
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.report import Report, Slo, quantile
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import Record
+from penstock.clients.bench.workload import Arrivals, ClosedLoop, OpenLoop, RandomLoad
+from penstock.clients.cli.options import Connection
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 MAX_ROWS = 32

@@ -12,14 +12,22 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from penstock.clients.bench_call import Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import DEFAULT_OPTIONS, Arrivals, ClosedLoop, OpenLoop, RandomLoad, Request, random_ids
-from penstock.clients.bench_report import Report
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.report import Report
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import Record
+from penstock.clients.bench.workload import (
+    DEFAULT_OPTIONS,
+    Arrivals,
+    ClosedLoop,
+    OpenLoop,
+    RandomLoad,
+    Request,
+    random_ids,
+)
+from penstock.clients.cli.options import Connection
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 MAX_ROWS = 32

@@ -10,11 +10,11 @@ from collections import deque
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import FakeWorker, UncheckedSlots
+from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import Event, Released, Request
-from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import FakeWorker, UncheckedSlots
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000

@@ -24,16 +24,16 @@ import tokenizers
 import uvloop
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import UncheckedSlots
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.request import Delta
-from penstock.service import generation
-from penstock.service.batch import OutputForm
-from penstock.service.outbox import Outbox
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.rpc import generation
+from penstock.service.streaming.outbox import Outbox
+from penstock.service.streaming.pending_message import OutputForm
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 STEPS_PER_SECOND = 100

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.clients.bench_call import Record
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import ClosedLoop, RandomLoad
-from penstock.clients.bench_report import quantile
-from penstock.clients.bench_run import Progress, run
-from penstock.clients.connection import Connection
-from penstock.service.local import local_service
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.report import quantile
+from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.target import Record
+from penstock.clients.bench.workload import ClosedLoop, RandomLoad
+from penstock.clients.cli.options import Connection
+from penstock.service.app.embedded import local_service
 
 VOCAB_SIZE = 4000
 NUM_STREAMS = 16

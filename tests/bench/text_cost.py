@@ -8,9 +8,9 @@ import argparse
 import time
 from collections.abc import Callable
 
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.service.text import IncrementalText
-from penstock.service.tokenizer import Tokenizer
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.service.text.detokenizer import IncrementalText
+from penstock.service.text.tokenizer import Tokenizer
 
 TEXT = "A penstock holds back, meters and releases a flow under pressure; naïve users, 你好, call it a pipe.\n"
 STOPS = {

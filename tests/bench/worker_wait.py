@@ -11,10 +11,10 @@ import statistics
 from collections.abc import AsyncIterator
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.models.launch import WorkerProcess
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerConfig, WorkerFacts
 from penstock.scheduler.request import Event, Released, Request
 

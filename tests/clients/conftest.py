@@ -332,7 +332,7 @@ class Tool:
             sys.executable,
             "-P",
             "-c",
-            "import sys; from penstock.clients.cli import main; sys.exit(main())",
+            "import sys; from penstock.clients.cli.main import main; sys.exit(main())",
         ]
 
     def start(self, *arguments: object, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) -> subprocess.Popen[bytes]:

@@ -16,7 +16,8 @@ import grpc
 import pytest
 from waiting import wait_until
 
-from penstock.clients import Client, cli
+from penstock.clients import Client
+from penstock.clients.cli import main as cli
 from penstock.clients.errors import RequestFailed
 
 PENSTOCK = Path(sys.executable).with_name("penstock")

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from penstock.clients.allowed_hosts import AllowedHosts, read_hosts
+from penstock.clients.host.allowed_hosts import AllowedHosts, read_hosts
 
 HOSTS = AllowedHosts("llm.internal", read_hosts("api.example.com, *.corp.example"))
 

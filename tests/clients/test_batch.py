@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from waiting import wait_until
 
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.clients import PenstockError
-from penstock.clients.batch_files import (
+from penstock.clients.cli.batch_files import (
     BadLine,
     BadLineKey,
     FileResults,

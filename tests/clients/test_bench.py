@@ -8,13 +8,14 @@ import signal
 import pytest
 from waiting import wait_until
 
-from penstock.clients import bench_grpc, cli
-from penstock.clients.bench_flags import parse_arguments
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
-from penstock.clients.bench_run import run
-from penstock.clients.bench_trace import Trace
-from penstock.clients.connection import Connection
+from penstock.clients.bench import grpc_target as bench_grpc
+from penstock.clients.bench.flags import parse_arguments
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.trace import Trace
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, RandomLoad, Request
+from penstock.clients.cli import main as cli
+from penstock.clients.cli.options import Connection
 from penstock.clients.errors import InvalidOption
 
 SMALL = ("--vocab-size", 90, "--num-requests", 12, "--prompt-tokens", "uniform:5-30", "--warmup", 2)
@@ -162,7 +163,7 @@ def test_how_much_is_asked_for():
 def test_the_bare_install_names_the_extra(tool, tmp_path):
     tool.command[-1] = (
         "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'matplotlib', 'uvloop'])); "
-        "from penstock.clients.cli import main; sys.exit(main())"
+        "from penstock.clients.cli.main import main; sys.exit(main())"
     )
     for arguments, package in (
         (("--api", "openai", "--vocab-size", 9), "aiohttp"),

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from penstock.clients.bench_lengths import LogNormal, Normal, Uniform, parse_lengths
-from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad, WarmUp
-from penstock.clients.bench_trace import BadTrace, TraceReader
+from penstock.clients.bench.lengths import LogNormal, Normal, Uniform, parse_lengths
+from penstock.clients.bench.trace import BadTrace, TraceReader
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad, WarmUp
 from penstock.clients.errors import PenstockError
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.clients.bench_call import OK
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import ClosedLoop, RandomLoad
-from penstock.clients.bench_openai import OpenAiCaller
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.openai_target import OpenAiCaller
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.target import OK
+from penstock.clients.bench.workload import ClosedLoop, RandomLoad
+from penstock.clients.cli.options import Connection
 from penstock.clients.errors import PenstockError
 
 

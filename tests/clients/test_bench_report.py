@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from penstock.clients.bench_call import NOT_SENT, OK, Record, context
-from penstock.clients.bench_load import Request
-from penstock.clients.bench_plot import plot
-from penstock.clients.bench_report import ClientLoad, Report, Slo, Spread
-from penstock.clients.bench_table import table
+from penstock.clients.bench.plot import plot
+from penstock.clients.bench.report import ClientLoad, Report, Slo, Spread
+from penstock.clients.bench.table import table
+from penstock.clients.bench.target import NOT_SENT, OK, Record, context
+from penstock.clients.bench.workload import Request
 
 IDLE = ClientLoad(loop_share=0.1, busiest_second_share=0.2, process_share=0.15)
 BUSY = ClientLoad(loop_share=0.7, busiest_second_share=0.81, process_share=0.9)

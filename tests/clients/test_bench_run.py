@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from penstock.clients import bench_run
-from penstock.clients.bench_call import INTERRUPTED, NOT_SENT, OK
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import ClosedLoop, OpenLoop, RandomLoad
-from penstock.clients.bench_run import Progress, run
-from penstock.clients.bench_trace import TraceReader
+from penstock.clients.bench import runner as bench_run
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, OK
+from penstock.clients.bench.trace import TraceReader
+from penstock.clients.bench.workload import ClosedLoop, OpenLoop, RandomLoad
 
 
 class Scripted:

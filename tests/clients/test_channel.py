@@ -6,7 +6,8 @@ import subprocess
 import grpc
 import pytest
 
-from penstock.clients import AsyncClient, PenstockError, Tls, Unreachable, cli
+from penstock.clients import AsyncClient, PenstockError, Tls, Unreachable
+from penstock.clients.cli import main as cli
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from penstock.clients import cli
+from penstock.clients.cli import main as cli
 
 HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 
@@ -47,7 +47,7 @@ def test_every_command_has_help(command, capsys):
 
 def test_help_imports_nothing_heavy(tool):
     tool.command[-1] = (
-        "import sys; from penstock.clients.cli import main; status = main(['--help']); "
+        "import sys; from penstock.clients.cli.main import main; status = main(['--help']); "
         f"sys.exit(status or ' '.join({HEAVY!r} & set(sys.modules)) or 0)"
     )
     done = tool.run()
@@ -60,7 +60,7 @@ def bare(tool):
     tool.command[-1] = (
         "import sys; sys.modules.update(dict.fromkeys(['msgspec', 'tokenizers', 'torch', 'numpy', 'jinja2', 'uvloop', "
         "'yaml', 'psutil', 'huggingface_hub', 'grpc_health', 'grpc_reflection', 'opentelemetry'])); "
-        "from penstock.clients.cli import main; sys.exit(main())"
+        "from penstock.clients.cli.main import main; sys.exit(main())"
     )
     return tool
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.clients import cli
-from penstock.clients.command_parser import CommandParser, misspelt, shortened
+from penstock.clients.cli import main as cli
+from penstock.clients.cli.command_parser import CommandParser, misspelt, shortened
 
 
 def said(capsys, *arguments, status=2):

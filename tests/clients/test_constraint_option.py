@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from penstock.clients.constraint_option import add_constraint_flags, constraint_settings, set_constraint
+from penstock.clients.constraints import add_constraint_flags, constraint_settings, set_constraint
 from penstock.clients.errors import InvalidOption
 from penstock.clients.requests import build_start
 from penstock.v1 import constraint_pb2

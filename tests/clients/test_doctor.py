@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from penstock.clients import doctor, machine
-from penstock.clients.cpu_library import CpuLibrary, inspect_cpu_library
-from penstock.clients.doctor import Kind, choose, describe, examine
-from penstock.clients.machine import Gpu, Package, inspect_machine
+from penstock.clients.cli import doctor
+from penstock.clients.cli.doctor import Kind, choose, describe, examine
+from penstock.clients.host import machine
+from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
+from penstock.clients.host.machine import Gpu, Package, inspect_machine
 from penstock.kernels import build_cpu
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")

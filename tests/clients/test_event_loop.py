@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from waiting import until
 
-from penstock.clients import event_loop
-from penstock.clients.event_loop import COLLECT_AFTER_BYTES, MemoryWatch
+from penstock.clients.host import event_loop
+from penstock.clients.host.event_loop import COLLECT_AFTER_BYTES, MemoryWatch
 
 
 class Process:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.clients import cli
-from penstock.clients.timeline_text import describe
+from penstock.clients.cli import main as cli
+from penstock.clients.cli.admin.timeline_view import describe
 from penstock.v1 import admin_pb2 as pb
 
 ID = "01KAH3Y5W7Q2R8T4V6X0Z1B3C5"

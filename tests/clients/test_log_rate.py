@@ -4,13 +4,13 @@ import logging
 
 import pytest
 
-from penstock.clients.log_rate import BURST, LOG_KIND, PERIOD_S, LogRate
+from penstock.clients.host.log_rate import BURST, LOG_KIND, PERIOD_S, LogRate
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("penstock.clients.log_rate.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.clients.host.log_rate.time.monotonic", lambda: now[0])
     return now
 
 

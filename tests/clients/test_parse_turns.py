@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from penstock.clients.parse_turns import ParseTurns
+from penstock.clients.host.parse_turns import ParseTurns
 
 
 class Clock:
@@ -30,7 +30,7 @@ def slept(monkeypatch):
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("penstock.clients.parse_turns.asyncio.sleep", note)
+    monkeypatch.setattr("penstock.clients.host.parse_turns.asyncio.sleep", note)
     return pauses
 
 

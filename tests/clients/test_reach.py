@@ -9,7 +9,8 @@ import subprocess
 import grpc
 import pytest
 
-from penstock.clients import PenstockError, doctor
+from penstock.clients import PenstockError
+from penstock.clients.cli import doctor
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.clients import AsyncClient, Client, Delta, Finished, FinishReason, RequestFailed, UpdateRefused
-from penstock.clients.bench_grpc import GrpcCaller
-from penstock.clients.bench_lengths import Uniform
-from penstock.clients.bench_load import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad
-from penstock.clients.bench_run import run
-from penstock.clients.connection import Connection
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.lengths import Uniform
+from penstock.clients.bench.runner import run
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, ClosedLoop, OpenLoop, RandomLoad
+from penstock.clients.cli.options import Connection
 from penstock.clients.requests import Options
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.identity import Everyone
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.auth.identity import Everyone
+from penstock.service.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"

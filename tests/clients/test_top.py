@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from penstock.clients import cli
-from penstock.clients.stats_text import Rates, dashboard, line
+from penstock.clients.cli import main as cli
+from penstock.clients.cli.admin.stats_view import Rates, dashboard, line
 from penstock.v1 import admin_pb2 as pb
 
 BEFORE = pb.WatchStatsResponse(

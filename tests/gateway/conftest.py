@@ -28,19 +28,19 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.clients.connection import Connection
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.http_server import HttpServer, HttpSettings
+from penstock.clients.cli.options import Connection
+from penstock.clients.gateway.server.app import create_app
+from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.engine_stats import EngineStats
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.state import EngineStats
-from penstock.service.http_gateway import HttpGateway
-from penstock.service.listen import Address
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.gateway_process import HttpGateway
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.config.addresses import Address
+from penstock.service.text.tokenizer import Tokenizer
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from penstock.clients.gateway.body_budget import BodyBudget, NoRoomForBody
+from penstock.clients.gateway.upstream.body_budget import BodyBudget, NoRoomForBody
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from penstock.clients.connection import Connection
-from penstock.clients.event_loop import loop_factory
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.certificate import Certificate
-from penstock.clients.gateway.connection_places import ConnectionPlaces
-from penstock.clients.gateway.http_server import HttpServer, HttpSettings
+from penstock.clients.cli.options import Connection
+from penstock.clients.gateway.server.app import create_app
+from penstock.clients.gateway.server.certificate import Certificate
+from penstock.clients.gateway.server.connection_places import ConnectionPlaces
+from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
+from penstock.clients.gateway.server.tls_handshake import TlsHandshake
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.gateway.tls_handshake import TlsHandshake
+from penstock.clients.host.event_loop import loop_factory
 
 
 def issue(folder, name):

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.clients.gateway.schemas_chat import ChatChunk, ChatCompletion
+from penstock.clients.gateway.schemas.chat import ChatChunk, ChatCompletion
 
 PATH = "/v1/chat/completions"
 TURN_ENDS = 256

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from penstock.clients.gateway.chat_places import ContentTokens
-from penstock.clients.gateway.token_logprobs import TokenNames
+from penstock.clients.gateway.responses.chat_places import ContentTokens
+from penstock.clients.gateway.responses.logprobs import TokenNames
 from penstock.v1.tokenizer_pb2 import TokenDescription
 
 

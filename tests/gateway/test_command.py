@@ -12,12 +12,12 @@ import grpc
 import httpx
 import pytest
 
-from penstock.clients import cli
-from penstock.clients.connection import KEY_VARIABLE, Connection
+from penstock.clients.cli import main as cli
+from penstock.clients.cli.options import KEY_VARIABLE, Connection
 from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.command import gateway_settings, http_settings, make_parser
-from penstock.clients.gateway.exposure import exposure_warning
+from penstock.clients.gateway.server.app import create_app
+from penstock.clients.gateway.server.command import gateway_settings, http_settings, make_parser
+from penstock.clients.gateway.server.exposure import exposure_warning
 from penstock.clients.gateway.settings import GatewaySettings
 
 
@@ -189,7 +189,7 @@ def test_no_page_reaches_a_unix_socket():
 
 def test_it_starts_without_a_service_and_ends_in_order(tmp_path):
     path = tmp_path / "socket"
-    code = "import sys; from penstock.clients.cli import main; sys.exit(main())"
+    code = "import sys; from penstock.clients.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", code, "gateway", "--target", "127.0.0.1:1", "--unix-socket", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.clients.gateway.schemas_completions import Completion
+from penstock.clients.gateway.schemas.completions import Completion
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 PATH = "/v1/completions"

@@ -12,11 +12,11 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from penstock.clients.gateway.schemas_chat import ChatRequest
-from penstock.clients.gateway.schemas_completions import CompletionRequest
-from penstock.clients.gateway.schemas_embeddings import EmbeddingsRequest
-from penstock.clients.gateway.schemas_responses import ResponsesRequest
-from penstock.clients.gateway.unsupported import IGNORED, UNSUPPORTED
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.completions import CompletionRequest
+from penstock.clients.gateway.schemas.embeddings import EmbeddingsRequest
+from penstock.clients.gateway.schemas.responses import ResponsesRequest
+from penstock.clients.gateway.schemas.unsupported import IGNORED, UNSUPPORTED
 
 from .conformance import BASE, CASES, WORD, Answer, Choice, Support
 from .conformance.table import table

@@ -3,7 +3,7 @@
 import hashlib
 import resource
 
-from penstock.clients.gateway.connection_places import ConnectionPlaces
+from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 
 
 class Connection:

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 
-from penstock.models.families import spec_from_config
-from penstock.service.local import local_service
-from penstock.service.tokenizer import Tokenizer
+from penstock.models.checkpoint.families import spec_from_config
+from penstock.service.app.embedded import local_service
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN, Choices, Constraint, ConstraintStart
 
@@ -161,7 +161,7 @@ def _worker_of(target: str) -> psutil.Process:
         child
         for service in services
         for child in service.children()
-        if any("penstock.models.worker" in part for part in child.cmdline())
+        if any("penstock.models.worker.main" in part for part in child.cmdline())
     ]
     return worker
 

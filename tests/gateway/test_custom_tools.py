@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.clients.gateway.custom_tools import CustomInput, custom_arguments, custom_function
+from penstock.clients.gateway.requests.custom_tools import CustomInput, custom_arguments, custom_function
 
 TEXTS = ["", "a", '*** Begin Patch\n+x = "\\n"\n*** End Patch', "\t\\ \u2028 é 𝄞", "{}", '"']
 

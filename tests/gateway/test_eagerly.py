@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.clients.gateway.eagerly import rest_of
+from penstock.clients.gateway.upstream.eagerly import rest_of
 
 
 async def begun(coroutine: Coroutine[Any, Any, Any]) -> Any:

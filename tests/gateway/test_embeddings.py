@@ -13,10 +13,10 @@ import msgspec
 import openai
 import pytest
 
-from penstock.clients.connection import Connection
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.embeddings import answer_of, as_base64
-from penstock.clients.gateway.portions import encoded
+from penstock.clients.cli.options import Connection
+from penstock.clients.gateway.responses.chunking import encoded
+from penstock.clients.gateway.routes.embeddings import answer_of, as_base64
+from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc, model_pb2, model_pb2_grpc
 from penstock.v1.generation_pb2 import Usage

@@ -188,7 +188,7 @@ async def test_a_name_as_long_as_a_body_is_compared_by_its_beginning(gateway, mo
 
 
 async def test_prompts_that_are_too_large_with_their_options(gateway, monkeypatch):
-    monkeypatch.setattr("penstock.clients.gateway.completions._MAX_STARTS_BYTES", 1000)
+    monkeypatch.setattr("penstock.clients.gateway.routes.completions._MAX_STARTS_BYTES", 1000)
     options = {"stop_token_ids": [255] * 200, "max_tokens": 1}
     assert (await gateway.post(COMPLETIONS, prompt=["a"] * 2, **options)).status_code == 200
     response = await gateway.post(COMPLETIONS, prompt=["a"] * 5, **options)
@@ -265,7 +265,7 @@ async def test_a_body_that_does_not_arrive(start_gateway):
 
 
 async def test_who_sends_no_whole_head_of_a_request_holds_no_place(start_gateway, monkeypatch):
-    monkeypatch.setattr("penstock.clients.gateway.http_server._HEAD_S", 0.05)
+    monkeypatch.setattr("penstock.clients.gateway.server.http_server._HEAD_S", 0.05)
     gateway = await start_gateway(seconds_per_step=0.01)
     base = gateway.http.base_url
     whole = "GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -408,7 +408,7 @@ async def test_a_bug_is_told_without_what_the_caller_wrote(gateway, monkeypatch,
     def broken(*_: object) -> None:
         raise KeyError(canary)
 
-    monkeypatch.setattr("penstock.clients.gateway.completions.fill_sampling", broken)
+    monkeypatch.setattr("penstock.clients.gateway.routes.completions.fill_sampling", broken)
     response = await gateway.post(COMPLETIONS, prompt=canary)
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal"

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
-from penstock.clients.gateway.eagerly import run_eagerly
-from penstock.clients.gateway.exchange import Abandoned, Exchange
+from penstock.clients.gateway.upstream.eagerly import run_eagerly
+from penstock.clients.gateway.upstream.exchange import Abandoned, Exchange
 from penstock.v1 import generation_pb2 as pb
 
 FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())

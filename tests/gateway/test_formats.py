@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.clients.gateway.formats import Formats, formats_of
-from penstock.clients.gateway.schemas_chat import ChatRequest
+from penstock.clients.gateway.requests.formats import Formats, formats_of
+from penstock.clients.gateway.schemas.chat import ChatRequest
 
 TURNS = "{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}"
 CALLS = TURNS + "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
@@ -89,7 +89,7 @@ async def test_what_templates_show_is_kept_small_and_for_a_minute(start_gateway,
     assert caller.rendered
     assert all(len(key) == 32 for key in caller.rendered)
     assert max(len(prompt.text) for prompt in caller.rendered.values()) < 20_000
-    monkeypatch.setattr("penstock.clients.gateway.service_link._RENDERED_S", 0.0)
+    monkeypatch.setattr("penstock.clients.gateway.upstream.service_link._RENDERED_S", 0.0)
     assert not caller.rendered  # a service that comes back may have another template
 
 

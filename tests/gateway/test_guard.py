@@ -1,7 +1,7 @@
 """What the outermost layer logs."""
 
-from penstock.clients.gateway.guard import _log_without_text
-from penstock.clients.log_rate import BURST, LogRate
+from penstock.clients.gateway.server.middleware import _log_without_text
+from penstock.clients.host.log_rate import BURST, LogRate
 
 
 def fail(error):

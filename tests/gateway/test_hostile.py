@@ -10,10 +10,10 @@ import pytest
 from raw_http import connected
 from waiting import until
 
-from penstock.clients.allowed_hosts import AllowedHosts
-from penstock.clients.gateway.exchange import Exchange
-from penstock.clients.gateway.route import _end_soon
-from penstock.clients.gateway.schemas_common import SamplingBody
+from penstock.clients.gateway.routes.caller_route import _end_soon
+from penstock.clients.gateway.schemas.common import SamplingBody
+from penstock.clients.gateway.upstream.exchange import Exchange
+from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"

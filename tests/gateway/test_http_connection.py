@@ -7,11 +7,11 @@ import pytest
 from raw_http import connected
 from waiting import until
 
-from penstock.clients.gateway.http_connection import _MAX_HEAD_BYTES
+from penstock.clients.gateway.server.connection import _MAX_HEAD_BYTES
 
 COMPLETIONS = "/v1/completions"
 VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
-HEAD_S = "penstock.clients.gateway.http_server._HEAD_S"
+HEAD_S = "penstock.clients.gateway.server.http_server._HEAD_S"
 MUCH = 5 * _MAX_HEAD_BYTES + 1
 """Too much even where as much as is read at once came with the end of a head."""
 

@@ -8,9 +8,9 @@ import socket
 import httpx
 import pytest
 
-from penstock.clients.connection import Connection
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.http_server import HttpServer, HttpSettings
+from penstock.clients.cli.options import Connection
+from penstock.clients.gateway.server.app import create_app
+from penstock.clients.gateway.server.http_server import HttpServer, HttpSettings
 from penstock.clients.gateway.settings import GatewaySettings
 
 COMPLETIONS = "/v1/completions"

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from penstock.clients.gateway import json_body
 from penstock.clients.gateway.errors import GatewayError
-from penstock.clients.gateway.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, MAX_REALS, parse_json
-from penstock.clients.gateway.json_scan import JsonScan
-from penstock.clients.parse_turns import ParseTurns
+from penstock.clients.gateway.requests import json_body
+from penstock.clients.gateway.requests.json_body import MAX_COMMAS, MAX_DEPTH, MAX_PARTS, MAX_REALS, parse_json
+from penstock.clients.gateway.requests.json_scan import JsonScan
+from penstock.clients.host.parse_turns import ParseTurns
 
 LONG = b'"' + b"p" * 70_000 + b'"'
 """What makes a body one that is measured before it is parsed."""

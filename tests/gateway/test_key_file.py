@@ -6,7 +6,7 @@ import hashlib
 import pytest
 
 from penstock.clients.errors import PenstockError
-from penstock.clients.gateway.key_file import KeyFile, read_key
+from penstock.clients.gateway.server.key_file import KeyFile, read_key
 
 COMPLETIONS = "/v1/completions"
 FIRST, SECOND = "first" * 8, "second" * 8

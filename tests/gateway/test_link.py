@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage, merge
-from penstock.clients.gateway.answering import _events
-from penstock.clients.gateway.exchange import Exchange
+from penstock.clients.gateway.responses.http_response import _events
+from penstock.clients.gateway.upstream.exchange import Exchange
 from penstock.v1 import generation_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -36,7 +36,7 @@ def keys(tmp_path, load_keys):
 @pytest.fixture
 def tenants(monkeypatch):
     """The tenants of the requests that reach the engine."""
-    from penstock.scheduler.engine import Engine
+    from penstock.scheduler.loop.engine import Engine
 
     seen = []
     submit = Engine.submit
@@ -216,7 +216,7 @@ async def test_many_choices_are_not_merged_with_each_event(monkeypatch):
         numbers.append(len(events))
         return merge(events)
 
-    monkeypatch.setattr("penstock.clients.gateway.exchange.merge", note)
+    monkeypatch.setattr("penstock.clients.gateway.upstream.exchange.merge", note)
     nobody: Any = Nobody()
     exchange = Exchange(nobody, [pb.Start(sampling=pb.Sampling(n=64))])
     exchange.begin()
@@ -342,7 +342,7 @@ async def test_a_service_that_goes_down_ends_what_it_carries(start_gateway):
 
 
 async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
-    from penstock.service.live import LiveRequest
+    from penstock.service.requests.lifecycle import LiveRequest
 
     seen = []
     begin = LiveRequest.begin
@@ -365,7 +365,7 @@ async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
 
 
 async def test_names_of_tokens_are_asked_for_once(start_gateway, monkeypatch):
-    from penstock.service.tokenizer_service import TokenizerService
+    from penstock.service.rpc.tokenizer import TokenizerService
 
     asked = []
     describe = TokenizerService.DescribeTokens

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from penstock.clients.gateway import metrics
-from penstock.clients.gateway.metrics import _fetch
+from penstock.clients.gateway.routes import metrics
+from penstock.clients.gateway.routes.metrics import _fetch
 
 NOWHERE = "127.0.0.1:1"
 DOCS = Path(__file__).parents[2] / "docs/http.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.clients.gateway.page import content_security_policy
+from penstock.clients.gateway.routes.chat_page import content_security_policy
 
 HTML = files("penstock.clients.gateway").joinpath("page.html").read_text(encoding="utf-8")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

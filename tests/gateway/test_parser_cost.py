@@ -5,11 +5,11 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.clients.gateway.answer import make_parser
-from penstock.clients.gateway.custom_tools import CustomInput
-from penstock.clients.gateway.pythonic import arguments_as_json
-from penstock.clients.gateway.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.gateway.parsers.pythonic import arguments_as_json
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.clients.gateway.parsers.registry import make_parser
+from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
+from penstock.clients.gateway.requests.custom_tools import CustomInput
 
 from .counted_text import CountedText, TooManyOperations, counting
 

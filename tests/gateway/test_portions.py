@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from penstock.clients.events import Delta, Logprobs, PromptLogprobs
-from penstock.clients.gateway import portions as module
-from penstock.clients.gateway.completions import CompletionWriter
-from penstock.clients.gateway.portions import encoded, portions
+from penstock.clients.gateway.responses import chunking as module
+from penstock.clients.gateway.responses.chunking import encoded, portions
+from penstock.clients.gateway.routes.completions import CompletionWriter
 
 MOST = module._MAX_ENTRIES
 

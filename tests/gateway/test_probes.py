@@ -7,11 +7,11 @@ import grpc
 import httpx
 import pytest
 
-from penstock.clients.connection import Connection
-from penstock.clients.gateway import service_state
-from penstock.clients.gateway.app import create_app
-from penstock.clients.gateway.service_link import ServiceLink
+from penstock.clients.cli.options import Connection
+from penstock.clients.gateway.server.app import create_app
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.upstream import service_state
+from penstock.clients.gateway.upstream.service_link import ServiceLink
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from penstock.clients.gateway.recent import Recent
+from penstock.clients.gateway.upstream.recent import Recent
 
 
 class Question:
@@ -26,7 +26,7 @@ class Question:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("penstock.clients.gateway.recent.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.clients.gateway.upstream.recent.time.monotonic", lambda: now[0])
     return now
 
 

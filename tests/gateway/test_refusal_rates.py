@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.clients.gateway import refusal_rates
-from penstock.clients.gateway.refusal_rates import RefusalRates
+from penstock.clients.gateway.upstream import refusal_rates
+from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
 
 
 @pytest.fixture

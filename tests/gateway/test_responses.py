@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from penstock.clients.gateway.piece import CallPiece, Piece
-from penstock.clients.gateway.response_events import ResponseEvents
+from penstock.clients.gateway.parsers.base import CallPiece, Piece
+from penstock.clients.gateway.responses.response_events import ResponseEvents
 
 LOOK = {
     "type": "function",

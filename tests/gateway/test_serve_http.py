@@ -20,14 +20,14 @@ import pytest
 from waiting import until, wait_until
 
 from penstock.clients import Client
-from penstock.clients.machine import Package, inspect_machine
+from penstock.clients.host.machine import Package, inspect_machine
 from penstock.clients.requests import Options
-from penstock.service import http_gateway, serve
-from penstock.service.calls import HttpCalls
-from penstock.service.config import parse_config
-from penstock.service.flags import ConfigError
-from penstock.service.http_gateway import GatewayFailed, HttpGateway, Patience, check_installed
-from penstock.service.listen import HTTP_FLAG, Address, ListenError
+from penstock.service.app import gateway_process as http_gateway, serve
+from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience, check_installed
+from penstock.service.app.usage_examples import HttpCalls
+from penstock.service.config.addresses import HTTP_FLAG, Address, ListenError
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.serve_config import parse_config
 
 # The real bootstrap, and instead of the gateway one that answers each connection with its own process id and arguments.
 STAND_IN = """

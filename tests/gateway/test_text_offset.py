@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
-from penstock.service.tokenizer import Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 WORDS = ["▁The", "▁kernel", "▁is"]

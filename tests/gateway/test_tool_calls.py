@@ -8,9 +8,9 @@ import re
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from penstock.clients.gateway.answer import make_parser, shows_special_tokens
-from penstock.clients.gateway.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.tool_calls import TOOL_FORMATS
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens
+from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
 
 from .tool_texts import ARGUMENTS, NAMES, ONE, take_apart
 

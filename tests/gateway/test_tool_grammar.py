@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.clients.gateway.tool_grammar import (
+from penstock.clients.gateway.parsers.tool_grammar import (
     MARKED_FORMATS,
     AnswerShape,
     CannotBeHeld,
@@ -15,7 +15,7 @@ from penstock.clients.gateway.tool_grammar import (
     call_grammar,
     text_grammar,
 )
-from penstock.models.grammar import compile_grammar, read_tokenizer, to_grammar
+from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
 
 from .tool_texts import take_apart
 

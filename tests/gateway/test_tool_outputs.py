@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.service.text import IncrementalText
-from penstock.service.tokenizer import Tokenizer
+from penstock.service.text.detokenizer import IncrementalText
+from penstock.service.text.tokenizer import Tokenizer
 
 from .tool_texts import folded, take_apart, whole
 

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.clients.gateway.forced_calls import fill_calls
-from penstock.clients.gateway.schemas_chat import ChatRequest
-from penstock.service.tokenizer import Tokenizer
+from penstock.clients.gateway.requests.forced_calls import fill_calls
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 from .tool_texts import ARGUMENTS, ONE, folded, whole

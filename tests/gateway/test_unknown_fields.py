@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from penstock.clients.gateway.schemas_chat import ChatRequest
-from penstock.clients.gateway.schemas_responses import ResponsesRequest
-from penstock.clients.gateway.unknown_fields import without_unknown_fields
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.responses import ResponsesRequest
+from penstock.clients.gateway.schemas.unknown_fields import without_unknown_fields
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

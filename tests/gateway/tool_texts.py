@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from penstock.clients.gateway.answer import make_parser
+from penstock.clients.gateway.parsers.registry import make_parser
 
 ONE = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}\n</tool_call>',

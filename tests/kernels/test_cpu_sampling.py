@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import SampledToken, SamplingRow, address
-from penstock.kernels.reference_sampling import keyed_gumbel
-from penstock.models.lines import Line, Masks
-from penstock.models.matcher import Words
-from penstock.models.rows import RowTable
-from penstock.models.sampler import sample_lines
-from penstock.models.sampling_rows import SamplingRows
+from penstock.kernels.reference.sampling import keyed_gumbel
+from penstock.models.backends.cpu.sampling import SamplingRows
+from penstock.models.backends.torch_common.sampler import sample_lines
+from penstock.models.batch.grammar_matcher import Words
+from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 GUARD = 64

@@ -7,8 +7,8 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from penstock.kernels import reference
-from penstock.kernels.reference import (
+from penstock.kernels.reference import ops as reference
+from penstock.kernels.reference.ops import (
     attention,
     choose_experts,
     clamped_gate,

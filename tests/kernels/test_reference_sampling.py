@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from penstock.kernels import reference_sampling
-from penstock.kernels.reference_sampling import (
+from penstock.kernels.reference import sampling as reference_sampling
+from penstock.kernels.reference.sampling import (
     NOISE_RANGE,
     keep_min_p,
     keep_top_k,

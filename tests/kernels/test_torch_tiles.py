@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels import torch_tiles
-from penstock.kernels.torch_tiles import VARIABLE, WITHOUT_TILES, avoid_broken_tiles
+from penstock.kernels.reference import onednn_amx as torch_tiles
+from penstock.kernels.reference.onednn_amx import VARIABLE, WITHOUT_TILES, avoid_broken_tiles
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_without_amx_nothing_is_tried(processor: Path, monkeypatch: pytest.Monke
 def test_torch_multiplies_bfloat16_here() -> None:
     """In a process that has nothing from this one's environment."""
     script = (
-        "from penstock.kernels.torch_tiles import avoid_broken_tiles; avoid_broken_tiles(); import torch;"
+        "from penstock.kernels.reference.onednn_amx import avoid_broken_tiles; avoid_broken_tiles(); import torch;"
         "x = torch.ones(64, 256).bfloat16(); print(float(torch.nn.functional.linear(x, x).sum()))"
     )
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

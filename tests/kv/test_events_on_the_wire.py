@@ -8,7 +8,7 @@ import grpc
 from waiting import until
 
 from penstock.kv.events import KvEventLog
-from penstock.service.kv_events import KvEvents
+from penstock.service.admin.kv_events import KvEvents
 from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
 
 
@@ -53,7 +53,8 @@ async def watch(stub, mirror, rng, num_messages, away_s):
 async def test_mirrors_on_the_wire_equal_the_pools_map_after_10000_random_operations(
     random_cache_type, mirror_type, monkeypatch
 ):
-    monkeypatch.setattr("penstock.service.kv_events.MAX_MESSAGE_BYTES", 400)  # or a message would hold the whole pool
+    # Or a message would hold the whole pool.
+    monkeypatch.setattr("penstock.service.admin.kv_events.MAX_MESSAGE_BYTES", 400)
     cache = random_cache_type(seed=7)
     rng = random.Random(7)
     async with serving(cache.kv.events) as stub:
@@ -96,7 +97,7 @@ async def test_the_first_message_comes_at_once_and_the_next_when_something_happe
 
 async def test_who_does_not_read_is_told_the_end_and_not_all_that_led_to_it(mirror_type, monkeypatch):
     """The service waits once the connection takes no more, and keeps nothing for it."""
-    monkeypatch.setattr("penstock.service.kv_events.PAUSE_S", 0.0)
+    monkeypatch.setattr("penstock.service.admin.kv_events.PAUSE_S", 0.0)
     log = KvEventLog(block_size=4096, max_changes=100)
     hashes = [bytes([number]) for number in range(8)]
     mirror = mirror_type()

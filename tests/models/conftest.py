@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from penstock.kernels import reference_cuda
 from penstock.kernels.cpu import Format
-from penstock.models import spawn
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.cpu_backend import DTYPES
-from penstock.models.cpu_model import block_bytes
+from penstock.kernels.reference import fused as reference_cuda
+from penstock.models.backends.cpu.backend import DTYPES
+from penstock.models.backends.cpu.model import block_bytes
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.executor import spawn
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import Executor
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerConfig
 
 from .engines import Eager, EngineUnderTest, InProcessExecutor
@@ -61,7 +61,7 @@ UNUSUAL_ONLY_IN_WEIGHTS = (
 WITHOUT_MODEL = """
 from penstock.models import worker
 from penstock.models.errors import ModelError
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepResult
 
 class Runner:

@@ -10,18 +10,18 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.models.backend import Backend, load_backend
-from penstock.models.drafter import Drafter, Wanted
-from penstock.models.drafters import check_speculation, make_drafter, make_drafting
-from penstock.models.drafting import Drafted, Drafting, _valid
-from penstock.models.grammars import grammars_of
-from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
-from penstock.scheduler.engine import Engine
+from penstock.models.backends.base import Backend, load_backend
+from penstock.models.speculative.controller import Drafted, Drafting, _valid
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Wanted
+from penstock.models.structured_output.manager import grammars_of
+from penstock.models.worker.runner import Runner
+from penstock.models.worker.speculation import check_speculation, make_drafter, make_drafting
+from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs, WorkerConfig, WorkerFacts
 from penstock.scheduler.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Released, Request
-from penstock.scheduler.state import EngineStats
 
 
 class Eager(Drafting):

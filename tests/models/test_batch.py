@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from penstock.kernels.reference import attention, paged_attention
-from penstock.models import attention_groups
-from penstock.models.batch import build_batch
-from penstock.models.rows import RowTable
+from penstock.kernels.reference.ops import attention, paged_attention
+from penstock.models.backends.reference import attention_groups
+from penstock.models.batch.batch import build_batch
+from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowBlocks, SamplingParams, StepPlan
 
 BLOCK = 16

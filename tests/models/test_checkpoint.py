@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.models.checkpoint import CONFIG, DEMO, check_checkpoint, resolve_model
+from penstock.models.checkpoint.checkpoint import CONFIG, DEMO, check_checkpoint, resolve_model
+from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.checkpoint.rope import inverse_frequencies
+from penstock.models.checkpoint.spec import Activation, DefaultRope, LinearRope, Llama3Rope, QkNorm, YarnRope
 from penstock.models.errors import ModelError
-from penstock.models.families import spec_from_config
-from penstock.models.rope import inverse_frequencies
-from penstock.models.spec import Activation, DefaultRope, LinearRope, Llama3Rope, QkNorm, YarnRope
 
 # As published: the fields of these models' config.json that matter here.
 LLAMA_31_8B = {
@@ -195,7 +195,7 @@ def test_an_id_comes_from_the_cache_alone_when_offline(tiny_model, tmp_path, mon
         (snapshot / file.name).symlink_to(file)
     code = """
 import sys
-from penstock.models.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
 print(check_checkpoint(resolve_model("owner/tiny")).spec.architecture)
 print(resolve_model("owner/tiny", revision="v1") == resolve_model("owner/tiny"))

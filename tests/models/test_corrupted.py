@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import CONFIG, INDEX, SINGLE, check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import CONFIG, INDEX, SINGLE, check_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.launch import WorkerProcess
-from penstock.scheduler.engine import Engine
+from penstock.models.executor.process import WorkerProcess
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.state import EngineState
+from penstock.scheduler.loop.engine import Engine
 
 SHARD = "model-00002-of-00003.safetensors"
 Header = dict[str, Any]

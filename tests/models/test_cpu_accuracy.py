@@ -13,9 +13,9 @@ import tokenizers
 import torch
 import transformers
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.models.runner import Runner
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 
 pytestmark = pytest.mark.usefixtures("cpu_library")

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from penstock.kernels.cpu import LibraryMissing, load_library
-from penstock.models import cpu_backend, spawn
-from penstock.models.backend import load_backend
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.errors import ModelError
-from penstock.models.launch import WorkerProcess
-from penstock.models.runner import Runner
+from penstock.models.executor import spawn
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 

@@ -6,8 +6,8 @@ import os
 import pytest
 from waiting import wait_until
 
-from penstock.models.backend import load_backend
-from penstock.models.cpu_cores import choose_cores
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu.cpu_cores import choose_cores
 from penstock.models.errors import ModelError
 
 MACHINE = 8

@@ -15,14 +15,14 @@ from waiting import wait_until
 
 from penstock.kernels.cpu import Format, find_kernels
 from penstock.kernels.cpu_program import Library
-from penstock.models import memory
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.cpu_model import Formats, max_weight_bytes
-from penstock.models.cpu_weights import Packer
+from penstock.models.backends import memory
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu.model import Formats, max_weight_bytes
+from penstock.models.backends.cpu.weights import Packer
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantized_reader import QuantizedMatrix
 from penstock.models.errors import ModelError
-from penstock.models.launch import WorkerProcess
-from penstock.models.quantized_matrix import QuantizedMatrix
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 
 pytestmark = pytest.mark.usefixtures("cpu_library")

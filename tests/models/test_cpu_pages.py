@@ -7,8 +7,8 @@ import pytest
 from waiting import wait_until
 
 from penstock.kernels.cpu_program import Memory
-from penstock.models import cpu_pages
-from penstock.models.cpu_pages import SLICE_BYTES, FirstPages
+from penstock.models.backends.cpu import memory as cpu_pages
+from penstock.models.backends.cpu.memory import SLICE_BYTES, FirstPages
 
 
 class Pages(Memory):

@@ -7,15 +7,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.models import cpu_backend
-from penstock.models.backend import load_backend
-from penstock.models.batch import build_batch
-from penstock.models.cpu_backend import CpuBackend
-from penstock.models.drafter import Drafter, Proposal
-from penstock.models.lines import Masks
-from penstock.models.matcher import Words
-from penstock.models.rows import RowTable
-from penstock.models.runner import Runner
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu.backend import CpuBackend
+from penstock.models.batch.batch import build_batch
+from penstock.models.batch.grammar_matcher import Words
+from penstock.models.batch.lines import Masks
+from penstock.models.batch.rows import RowTable
+from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
 
 from .engines import Eager

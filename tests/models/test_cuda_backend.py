@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.runner import Runner
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan, StepResult
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
 
-from penstock.kernels.cuda.ahead import describe, quantized_variants, variants
+from penstock.kernels.aot import describe, quantized_variants, variants
+from penstock.kernels.cuda.core.launch import launches
 from penstock.kernels.cuda.norm import rms_norm
-from penstock.kernels.cuda.quantized_weight import multiplied_out
-from penstock.kernels.cuda.variant import launches
-from penstock.models.cuda_linears import AT_LOAD
-from penstock.models.cuda_shape import shape_of
+from penstock.kernels.cuda.quantized.weights import multiplied_out
+from penstock.models.backends.cuda.linear import AT_LOAD
+from penstock.models.backends.cuda.shapes import shape_of
 
 # Of the interpreter, which computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

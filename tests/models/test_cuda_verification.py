@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.backend import Backend, load_backend
-from penstock.models.batch import build_batch
-from penstock.models.draft_model import DraftModelDrafter, load as load_draft_model
-from penstock.models.drafter import Wanted
-from penstock.models.lines import Line, Masks
-from penstock.models.matcher import Words
-from penstock.models.rows import RowTable
-from penstock.models.runner import _expect, _results
+from penstock.models.backends.base import Backend, load_backend
+from penstock.models.batch.batch import build_batch
+from penstock.models.batch.grammar_matcher import Words
+from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.rows import RowTable
+from penstock.models.speculative.draft_model import DraftModelDrafter, load as load_draft_model
+from penstock.models.speculative.drafter import Wanted
+from penstock.models.worker.runner import _expect, _results
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -34,8 +34,8 @@ from penstock.scheduler.plan import (
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
 
-from penstock.kernels.cuda.ahead import describe, variants
-from penstock.kernels.cuda.variant import launches
+from penstock.kernels.aot import describe, variants
+from penstock.kernels.cuda.core.launch import launches
 
 # Of the interpreter, which computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

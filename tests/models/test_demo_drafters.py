@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from penstock.models.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.train_demo.eagle3 import Head, draft, target_states, unrolled
 from penstock.models.train_demo.evaluate_drafts import (
     Output,

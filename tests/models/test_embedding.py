@@ -12,14 +12,14 @@ import torch
 import transformers
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.models import cpu_backend
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import resolve_model
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.checkpoint.checkpoint import resolve_model
+from penstock.models.checkpoint.pooling_config import Embedding, read_embedding
 from penstock.models.errors import ModelError
-from penstock.models.pooled_row import PooledRow
-from penstock.models.pooling_config import Embedding, read_embedding
-from penstock.models.runner import Runner
-from penstock.models.wire import FrameBuffer, Kind, encode_frame
+from penstock.models.executor.wire import FrameBuffer, Kind, encode_frame
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,

@@ -12,14 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.models.checkpoint import SINGLE, check_checkpoint
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm
+from penstock.models.checkpoint.checkpoint import SINGLE, check_checkpoint
+from penstock.models.checkpoint.families import spec_from_config
+from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
+from penstock.models.checkpoint.spec import ClampedGate, DefaultRope, LinearRope, LongRope, ModelSpec, Rope, YarnRope
 from penstock.models.errors import ModelError
-from penstock.models.families import spec_from_config
-from penstock.models.loader import load_weights
-from penstock.models.rope import attention_factor, inverse_frequencies
-from penstock.models.spec import ClampedGate, DefaultRope, LinearRope, LongRope, ModelSpec, Rope, YarnRope
-from penstock.models.tensor_files import TensorFiles
-from penstock.models.weights import DenseLinear, RmsNorm
 
 # As published: the fields of these models' config.json that matter here.
 GEMMA2_2B = {

@@ -7,10 +7,10 @@ from random import Random
 import msgspec
 import pytest
 
-from penstock.kernels.reference import attention
-from penstock.models import reference_backend
-from penstock.models.kv_pages import KVPages
-from penstock.models.launch import WorkerProcess
+from penstock.kernels.reference.ops import attention
+from penstock.models.backends.reference import backend as reference_backend
+from penstock.models.backends.torch_common.kv_pages import KVPages
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
 from penstock.scheduler.request import FinishReason
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantization_config import Layout, quantization_from_config
+from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
-from penstock.models.quantization import Layout, quantization_from_config
-from penstock.models.quantized_matrix import read_matrix
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -9,14 +9,20 @@ import tokenizers
 from llguidance import LLTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.models.backend import load_backend
-from penstock.models.drafter import Drafter, Proposal
-from penstock.models.drafting import Drafting
-from penstock.models.grammar import GrammarError, compile_grammar, discreet, read_tokenizer, to_grammar
-from penstock.models.grammars import Grammars, grammars_of
-from penstock.models.matcher import FAILURE
-from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
+from penstock.models.backends.base import load_backend
+from penstock.models.batch.grammar_matcher import FAILURE
+from penstock.models.speculative.controller import Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.structured_output.compiler import (
+    GrammarError,
+    compile_grammar,
+    discreet,
+    read_tokenizer,
+    to_grammar,
+)
+from penstock.models.structured_output.manager import Grammars, grammars_of
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from penstock.models.host_pages import HostPages
-from penstock.models.launch import WorkerProcess
+from penstock.models.backends.torch_common.host_pages import HostPages
+from penstock.models.executor.process import WorkerProcess
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.state import EngineState
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 24

@@ -9,9 +9,9 @@ import pytest
 import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 
-from penstock.models.checkpoint import HUB_FILES, check_checkpoint, resolve_model
+from penstock.models.backends.torch_common.device import torch_device
+from penstock.models.checkpoint.checkpoint import HUB_FILES, check_checkpoint, resolve_model
 from penstock.models.errors import ModelError
-from penstock.models.torch_device import torch_device
 
 READ = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.models.exact_numbers import integers_between
-from penstock.models.grammar import GrammarError, to_grammar
-from penstock.models.matcher import DEAD_END, FAILURE, CompiledGrammar, RowMatcher
+from penstock.models.batch.grammar_matcher import DEAD_END, FAILURE, CompiledGrammar, RowMatcher
+from penstock.models.structured_output.compiler import GrammarError, to_grammar
+from penstock.models.structured_output.exact_numbers import integers_between
 from penstock.scheduler.plan import RowFailure
 
 BYTES = LLTokenizer("byte")

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models import mask_round, mask_work, matcher
-from penstock.models.backend import load_backend
-from penstock.models.drafter import Drafter, Proposal
-from penstock.models.drafting import Drafting
-from penstock.models.grammar import read_tokenizer, to_grammar
-from penstock.models.grammars import Grammars
-from penstock.models.mask_work import MaskTools, RowWork
-from penstock.models.matcher import TOO_SLOW, RowMatcher
-from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
+from penstock.models.backends.base import load_backend
+from penstock.models.batch import grammar_matcher as matcher
+from penstock.models.batch.grammar_matcher import TOO_SLOW, RowMatcher
+from penstock.models.speculative.controller import Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.structured_output import mask_round, mask_work
+from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
+from penstock.models.structured_output.manager import Grammars
+from penstock.models.structured_output.mask_work import MaskTools, RowWork
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan, WorkerConfig
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

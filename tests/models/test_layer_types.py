@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import SamplingParams
 

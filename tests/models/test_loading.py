@@ -7,10 +7,10 @@ import psutil
 import pytest
 import torch
 
-from penstock.models import memory
-from penstock.models.backend import load_backend
+from penstock.models.backends import memory
+from penstock.models.backends.base import load_backend
 from penstock.models.errors import ModelError
-from penstock.models.runner import Runner
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)

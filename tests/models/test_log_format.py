@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from penstock.models.log_format import JsonFormatter, TextFormatter, log_uncaught
+from penstock.models.executor.log_format import JsonFormatter, TextFormatter, log_uncaught
 
 SECRET = "a prompt that nobody else may read"
 
@@ -136,7 +136,7 @@ async def test_what_nobody_catches_is_logged_without_its_text(said, monkeypatch)
 def test_the_log_is_set_up_once():
     code = (
         "import logging\n"
-        "from penstock.models.log_format import set_up_logging\n"
+        "from penstock.models.executor.log_format import set_up_logging\n"
         "set_up_logging('json', 'info', holds_texts=True)\n"
         "logging.getLogger('x').info('one')\n"
         "logging.getLogger('x').debug('two')\n"
@@ -148,7 +148,7 @@ def test_the_log_is_set_up_once():
 FAILING_WORKER = """
 import socket
 from penstock.models import worker
-from penstock.models.wire import Channel, Kind
+from penstock.models.executor.wire import Channel, Kind
 from penstock.scheduler.plan import WorkerConfig
 
 def fail(config):

@@ -11,10 +11,10 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from penstock.models import mask_lanes, mask_round
-from penstock.models.grammar import read_tokenizer, to_grammar
-from penstock.models.grammars import Grammars
-from penstock.models.mask_lanes import BackgroundLane, StepLane
+from penstock.models.structured_output import mask_lanes, mask_round
+from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
+from penstock.models.structured_output.manager import Grammars
+from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 VOCAB_SIZE = 4096

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.checkpoint import CONFIG, DEMO, INDEX, SINGLE, check_checkpoint, resolve_model
-from penstock.models.errors import ModelError
-from penstock.models.model_files import (
+from penstock.models.checkpoint.checkpoint import CONFIG, DEMO, INDEX, SINGLE, check_checkpoint, resolve_model
+from penstock.models.checkpoint.files.model_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
 )
-from penstock.models.pooling_config import read_embedding
-from penstock.service.sampling_defaults import AUTO, read_sampling_defaults
-from penstock.service.tokenizer import Tokenizer, TokenizerError
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.models.checkpoint.pooling_config import read_embedding
+from penstock.models.errors import ModelError
+from penstock.service.config.sampling_defaults import AUTO, read_sampling_defaults
+from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer_files import foresee_facts
 
 LIMITS = {
     CONFIG: MAX_CONFIG_BYTES,

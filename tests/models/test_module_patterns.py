@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from penstock.models import module_patterns
+from penstock.models.checkpoint import module_patterns
+from penstock.models.checkpoint.module_patterns import Patterns
 from penstock.models.errors import ModelError
-from penstock.models.module_patterns import Patterns
 
 NAME = "model.layers.11.mlp.gate_proj"
 

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 import transformers
 
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.models.launch import WorkerProcess
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)

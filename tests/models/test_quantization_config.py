@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantization_config import Layout, choose_quantization, quantization_from_config
+from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD
+from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
-from penstock.models.quantization import Layout, choose_quantization, quantization_from_config
-from penstock.models.quantized_matrix import read_matrix
-from penstock.models.quantized_tensors import CODES_PER_WORD
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}

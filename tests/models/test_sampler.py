@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from penstock.models.lines import Line
-from penstock.models.rows import RowTable
-from penstock.models.sampler import sample_lines
+from penstock.models.backends.torch_common.sampler import sample_lines
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 VOCAB = 12

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from penstock.kernels.cpu import SamplingRow
-from penstock.models.lines import Line
-from penstock.models.rows import RowTable
-from penstock.models.sampling_rows import SamplingRows
+from penstock.models.backends.cpu.sampling import SamplingRows
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 
@@ -155,5 +155,5 @@ def test_another_row_of_the_same_number_takes_its_place(rows):
 
 
 def test_torch_is_not_needed():
-    code = "import sys, penstock.models.sampling_rows; assert 'torch' not in sys.modules"
+    code = "import sys, penstock.models.backends.cpu.sampling; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -18,19 +18,19 @@ import torch
 from torch import distributed
 from waiting import until
 
-from penstock.models import loader
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.tensor_parallel import Alone
+from penstock.models.backends.torch_common import loader
+from penstock.models.backends.torch_common.loader import FileSource, load_weights
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.loader import FileSource, load_weights
-from penstock.models.parallel import Alone
-from penstock.models.spawn import QUIET
-from penstock.models.wire import Kind, encode_frame
-from penstock.models.worker_group import WorkerGroup, new_executor
+from penstock.models.executor.group import WorkerGroup, new_executor
+from penstock.models.executor.spawn import QUIET
+from penstock.models.executor.wire import Kind, encode_frame
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import SamplingParams, StepPlan, WorkerConfig
 from penstock.scheduler.request import FinishReason
-from penstock.scheduler.state import EngineState
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -41,8 +41,8 @@ FAMILIES = ("llama-tied-biases-head24", "qwen3", "gemma2", "mixtral", "olmo2", "
 OTHER_RANK = """
 import socket, sys
 from torch import distributed
-from penstock.models.wire import Channel
-from penstock.models.worker import serve
+from penstock.models.executor.wire import Channel
+from penstock.models.worker.main import serve
 
 for descriptor in sys.argv[1:]:
     with socket.socket(fileno=int(descriptor)) as connection:

@@ -8,11 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock.models import checkpoint
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.checkpoint import checkpoint
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.loader import load_weights
 from penstock.scheduler.plan import SamplingParams
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

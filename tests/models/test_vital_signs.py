@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.models.vital_signs import MemoryKills, Silence, _cgroup_files, is_stopped
+from penstock.models.executor.liveness import MemoryKills, Silence, _cgroup_files, is_stopped
 
 
 def test_silence_is_counted_from_the_last_sound():

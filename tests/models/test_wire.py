@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 
-from penstock.models.wire import HEADER, MAX_FRAME_BYTES, Channel, FrameBuffer, Kind, WireError, encode_frame
+from penstock.models.executor.wire import HEADER, MAX_FRAME_BYTES, Channel, FrameBuffer, Kind, WireError, encode_frame
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -70,7 +70,7 @@ def test_a_plan_decodes_into_its_types_alone():
 
 
 def test_a_frame_over_the_limit_is_not_sent(monkeypatch):
-    monkeypatch.setattr("penstock.models.wire.MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr("penstock.models.executor.wire.MAX_FRAME_BYTES", 100)
     with pytest.raises(WireError, match="over the limit"):
         encode_frame(Kind.FAILED, "x" * 200)
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from penstock.models import launch
-from penstock.models.launch import WorkerProcess
-from penstock.models.spawn import UNINTERRUPTED, WORKER, spawn
-from penstock.models.wire import FrameBuffer, encode_frame
-from penstock.models.worker import MAX_PARTS_BYTES, TOKEN_BYTES
-from penstock.models.worker_group import new_executor
+from penstock.models.executor import process as launch
+from penstock.models.executor.group import new_executor
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.executor.spawn import UNINTERRUPTED, WORKER, spawn
+from penstock.models.executor.wire import FrameBuffer, encode_frame
+from penstock.models.worker.main import MAX_PARTS_BYTES, TOKEN_BYTES
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import (
     AddedRow,
@@ -231,7 +231,7 @@ async def test_stop_while_it_loads(tiny_model, worker_config):
 
 PARENT = """
 import asyncio, sys
-from penstock.models.launch import WorkerProcess
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.plan import WorkerConfig
 
 async def main():
@@ -261,7 +261,8 @@ def test_the_workers_parent_is_killed_and_so_is_the_worker(tiny_model, when):
 
 
 def test_the_service_process_needs_no_torch_to_launch():
-    code = "import sys, penstock.models.launch, penstock.models.checkpoint; print(*sorted(sys.modules))"
+    modules = "penstock.models.executor.process, penstock.models.checkpoint.checkpoint"
+    code = f"import sys, {modules}; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "triton", "multiprocessing"} & set(done.stdout.split())
 
@@ -270,7 +271,7 @@ async def test_under_uvloop_too(tiny_model, worker_config):
     config = worker_config(tiny_model("llama").path)
     code = """
 import asyncio, sys, uvloop
-from penstock.models.launch import WorkerProcess
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import *
 import os, signal

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 from waiting import until
 
-from penstock.models.launch import WorkerProcess
+from penstock.models.executor.process import WorkerProcess
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import FinishReason
-from penstock.scheduler.state import EngineState
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)

@@ -8,12 +8,12 @@ import time
 import psutil
 import pytest
 
-from penstock.models import launch
-from penstock.models.launch import WorkerProcess
-from penstock.models.vital_signs import MemoryKills
+from penstock.models.executor import process as launch
+from penstock.models.executor.liveness import MemoryKills
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepPlan, WorkerConfig
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 PLAN = StepPlan(0, [], [], [], [], [])
 

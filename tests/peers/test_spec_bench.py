@@ -6,7 +6,7 @@ import torch
 import transformers
 from spec_bench.widen import Sizes, widen
 
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 
 
 def test_the_wide_model_is_the_same_function(tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ from known_requests import (
 )
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.scheduler.choice import ChoiceState
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
-from penstock.scheduler.lineup import WaitingQueue
+from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, WorkerFacts
+from penstock.scheduler.planning.queues import WaitingQueue
+from penstock.scheduler.planning.sequence import ChoiceState
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.queued_work import total_work
 from penstock.scheduler.request import Change, FinishReason, Prompt, Refused, Request
-from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
+from penstock.scheduler.timing.queued_work import total_work
 
 
 class World:

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.scheduler.allowance import Allowance, Bucket, Rated
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.planning.allowance import Allowance, Bucket, Rated
+from penstock.scheduler.planning.tenants import MAX_REMEMBERED, Tenants
 from penstock.scheduler.request import RefusalKind, Refused
-from penstock.scheduler.tenants import MAX_REMEMBERED, Tenants
 
 
 class TestBucket:

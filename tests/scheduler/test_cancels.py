@@ -12,15 +12,15 @@ from collections import Counter
 import pytest
 from waiting import until
 
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.models.launch import WorkerProcess
-from penstock.scheduler.choice import ChoiceState, sampling_of_choice
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams, WorkerConfig
+from penstock.scheduler.planning.sequence import ChoiceState, sampling_of_choice
 from penstock.scheduler.request import FinishReason, Released
-from penstock.scheduler.state import EngineState
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
 NUM_LIVE = 24

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.scheduler.delivery import Delivery
 from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.planning.stop_checker import Delivery
 from penstock.scheduler.request import FinishReason, Matched, Released
 
 EOS = 9

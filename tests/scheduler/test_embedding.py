@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.scheduler import admission
+from penstock.scheduler.admission import control as admission
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
-from penstock.scheduler.forecast import Forecast, Load
 from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.queued_work import sequence_work, total_work
 from penstock.scheduler.request import FinishReason, Prompt, RefusalKind, Refused
-from penstock.scheduler.step_model import StepModel, StepWork
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
+from penstock.scheduler.timing.queue_time import Forecast, Load
+from penstock.scheduler.timing.queued_work import sequence_work, total_work
+from penstock.scheduler.timing.step_time import StepModel, StepWork
 
 BLOCK_SIZE = 4
 

@@ -9,16 +9,16 @@ import pytest
 from waiting import until
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.beginnings import Beginnings
+from penstock.scheduler.admission.latency_predictor import Outlook
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.outlook import Outlook
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.planner import Planner
+from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.prefill_adder import Beginnings
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Released
-from penstock.scheduler.state import EngineState
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.scheduler import tenants
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.planning import tenants
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import RefusalKind, Refused
 

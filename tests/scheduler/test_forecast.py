@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from penstock.scheduler.forecast import _USUAL_LATENESS, Forecast, Load, OutputLengths, Prediction
-from penstock.scheduler.queued_work import QueuedWork, sequence_work, total_work
-from penstock.scheduler.step_model import StepModel, StepWork
+from penstock.scheduler.timing.queue_time import _USUAL_LATENESS, Forecast, Load, OutputLengths, Prediction
+from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
+from penstock.scheduler.timing.step_time import StepModel, StepWork
 
 STEP_S, TOKEN_S = 0.010, 0.0001
 

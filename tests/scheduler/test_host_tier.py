@@ -4,11 +4,11 @@ import pytest
 
 from penstock.kv.manager import ChainedHashing, KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan, WorkerFacts
-from penstock.scheduler.restoring import Restoring
-from penstock.scheduler.simulate import cpu_step_s
-from penstock.scheduler.step_model import StepModel, StepWork
+from penstock.scheduler.planning.restoring import Restoring
+from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.testing.simulation import cpu_step_s
+from penstock.scheduler.timing.step_time import StepModel, StepWork
 
 CONFIG = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=64)
 NUM_BLOCKS = 11

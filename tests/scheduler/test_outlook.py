@@ -2,10 +2,10 @@
 
 import math
 
+from penstock.scheduler.admission.latency_predictor import UNTESTED_S
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.outlook import UNTESTED_S
-from penstock.scheduler.queued_work import sequence_work
 from penstock.scheduler.request import FinishReason
+from penstock.scheduler.timing.queued_work import sequence_work
 
 
 def config(**changes):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.scheduler.beginnings import MAX_OVERTAKEN
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN
 from penstock.scheduler.policy import PATIENCE_S, Policy
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
 

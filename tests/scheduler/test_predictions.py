@@ -11,8 +11,8 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import MeasuredStep, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import FinishReason
-from penstock.scheduler.simulate import Outcome, Simulation, StepSeconds, cpu_step_s
-from penstock.scheduler.step_model import StepWork
+from penstock.scheduler.testing.simulation import Outcome, Simulation, StepSeconds, cpu_step_s
+from penstock.scheduler.timing.step_time import StepWork
 
 BLOCK_SIZE = 16
 KINDS = ("none", "cached", "shared", "continued")

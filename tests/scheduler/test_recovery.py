@@ -8,14 +8,14 @@ import time
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.recovery.restarts import LONG_LIFE_S, MAX_IN_A_ROW, Failure, Restarts
+from penstock.scheduler.recovery.watchdog import StepWatchdog
 from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused
-from penstock.scheduler.restarts import LONG_LIFE_S, MAX_IN_A_ROW, Failure, Restarts
-from penstock.scheduler.state import EngineState
-from penstock.scheduler.watchdog import StepWatchdog
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 
 VOCAB_SIZE = 100
 POISON = 77

@@ -6,11 +6,11 @@ import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import FinishReason
-from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1000

@@ -4,11 +4,11 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
-from penstock.scheduler.queued_work import sequence_work
 from penstock.scheduler.request import Change, FinishReason, Speculation
-from penstock.scheduler.simulate import Simulation
-from penstock.scheduler.step_model import StepModel, StepWork
+from penstock.scheduler.testing.simulation import Simulation
 from penstock.scheduler.timeline import Kind
+from penstock.scheduler.timing.queued_work import sequence_work
+from penstock.scheduler.timing.step_time import StepModel, StepWork
 
 
 def config(**changes):

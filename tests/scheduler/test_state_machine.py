@@ -15,19 +15,19 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.answers import Answers
-from penstock.scheduler.beginnings import Beginnings
-from penstock.scheduler.choice import Choice, ChoiceState
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.delivery import Delivery
-from penstock.scheduler.fake_worker import FakeRow, WorkerKilled
-from penstock.scheduler.giving_way import GivingWay
-from penstock.scheduler.planner import Planner
+from penstock.scheduler.loop.output_processor import Answers
+from penstock.scheduler.loop.scheduler import Scheduler
+from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.preemption import GivingWay
+from penstock.scheduler.planning.prefill_adder import Beginnings
+from penstock.scheduler.planning.rows import RowTable
+from penstock.scheduler.planning.sequence import Choice, ChoiceState
+from penstock.scheduler.planning.stop_checker import Delivery
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.recovery.crash_bisector import Suspects
 from penstock.scheduler.request import FinishReason, Request
-from penstock.scheduler.rows import RowTable
-from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.suspects import Suspects
+from penstock.scheduler.testing.fake_worker import FakeRow, WorkerKilled
 
 NUMBERS = st.integers(0, 2**16)
 

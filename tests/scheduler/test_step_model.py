@@ -5,8 +5,8 @@ import random
 import pytest
 
 from penstock.scheduler.plan import MeasuredStep
-from penstock.scheduler.simulate import cpu_step_s
-from penstock.scheduler.step_model import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepModel, StepWork
+from penstock.scheduler.testing.simulation import cpu_step_s
+from penstock.scheduler.timing.step_time import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepModel, StepWork
 
 
 def some_work(rng):

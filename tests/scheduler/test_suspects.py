@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.scheduler.suspects import CRASHES_ALONE, MAX_PROBATION, Suspects
+from penstock.scheduler.recovery.crash_bisector import CRASHES_ALONE, MAX_PROBATION, Suspects
 
 NUM_TOKENS = 40
 

@@ -25,11 +25,11 @@ from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import SamplingParams
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub

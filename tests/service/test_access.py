@@ -18,11 +18,11 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import penstock.v1
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.config import ServeConfig
-from penstock.service.convert import Converter
-from penstock.service.identity import ACCESS, Access
-from penstock.service.operator_files import OperatorFiles
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth.identity import ACCESS, Access
+from penstock.service.auth.operator_files import OperatorFiles
+from penstock.service.config.serve_config import ServeConfig
+from penstock.service.requests.generate import Converter
 from penstock.v1 import generation_pb2 as pb
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}

@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import until
 
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.state import EngineState
-from penstock.service.health import LIVENESS
-from penstock.service.listen import Address, ListenError, admin_address
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.config.addresses import Address, ListenError, admin_address
+from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 ANY_PORT = "127.0.0.1:0"
@@ -267,7 +267,7 @@ class TestDraining:
 async def test_what_was_changed_is_logged_with_who_did_it(start_service, keys, caplog):
     service = await start_service(admin_listen=ANY_PORT, authenticator=keys)
     key = bearer(KEYS["an operator's"])
-    with caplog.at_level("INFO", "penstock.service.admin"):
+    with caplog.at_level("INFO", "penstock.service.admin.operations"):
         for name in ("Drain", "Resume", "Resume", "FlushCache", "GetSettings"):
             await raw_call(service.admin_channel, name, key)
         request = admin_pb2.UpdateSettingsRequest(max_num_seqs=7, tenants=[admin_pb2.TenantSettings(tenant="b")])

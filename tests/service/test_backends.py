@@ -25,8 +25,8 @@ from gpu_bench.sizes import FULL, TINY
 from penstock.clients import AsyncClient
 from penstock.clients.events import Completion, Delta, FinishReason
 from penstock.clients.requests import build_start
-from penstock.models.families import spec_from_config
-from penstock.service.local import local_service
+from penstock.models.checkpoint.families import spec_from_config
+from penstock.service.app.embedded import local_service
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -53,7 +53,7 @@ class Served:
     def worker(self) -> psutil.Process | None:
         for child in self.process.children():
             with suppress(psutil.Error):
-                if "penstock.models.worker" in " ".join(child.cmdline()):
+                if "penstock.models.worker.main" in " ".join(child.cmdline()):
                     return child
         return None
 

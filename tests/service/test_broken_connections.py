@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.identity import Bearers
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth.identity import Bearers
 from penstock.v1 import generation_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

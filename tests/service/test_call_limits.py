@@ -12,10 +12,11 @@ from memory import held_bytes_counter
 from raw_http2 import raw_client
 from waiting import until
 
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service import call_end, call_limits, outbox, unread
-from penstock.service.identity import Bearers, Caller, Everyone
-from penstock.service.tls import ServerTls
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth.identity import Bearers, Caller, Everyone
+from penstock.service.auth.tls import ServerTls
+from penstock.service.streaming import outbox
+from penstock.service.transport import call_end, call_limits, unread
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"

@@ -41,7 +41,7 @@ def fragile(call):
     return encode
 
 if "serve" in sys.orig_argv:
-    from penstock.service.tokenizer import Tokenizer
+    from penstock.service.text.tokenizer import Tokenizer
     Tokenizer.encode = fragile(Tokenizer.encode)
 """
 TOOL = {
@@ -235,7 +235,7 @@ async def crash_the_worker(service, channel):
         if service.outputs[-1] and message.deltas and not has_crashed:
             has_crashed = True
             workers = psutil.Process(service.process.pid).children()
-            (worker,) = (child for child in workers if "penstock.models.worker" in " ".join(child.cmdline()))
+            (worker,) = (child for child in workers if "penstock.models.worker.main" in " ".join(child.cmdline()))
             worker.send_signal(signal.SIGABRT)
     assert has_crashed
     assert message.finished.timings.restarts == 1

@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.service.chat_template import ToolCall
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.service.chat_templates.chat_template import ToolCall
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer
 
 ALTERNATE = (
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.service.chat_request import MAX_JSON_DEPTH, check_chat, parse_chat
-from penstock.service.chat_template import compile_templates
+from penstock.service.chat_templates.chat_template import compile_templates
+from penstock.service.config.text_size import MAX_TEXT_BYTES
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text_size import MAX_TEXT_BYTES
+from penstock.service.requests.chat import MAX_JSON_DEPTH, check_chat, parse_chat
 from penstock.v1 import generation_pb2 as pb
 
 QUESTION = pb.ChatMessage(role="user", content="Is it raining in Köln?")

@@ -6,10 +6,10 @@ import jinja2.sandbox
 import pytest
 import tokenizers
 
-from penstock.service.chat_request import check_chat
-from penstock.service.chat_template import ToolCall
+from penstock.service.chat_templates.chat_template import ToolCall
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.service.requests.chat import check_chat
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer
 from penstock.v1 import generation_pb2 as pb
 
 

@@ -10,9 +10,9 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from penstock.service.chat_request import check_chat, parse_chat
 from penstock.service.errors import ServiceError
-from penstock.service.tokenizer import Tokenizer
+from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import generation_pb2 as pb, tokenizer_pb2
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from penstock.clients.socket_lock import PathTaken, socket_lock
-from penstock.models.child_process import CORES_VARIABLE, PASSED_VARIABLE, child_environment
-from penstock.service.listen import Address, ListenError
+from penstock.clients.host.socket_lock import PathTaken, socket_lock
+from penstock.models.executor.child_process import CORES_VARIABLE, PASSED_VARIABLE, child_environment
+from penstock.service.config.addresses import Address, ListenError
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 SMALL = ("--max-model-len=256", "--kv-cache-memory-bytes=16M")
@@ -67,7 +67,7 @@ def test_a_child_gets_what_it_needs_and_no_secret():
 def test_cores_can_be_switched_on(value, cores, dumpable):
     code = (
         "import ctypes, os, resource\n"
-        "from penstock.models.child_process import forbid_core_dumps\n"
+        "from penstock.models.executor.child_process import forbid_core_dumps\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)\n"
         "before = resource.getrlimit(resource.RLIMIT_CORE)[0]\n"
         "forbid_core_dumps(os.environ)\n"
@@ -129,7 +129,7 @@ def test_a_lock_ends_with_its_holder(tmp_path):
     path = tmp_path / "socket"
     with socket_lock(path), pytest.raises(PathTaken), socket_lock(path):
         pass
-    code = "import sys, time; from pathlib import Path; from penstock.clients.socket_lock import socket_lock\n"
+    code = "import sys, time; from pathlib import Path; from penstock.clients.host.socket_lock import socket_lock\n"
     code += "with socket_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     command = [sys.executable, "-P", "-c", code, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -146,7 +146,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("penstock.clients.socket_lock.fcntl.flock", flock)
+    monkeypatch.setattr("penstock.clients.host.socket_lock.fcntl.flock", flock)
     with Address.parse(f"unix:{tmp_path / 'socket'}").reserved():
         assert "has no locks" in caplog.text
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.scheduler.policy import Policy
-from penstock.service.config import ServeConfig, parse_config
-from penstock.service.flags import ConfigError
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.serve_config import ServeConfig, parse_config
 
 AS_IN_VLLM = [
     *("--block-size", "--chat-template", "--config", "--dtype", "--enable-prefix-caching", "--gpu-memory-utilization"),

@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import raw_client
 from waiting import until
 
-from penstock.service import connections
-from penstock.service.connections import Connections, max_connections, peer_of
-from penstock.service.identity import Bearers, Caller
-from penstock.service.listen import Address
+from penstock.service.auth.identity import Bearers, Caller
+from penstock.service.config.addresses import Address
+from penstock.service.transport import connections
+from penstock.service.transport.connections import Connections, max_connections, peer_of
 from penstock.v1 import model_pb2
 
 NAMES = {

@@ -11,7 +11,7 @@ import grpc
 import psutil
 import pytest
 
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 from penstock.v1 import admin_pb2, constraint_pb2, generation_pb2 as pb
 from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -124,4 +124,4 @@ def generate(stub: GenerationServiceStub, start: pb.Start, killer: Killer | None
 def workers() -> set[psutil.Process]:
     """Of all services that this process has started."""
     children = psutil.Process().children(recursive=True)
-    return {child for child in children if any("penstock.models.worker" in word for word in child.cmdline())}
+    return {child for child in children if any("penstock.models.worker.main" in word for word in child.cmdline())}

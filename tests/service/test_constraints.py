@@ -13,7 +13,7 @@ import grpc
 import jsonschema
 import pytest
 
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 from penstock.v1 import constraint_pb2, generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 
 MAX_TOKENS = 200

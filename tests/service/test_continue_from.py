@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 
 BOTH = pb.Output(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.clients import Client
 from penstock.clients.chat_messages import ChatMessage
-from penstock.service.local import local_service
+from penstock.service.app.embedded import local_service
 
 QUESTIONS = ["What does a kernel do?", "How does it know?", "And then?"]
 GREEDY = {"temperature": 0, "max_tokens": 24}

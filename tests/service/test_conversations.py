@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from penstock.scheduler.request import Context
-from penstock.service import conversations
-from penstock.service.conversations import FULL_TENANTS, Conversations
+from penstock.service.requests import contexts as conversations
+from penstock.service.requests.contexts import FULL_TENANTS, Conversations
 
 
 class Clock:

@@ -8,10 +8,10 @@ import pytest
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
-from penstock.service import tokenizer as tokenizer_module
-from penstock.service.bounds import ModelLimits, Validator
-from penstock.service.conversations import Conversations
-from penstock.service.convert import (
+from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.requests.contexts import Conversations
+from penstock.service.requests.generate import (
     MAX_LOGPROB_ENTRIES,
     MAX_TOKENS_IN_ALL,
     MAX_WHOLE_ANSWER,
@@ -19,10 +19,10 @@ from penstock.service.convert import (
     Converter,
     Origin,
 )
-from penstock.service.errors import Reason, ServiceError
-from penstock.service.grammars import GrammarChecks
-from penstock.service.text import IdsOnly
-from penstock.service.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.text import tokenizer as tokenizer_module
+from penstock.service.text.detokenizer import IdsOnly
+from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
 
 EOS = 256

@@ -1,6 +1,6 @@
 """Calls of methods that there are not; test_broken_connections.py makes those that grpc.aio would not survive."""
 
-from penstock.service import early_refusals, transport
+from penstock.service.transport import early_refusals, transport
 from penstock.v1 import generation_pb2 as pb
 
 

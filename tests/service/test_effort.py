@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from penstock.service import effort
-from penstock.service.effort import Effort
+from penstock.service.app import effort
+from penstock.service.app.effort import Effort
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import grpc
 import pytest
 from waiting import until
 
-from penstock.models.pooling_config import Embedding
+from penstock.models.checkpoint.pooling_config import Embedding
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import vector_of
 from penstock.scheduler.plan import Pooling
-from penstock.service import embed_inputs
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import vector_of
+from penstock.service.requests import embed as embed_inputs
 from penstock.v1 import admin_pb2, embedding_pb2 as pb, generation_pb2, model_pb2
 
 HIDDEN_SIZE = 8
@@ -93,7 +93,7 @@ class TestVectors:
         assert vectors(await service.embedding.Embed(request("ab", dimensions=3, normalize=False))) == [plain]
 
     async def test_of_nothing_but_zeros_stay_what_they_are(self, start_service, monkeypatch):
-        monkeypatch.setattr("penstock.scheduler.fake_worker.vector_of", lambda ids, size: bytes(4 * size))
+        monkeypatch.setattr("penstock.scheduler.testing.fake_worker.vector_of", lambda ids, size: bytes(4 * size))
         service = await start_service()
         assert vectors(await service.embedding.Embed(request("ab"))) == [[0.0] * HIDDEN_SIZE]
 

@@ -8,9 +8,9 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth.identity import Caller
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Caller
 from penstock.v1 import embedding_pb2 as pb, generation_pb2
 
 NEVER = 60.0

@@ -8,13 +8,13 @@ import pytest
 
 from penstock.clients import AsyncClient, Client, InvalidOption, RequestFailed
 from penstock.clients.embeddings import build_embed_request
-from penstock.models.checkpoint import resolve_model
-from penstock.models.pooling_config import Embedding
-from penstock.scheduler.fake_worker import vector_of
+from penstock.models.checkpoint.checkpoint import resolve_model
+from penstock.models.checkpoint.pooling_config import Embedding
 from penstock.scheduler.plan import Pooling
-from penstock.service.config import parse_config
-from penstock.service.flags import ConfigError
-from penstock.service.serve import prepare
+from penstock.scheduler.testing.fake_worker import vector_of
+from penstock.service.app.serve import prepare
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.serve_config import parse_config
 
 HIDDEN_SIZE = 8
 

@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.timeline import Kind
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import admin_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 LIMIT_S = 120.0

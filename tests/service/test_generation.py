@@ -9,12 +9,13 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import Delta, RefusalKind, Refused
-from penstock.service import generation, live
-from penstock.service.batch import OutputForm
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.requests import lifecycle as live
+from penstock.service.rpc import generation
+from penstock.service.streaming.pending_message import OutputForm
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -9,17 +9,19 @@ import grpc
 import pytest
 from waiting import until
 
-from penstock.scheduler.engine import Engine
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service import generation, identity, messages
-from penstock.service.convert import Converter
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth import identity
 from penstock.service.errors import ServiceError
-from penstock.service.live import LiveRequest
-from penstock.service.outbox import Outbox
-from penstock.service.telemetry import Telemetry
-from penstock.service.text import IncrementalText
-from penstock.service.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.requests.generate import Converter
+from penstock.service.requests.lifecycle import LiveRequest
+from penstock.service.rpc import generation
+from penstock.service.streaming import messages
+from penstock.service.streaming.outbox import Outbox
+from penstock.service.telemetry.tracing import Telemetry
+from penstock.service.text.detokenizer import IncrementalText
+from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.v1 import generation_pb2 as pb
 
 SECRET = "secret-of-ours"

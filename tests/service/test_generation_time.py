@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 
 ENDLESS = 4000

@@ -8,9 +8,9 @@ import time
 import grpc
 import pytest
 
-from penstock.models import grammar_check
+from penstock.models.structured_output import check_process as grammar_check
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.grammars import GrammarChecks
+from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.v1 import constraint_pb2
 
 

@@ -5,8 +5,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from penstock.service import call_limits
-from penstock.service.identity import Bearers
+from penstock.service.auth.identity import Bearers
+from penstock.service.transport import call_limits
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.service import http_gateway
-from penstock.service.http_gateway import GatewayFailed, HttpGateway, Patience
-from penstock.service.listen import HTTP_FLAG, Address
+from penstock.service.app import gateway_process as http_gateway
+from penstock.service.app.gateway_process import GatewayFailed, HttpGateway, Patience
+from penstock.service.config.addresses import HTTP_FLAG, Address
 
 # It serves nothing, and says that it does.
 STAND_IN = """

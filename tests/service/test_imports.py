@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 
-from penstock.service import serve
+from penstock.service.app import serve
 
 
 def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
@@ -15,6 +15,7 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
 
 
 def test_the_service_process_never_imports_torch():
-    code = "import sys, penstock.service.serve; print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))"
+    print_them = "print(sorted({'torch', 'transformers', 'triton'} & sys.modules.keys()))"
+    code = f"import sys, penstock.service.app.serve; {print_them}"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

@@ -12,10 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from penstock.service.auth.identity import Caller
+from penstock.service.auth.jwt import TokenKeys, TokenRules
+from penstock.service.auth.reloaded_files import FileError, NamedFile
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Caller
-from penstock.service.jwt_tokens import TokenKeys, TokenRules
-from penstock.service.watched_files import FileError, NamedFile
 
 RULES = TokenRules("https://id.example", "penstock", leeway_s=10)
 FILE = NamedFile("--jwt-jwks-file", Path("jwks.json"))

@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from penstock.service import bound_kinds as kinds, bounds
-from penstock.service.bounds import FIELD_BOUNDS, Limit, ModelLimits, Validator
+from penstock.service.config import field_rules as kinds, limits as bounds
+from penstock.service.config.limits import FIELD_BOUNDS, Limit, ModelLimits, Validator
 from penstock.service.errors import ServiceError
 from penstock.v1 import admin_pb2, constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 

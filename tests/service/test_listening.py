@@ -8,14 +8,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.state import EngineState
-from penstock.service import serve
-from penstock.service.config import parse_config
-from penstock.service.http_gateway import HttpGateway
-from penstock.service.listen import Address, ListenError
-from penstock.service.server import Server, ServerConfig
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app import serve
+from penstock.service.app.gateway_process import HttpGateway
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.config.addresses import Address, ListenError
+from penstock.service.config.serve_config import parse_config
 
 
 async def serves(channel):
@@ -128,7 +128,7 @@ class TestExposure:
         def stop(config):
             raise Reached
 
-        monkeypatch.setattr("penstock.service.serve.OperatorFiles.load", stop)
+        monkeypatch.setattr("penstock.service.app.serve.OperatorFiles.load", stop)
 
         def prepared(*flags):
             caplog.clear()
@@ -196,7 +196,7 @@ class TestFailedStart:
             )
             server = Server(config, engine, lambda: byte_tokenizer, http)
             if fails == "admin":
-                monkeypatch.setattr("penstock.service.admin_listener.bind", self.cannot_bind)
+                monkeypatch.setattr("penstock.service.admin.listener.bind", self.cannot_bind)
             with pytest.raises(ListenError):
                 await server.start()
         assert engine.state is EngineState.STOPPED

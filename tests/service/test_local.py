@@ -16,8 +16,8 @@ from waiting import wait_until
 from penstock.clients import Client
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
 from penstock.service import llm as llm_module
+from penstock.service.app.embedded import LocalServiceError, local_service
 from penstock.service.llm import LLM
-from penstock.service.local import LocalServiceError, local_service
 
 FLAGS = {"max_model_len": 256, "kv_cache_memory_bytes": "64M"}
 
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_one_line(model, flags, problem):
 def test_it_ends_with_its_parent_however_that_ends():
     code = (
         "import psutil, sys, time\n"
-        "from penstock.service.local import local_service\n"
+        "from penstock.service.app.embedded import local_service\n"
         f"with local_service('demo', **{FLAGS}) as target:\n"
         "    print(target, *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)\n"
         "    time.sleep(60)\n"

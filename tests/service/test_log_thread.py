@@ -6,8 +6,8 @@ import sys
 
 LOG_MUCH = """
 import logging, sys
-from penstock.models.log_format import set_up_logging
-from penstock.clients.log_thread import LogThread
+from penstock.models.executor.log_format import set_up_logging
+from penstock.clients.host.log_thread import LogThread
 set_up_logging("text", "info", holds_texts=True, handler=LogThread())
 for number in range(10_000):
     logging.info("line %d %s", number, "x" * 100)
@@ -15,7 +15,8 @@ print("done", flush=True)
 sys.stdin.readline()
 """
 LINE = re.compile(r"^\S+ \S+ INFO root: line (\d+) x{100}$", re.MULTILINE)
-DROPPED = re.compile(r"^\S+ \S+ WARNING penstock.clients.log_thread: (\d+) lines of the log were dropped", re.MULTILINE)
+_LOGGER = "penstock.clients.host.log_thread"
+DROPPED = re.compile(rf"^\S+ \S+ WARNING {_LOGGER}: (\d+) lines of the log were dropped", re.MULTILINE)
 
 
 def logging_much():

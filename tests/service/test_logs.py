@@ -38,7 +38,7 @@ def data_of(caplog):
 async def test_a_requests_end_has_its_fields(start_service, data_of):
     service = await start_service()
     response = await service.generation.Complete(request(max_tokens=3))
-    data = data_of("penstock.service.request_end")
+    data = data_of("penstock.service.telemetry.request_end")
     assert {name: data.pop(name) >= 0 for name in ("queued_ms", "first_token_ms", "total_ms")}
     assert data == {
         "request_id": response.request_id,
@@ -62,7 +62,7 @@ async def test_a_refusal_has_its_reason_and_field(start_service, data_of):
     service = await start_service()
     with pytest.raises(grpc.aio.AioRpcError):
         await service.generation.Complete(request(top_p=3))
-    data = data_of("penstock.service.request_end")
+    data = data_of("penstock.service.telemetry.request_end")
     assert (data["code"], data["reason"], data["field"]) == ("INVALID_ARGUMENT", "INVALID_FIELD", "sampling.top_p")
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import uvloop
 
-from penstock.service.loop_lag import MAX_SAMPLES, PERIOD_S, Lag, LoopLag
+from penstock.service.telemetry.event_loop_lag import MAX_SAMPLES, PERIOD_S, Lag, LoopLag
 from penstock.v1 import admin_pb2
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -111,7 +111,7 @@ async def test_reliability_figure_17_600_requests_leave_nothing_behind(start_ser
     await client.send(300)
     assert client.num_left > 30
     # What is kept of ended requests differs in its details, and the prefix cache is not full yet.
-    kept = ("penstock.scheduler.timeline", "penstock.service.conversations", "penstock.kv")
+    kept = ("penstock.scheduler.timeline", "penstock.service.requests.contexts", "penstock.kv")
     # Connections close, and cancelled timers are swept, when the loop comes to it: what goes by itself is no leak.
     for _ in range(50):
         after, objects_after = await state()

@@ -4,7 +4,7 @@ import pytest
 from google.rpc import status_pb2
 
 from penstock.scheduler.request import Accepted, Finished, FinishReason, Timings, Usage
-from penstock.service.messages import finished_message
+from penstock.service.streaming.messages import finished_message
 from penstock.v1 import generation_pb2 as pb
 
 

@@ -18,14 +18,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from waiting import until
 
-from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.request import Finished, FinishReason, Timings, Usage
-from penstock.service import metrics_page, metrics_reader
-from penstock.service.histogram import Histogram, merged, one_two_five
-from penstock.service.identity import Caller
-from penstock.service.instruments import Kind, instruments
-from penstock.service.listen import Address, ListenError, metrics_address
-from penstock.service.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.auth.identity import Caller
+from penstock.service.config.addresses import Address, ListenError, metrics_address
+from penstock.service.telemetry import collector as metrics_reader, prometheus as metrics_page
+from penstock.service.telemetry.catalog import Kind, instruments
+from penstock.service.telemetry.histogram import Histogram, merged, one_two_five
+from penstock.service.telemetry.metrics import MAX_TENANTS, OTHER_TENANTS, End, Metrics
 from penstock.v1 import embedding_pb2, generation_pb2 as pb
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 

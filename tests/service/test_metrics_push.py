@@ -11,8 +11,8 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 from opentelemetry.sdk.resources import Resource
 
-from penstock.service.metrics_push import MetricsPush, push_from
-from penstock.service.metrics_reader import LoopReader
+from penstock.service.telemetry.collector import LoopReader
+from penstock.service.telemetry.otlp import MetricsPush, push_from
 from penstock.v1 import generation_pb2 as pb
 
 CUMULATIVE = metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 STARTS = {
-    "serve": "from penstock.service.serve import serve; serve(['/no/such/model', '--port=0'])",
-    "gateway": "from penstock.clients.cli import main; main(['gateway', '--unix-socket=/no/such/socket'])",
+    "serve": "from penstock.service.app.serve import serve; serve(['/no/such/model', '--port=0'])",
+    "gateway": "from penstock.clients.cli.main import main; main(['gateway', '--unix-socket=/no/such/socket'])",
 }
 
 

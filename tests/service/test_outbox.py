@@ -7,12 +7,12 @@ from waiting import until
 
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import Delta, FinishReason, Matched, PromptLogprobs
-from penstock.service import alarm as alarm_module, backlog as backlog_module, outbox as outbox_module
-from penstock.service.backlog import Backlog, Pacer
-from penstock.service.batch import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.messages import stream_message
-from penstock.service.outbox import Outbox
+from penstock.service.streaming import backlog as backlog_module, outbox as outbox_module, pacing as alarm_module
+from penstock.service.streaming.backlog import Backlog, Pacer
+from penstock.service.streaming.messages import stream_message
+from penstock.service.streaming.outbox import Outbox
+from penstock.service.streaming.pending_message import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PART_BYTES, OutputForm
 from penstock.v1 import generation_pb2 as pb
 
 TEXT = OutputForm(text=True, token_ids=False)

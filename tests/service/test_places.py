@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.places import Places, Rules
+from penstock.service.transport.places import Places, Rules
 
 
 def displaced() -> ServiceError:

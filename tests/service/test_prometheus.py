@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
-from penstock.service.instruments import instruments
+from penstock.service.telemetry.catalog import instruments
 from penstock.v1 import generation_pb2 as pb
 
 pytestmark = [

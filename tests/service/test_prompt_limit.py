@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.prompt_limit import PromptLimit
-from penstock.service.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.prompt_limit import PromptLimit
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer
 
 MIB = 1 << 20
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"

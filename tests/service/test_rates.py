@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.identity import Caller
+from penstock.service.auth.identity import Caller
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 GENERATION, TOKENIZER = "GenerationService", "TokenizerService"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.models.grammar import GrammarError, to_grammar
-from penstock.service.reasoning import Reasoning, Section
+from penstock.models.structured_output.compiler import GrammarError, to_grammar
+from penstock.service.text.reasoning import Reasoning, Section
 
 BYTES = LLTokenizer("byte")
 EOS = BYTES.eos_token

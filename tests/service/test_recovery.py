@@ -49,8 +49,8 @@ def make_deadly(runner, marker):
 
     runner.begin = begin_or_die
 
-if any("penstock.models.worker" in argument for argument in sys.orig_argv):
-    from penstock.models.runner import Runner
+if any("penstock.models.worker.main" in argument for argument in sys.orig_argv):
+    from penstock.models.worker.runner import Runner
     make_deadly(Runner, __file__ + ".once")
 """
 """What Python runs at its start, where PYTHONPATH leads to it."""
@@ -60,7 +60,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):
-            found += [child] if "penstock.models.worker" in " ".join(child.cmdline()) else []
+            found += [child] if "penstock.models.worker.main" in " ".join(child.cmdline()) else []
     return found
 
 

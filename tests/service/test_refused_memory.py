@@ -17,10 +17,10 @@ from tokenizers import normalizers
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.call_limits import MAX_MESSAGE_BYTES
+from penstock.service.auth.identity import ACCESS, Caller
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import ACCESS, Caller
-from penstock.service.tokenizer import Tokenizer
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from penstock.scheduler.request import RefusalKind, Refused
-from penstock.service import generation
+from penstock.service.rpc import generation
 from penstock.v1 import generation_pb2 as pb
 
 FOR_EVER_S = 60.0

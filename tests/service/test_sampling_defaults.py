@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from penstock.models.errors import ModelError
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.bounds import ModelLimits, Validator
-from penstock.service.config import parse_config
-from penstock.service.convert import Converter, Origin
-from penstock.service.flags import ConfigError
-from penstock.service.grammars import GrammarChecks
-from penstock.service.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from penstock.service.serve import prepare
-from penstock.service.tokenizer import TokenizerPool
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.serve import prepare
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.limits import ModelLimits, Validator
+from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from penstock.service.config.serve_config import parse_config
+from penstock.service.requests.generate import Converter, Origin
+from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.text.tokenizer import TokenizerPool
 from penstock.v1 import generation_pb2 as pb, model_pb2
 
 ALL: dict[str, Any] = {
@@ -195,12 +195,12 @@ def test_the_start_logs_them_and_the_flags_change_them(caplog):
     def defaults(*flags):
         return prepare(parse_config(["--port=0", "--admin-listen=off", "--metrics-listen=off", *flags])).server
 
-    with caplog.at_level(logging.INFO, "penstock.service.serve"):
+    with caplog.at_level(logging.INFO, "penstock.service.app.serve"):
         assert defaults().sampling_defaults.sampling == pb.Sampling(temperature=0.7, top_p=0.9)
     [line] = [record.getMessage() for record in caplog.records if "sampling defaults" in record.getMessage()]
     assert line.endswith("temperature 0.7, top_p 0.9")
     caplog.clear()
-    with caplog.at_level(logging.INFO, "penstock.service.serve"):
+    with caplog.at_level(logging.INFO, "penstock.service.app.serve"):
         assert defaults("--generation-config=none").sampling_defaults == SamplingDefaults()
     assert not [record for record in caplog.records if "sampling defaults" in record.getMessage()]
     changed = defaults("--override-generation-config", '{"temperature": 0.25}').sampling_defaults

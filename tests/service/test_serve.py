@@ -24,10 +24,10 @@ from waiting import wait_until
 from penstock.clients import Client
 from penstock.clients.errors import RequestFailed
 from penstock.kernels.cpu import LEVELS, find_kernels
-from penstock.models.checkpoint import DEMO, resolve_model
-from penstock.service import serve
-from penstock.service.calls import Administration, Calls, Transport
-from penstock.service.listen import Address
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.service.app import serve
+from penstock.service.app.usage_examples import Administration, Calls, Transport
+from penstock.service.config.addresses import Address
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -431,7 +431,7 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
 
 IMPATIENT = """
 import sys
-from penstock.scheduler.engine import Engine
+from penstock.scheduler.loop.engine import Engine
 from penstock.service import command
 
 Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
@@ -464,7 +464,7 @@ def workers_of(process):
     found = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.Error):
-            found += [child] if "penstock.models.worker" in " ".join(child.cmdline()) else []
+            found += [child] if "penstock.models.worker.main" in " ".join(child.cmdline()) else []
     return found
 
 

@@ -17,13 +17,13 @@ from grpc_reflection.v1alpha import reflection_pb2
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine import Engine
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.state import EngineState
-from penstock.service import server as server_module
-from penstock.service.health import LIVENESS
-from penstock.service.server import SERVICES
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app import server as server_module
+from penstock.service.app.server import SERVICES
+from penstock.service.rpc.health import LIVENESS
 from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc, model_pb2, tokenizer_pb2
 
 Status = health_pb2.HealthCheckResponse
@@ -302,7 +302,7 @@ class TestGoingDown:
     async def test_reliability_figure_8_sigterm_under_100_streams(self, tmp_path, new_reading):
         """Figure 8, and Shown by 7: the demo model's service, as `penstock serve` runs it."""
         arguments = ["demo", "--listen={listen}", f"--shutdown-grace={GRACE_S}", "--kv-cache-memory-bytes=128M"]
-        command = f"from penstock.service.command import main; sys.exit(main({arguments}))"
+        command = f"from penstock.service.app.command import main; sys.exit(main({arguments}))"
         readings = await sigterm(command, f"unix:{tmp_path / 's'}", new_reading, short=4)
         check_ends(readings)
 
@@ -383,7 +383,7 @@ HANGS_S = 120.0
 # By the clock that both processes share: when the service said that it is not ready, by its own account.
 NOTES_TIME = """
 import asyncio, pathlib, sys, time
-from penstock.service.health import Health
+from penstock.service.rpc.health import Health
 
 set_ready = Health.set_ready
 
@@ -396,10 +396,10 @@ Health.set_ready = noted
 """
 FAKE_SERVICE = """
 import tokenizers
-from penstock.scheduler.engine import Engine
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.service.server import Server, ServerConfig
-from penstock.service.tokenizer import Tokenizer
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.server import Server, ServerConfig
+from penstock.service.text.tokenizer import Tokenizer
 
 async def main():
     vocab = {chr(ord("a") + index): index for index in range(26)}

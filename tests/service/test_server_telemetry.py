@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from penstock.service import telemetry
-from penstock.service.telemetry import Exporter
+from penstock.service.telemetry import tracing as telemetry
+from penstock.service.telemetry.tracing import Exporter
 from penstock.v1 import generation_pb2 as pb
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -12,12 +12,12 @@ from waiting import until
 
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.state import EngineState
-from penstock.service.config import parse_config
-from penstock.service.listen import ListenError
-from penstock.service.serve import prepare
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.serve import prepare
+from penstock.service.config.addresses import ListenError
+from penstock.service.config.serve_config import parse_config
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 ANY_PORT = "127.0.0.1:0"
@@ -86,7 +86,7 @@ class TestTheStart:
         assert server.admin_listen == ANY_PORT
 
     def test_a_port_of_the_administration_that_is_taken_is_named_before_anything_is_loaded(self, monkeypatch):
-        monkeypatch.setattr("penstock.service.serve.resolve_model", None)  # it must not come to that
+        monkeypatch.setattr("penstock.service.app.serve.resolve_model", None)  # it must not come to that
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(ListenError) as error:

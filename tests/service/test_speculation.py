@@ -11,13 +11,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
-from penstock.service.config import ServeConfig, parse_config
-from penstock.service.flags import ConfigError
-from penstock.service.local import LocalServiceError, local_service
-from penstock.service.serve import prepare
-from penstock.service.speculation import MAX_DRAFTS, parse_speculation
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.app.embedded import LocalServiceError, local_service
+from penstock.service.app.serve import prepare
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.serve_config import ServeConfig, parse_config
+from penstock.service.config.speculative import MAX_DRAFTS, parse_speculation
 from penstock.v1 import admin_pb2, generation_pb2 as pb, model_pb2
 
 NGRAM = SpeculationConfig(DraftMethod.NGRAM, 4)
@@ -184,7 +184,7 @@ async def test_everybody_is_told_the_same(drafting, caplog):
         told.drafted_tokens,
         told.accepted_tokens,
     )
-    [record] = [record for record in caplog.records if record.name == "penstock.service.request_end"]
+    [record] = [record for record in caplog.records if record.name == "penstock.service.telemetry.request_end"]
     data = vars(record)["data"]
     assert (data["drafted_tokens"], data["accepted_tokens"]) == (told.drafted_tokens, told.accepted_tokens)
 
@@ -194,11 +194,11 @@ async def test_everybody_is_told_the_same(drafting, caplog):
 
 
 async def test_the_log_tells_of_drafts_from_time_to_time(start_service, caplog):
-    caplog.set_level("INFO", logger="penstock.service.stats_log")
+    caplog.set_level("INFO", logger="penstock.service.telemetry.stats_log")
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, speculation=NGRAM, stats_interval_s=0.05)
     await service.generation.Complete(request(max_tokens=200))
-    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.service.stats_log"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.service.telemetry.stats_log"]
     assert re.search(r"; drafted \d+ tokens/s, accepted \d+ %$", lines[0])
 
 

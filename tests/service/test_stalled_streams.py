@@ -16,9 +16,9 @@ import psutil
 import pytest
 from waiting import until
 
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.fake_worker import UncheckedSlots
-from penstock.service import backlog, outbox
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_worker import UncheckedSlots
+from penstock.service.streaming import backlog, outbox
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
-from penstock.scheduler.state import EngineState
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import admin_pb2, generation_pb2 as pb
 
 

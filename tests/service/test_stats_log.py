@@ -8,10 +8,10 @@ import pytest
 from waiting import until
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.v1 import generation_pb2 as pb
 
-NAME = "penstock.service.stats_log"
+NAME = "penstock.service.telemetry.stats_log"
 LINE = re.compile(
     r"running (\d+), waiting (\d+), KV cache ([\d.]+) %; tokens/s: prompt (\d+), output (\d+); cached (\d+) %; "
     r"preempted (\d+)"

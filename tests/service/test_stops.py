@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.service.text import text_states
+from penstock.service.text.detokenizer import text_states
 
 from .test_text import KINDS
 

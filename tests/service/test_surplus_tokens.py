@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken
 
 from penstock.clients import AsyncClient
-from penstock.models.families import spec_from_config
-from penstock.service.config import parse_config
-from penstock.service.grammars import GrammarChecks
-from penstock.service.local import local_service
-from penstock.service.serve import prepare
-from penstock.service.tokenizer import Chat, Message, Tokenizer
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.models.checkpoint.families import spec_from_config
+from penstock.service.app.embedded import local_service
+from penstock.service.app.serve import prepare
+from penstock.service.config.serve_config import parse_config
+from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer_files import foresee_facts
 from penstock.v1 import constraint_pb2, embedding_pb2, generation_pb2 as pb, model_pb2, tokenizer_pb2
 
 NUM_ROWS = 258

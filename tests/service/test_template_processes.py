@@ -7,12 +7,12 @@ import socket
 import psutil
 import pytest
 
-from penstock.service import template_renderers
-from penstock.service.chat_template import Chat, Message, TemplateError, compile_templates
+from penstock.service.chat_templates import renderers as template_renderers
+from penstock.service.chat_templates.chat_template import Chat, Message, TemplateError, compile_templates
+from penstock.service.chat_templates.frames import FREE_GROWTH_CHARS, LONG_FRAME_BYTES
+from penstock.service.chat_templates.text import runs
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.lane import Lane
-from penstock.service.template_frames import FREE_GROWTH_CHARS, LONG_FRAME_BYTES
-from penstock.service.template_text import runs
+from penstock.service.thread_pool import Lane
 
 SPIN = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 FILL = "{% set bytes = 'x' * 10**10 %}"

@@ -4,8 +4,8 @@ import jinja2.sandbox
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.service.template_environment import TemplateEnvironment
-from penstock.service.template_text import TemplateText, concat, own_text, runs
+from penstock.service.chat_templates.environment import TemplateEnvironment
+from penstock.service.chat_templates.text import TemplateText, concat, own_text, runs
 
 words = st.text(alphabet="aA ß\n,<", max_size=8)
 # Capital letters are the template's, others a caller's: no operation below changes a letter's case.

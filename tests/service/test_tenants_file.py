@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.scheduler.config import TenantLimits
-from penstock.service.config import parse_config
-from penstock.service.operator_files import OperatorFiles
-from penstock.service.tenants_file import TENANTS_FLAG, Tenants, parse_tenants
-from penstock.service.watched_files import FileError, NamedFile
+from penstock.service.auth.operator_files import OperatorFiles
+from penstock.service.auth.reloaded_files import FileError, NamedFile
+from penstock.service.auth.tenant_limits import TENANTS_FLAG, Tenants, parse_tenants
+from penstock.service.config.serve_config import parse_config
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from penstock.scheduler.request import Released
-from penstock.service.stop_strings import StopStrings
-from penstock.service.text import IdsOnly, IncrementalText, text_offsets, text_states
-from penstock.service.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.detokenizer import IdsOnly, IncrementalText, text_offsets, text_states
+from penstock.service.text.stop_strings import StopStrings
+from penstock.service.text.tokenizer import Tokenizer, TokenizerError
 
 CORPUS = ["the cat sat on the mat, the end. naïve 你好世界 你们好 🙂🙃 <end> the theme  and  more\n\nlines\n"] * 4
 SPECIALS = ["<s>", "</s>"]

@@ -8,11 +8,11 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from penstock.service.config.text_size import MAX_TEXT_BYTES
 from penstock.service.errors import ServiceError
-from penstock.service.specials import _any_of
-from penstock.service.text_size import MAX_TEXT_BYTES
-from penstock.service.tokenizer import Chat, Message, Tokenizer
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.service.text.special_tokens import _any_of
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer
+from penstock.service.text.tokenizer_files import foresee_facts
 
 CORPUS = ["<|im_start|>user\nWhat is a penstock? assistant [INST] It is a gated pipe. [/INST] <s> naïve 你好\n\n"] * 4
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from penstock.service.tokenizer import Tokenizer, TokenizerError
-from penstock.service.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_BYTES, MAX_TOKEN_IDS
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer import Tokenizer, TokenizerError
+from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_BYTES, MAX_TOKEN_IDS
+from penstock.service.text.tokenizer_files import foresee_facts
 
 
 @pytest.fixture

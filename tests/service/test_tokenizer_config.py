@@ -9,9 +9,9 @@ import tokenizers
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 
-from penstock.models.grammar import read_tokenizer, to_grammar
-from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.models.structured_output.compiler import read_tokenizer, to_grammar
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.text.tokenizer_files import foresee_facts
 
 START, END, PLAIN = "<|start|>", "<|stop|>", "(plain)"
 TEMPLATE = (

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.tokenizer import Chat, Message, Tokenizer, TokenizerError
-from penstock.service.tokenizer_files import foresee_facts
+from penstock.service.text.tokenizer import Chat, Message, Tokenizer, TokenizerError
+from penstock.service.text.tokenizer_files import foresee_facts
 
 
 @pytest.fixture

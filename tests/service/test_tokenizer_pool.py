@@ -9,10 +9,10 @@ import pytest
 from waiting import until
 
 from penstock.kv.block_hash import hash_blocks
+from penstock.service.auth.identity import Caller, current_caller
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Caller, current_caller
-from penstock.service.lane import Lane
-from penstock.service.tokenizer import TokenizerPool
+from penstock.service.text.tokenizer import TokenizerPool
+from penstock.service.thread_pool import Lane
 
 
 @pytest.fixture

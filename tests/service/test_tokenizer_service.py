@@ -8,10 +8,10 @@ import grpc
 import pytest
 from waiting import until
 
-from penstock.service import tokenizer_service
+from penstock.service.auth.identity import Caller
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Caller
-from penstock.service.tokenizer import TokenizerPool
+from penstock.service.rpc import tokenizer as tokenizer_service
+from penstock.service.text.tokenizer import TokenizerPool
 from penstock.v1 import generation_pb2, tokenizer_pb2 as pb
 
 CALLS = {

@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from penstock.scheduler.fake_executor import FakeExecutor
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError
-from penstock.service.tokenizer import Tokenizer
-from penstock.service.truncation import Truncation
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.truncation import Truncation
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 LEFT, RIGHT = pb.TRUNCATION_SIDE_LEFT, pb.TRUNCATION_SIDE_RIGHT

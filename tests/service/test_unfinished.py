@@ -8,11 +8,11 @@ import pytest
 from raw_http2 import raw_client
 from waiting import until
 
-from penstock.service import unfinished
-from penstock.service.connections import Connection, Connections
+from penstock.service.auth.identity import Bearers, Caller
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.identity import Bearers, Caller
-from penstock.service.unfinished import UnfinishedMessages
+from penstock.service.transport import unfinished
+from penstock.service.transport.connections import Connection, Connections
+from penstock.service.transport.unfinished import UnfinishedMessages
 from penstock.v1 import generation_pb2 as pb
 
 GENERATE = "/penstock.v1.GenerationService/Generate"
@@ -121,7 +121,7 @@ async def test_unfinished_messages_end_and_idle_streams_go_on(start_service, mon
 async def test_bytes_of_an_earlier_connection_of_the_same_name_do_not_count(monkeypatch):
     found = Connections()
     received = {Connection(("10.0.0.1", 1), 7): 5000}
-    monkeypatch.setattr("penstock.service.connections._received", lambda ports: received)
+    monkeypatch.setattr("penstock.service.transport.connections._received", lambda ports: received)
     found.begin_call("ipv4:10.0.0.1:1", "one")
     found.count("ipv4:10.0.0.1:1", 4_000_000)
     assert sum((await found.unfinished_bytes()).values()) == 0

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from penstock.service import call_end, unread
-from penstock.service.unread import CALL_BYTES, UnreadAnswers
+from penstock.service.transport import call_end, unread
+from penstock.service.transport.unread import CALL_BYTES, UnreadAnswers
 
 NOW = 100.0
 

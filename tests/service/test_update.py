@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.fake_executor import FakeExecutor
 from penstock.scheduler.policy import Policy
-from penstock.service.live import MAX_EARLY_UPDATES
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.requests.lifecycle import MAX_EARLY_UPDATES
 from penstock.v1 import generation_pb2 as pb
 
 ENDLESS = 4000

@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.clients.cpu_library import CpuLibrary
-from penstock.clients.doctor import choose
-from penstock.clients.machine import Gpu, inspect_machine
+from penstock.clients.cli.doctor import choose
+from penstock.clients.host.cpu_library import CpuLibrary
+from penstock.clients.host.machine import Gpu, inspect_machine
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
-from penstock.service import serve
-from penstock.service.config import ServeConfig
+from penstock.service.app import serve
+from penstock.service.config.serve_config import ServeConfig
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
 

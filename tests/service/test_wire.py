@@ -7,10 +7,10 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import Descriptor
 
-from penstock.service import wire
-from penstock.service.bounds import FIELD_BOUNDS
+from penstock.service.config.limits import FIELD_BOUNDS
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.wire import MAX_MAP_ENTRIES, MAX_PARTS, check_parts
+from penstock.service.transport import message_size as wire
+from penstock.service.transport.message_size import MAX_MAP_ENTRIES, MAX_PARTS, check_parts
 from penstock.v1 import embedding_pb2, generation_pb2 as pb, tokenizer_pb2
 
 MIB = 1 << 20

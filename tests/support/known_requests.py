@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.scheduler.choice import sampling_of_choice
-from penstock.scheduler.fake_worker import token_of_history, vector_of
 from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
+from penstock.scheduler.planning.sequence import sampling_of_choice
 from penstock.scheduler.request import (
     Accepted,
     Delta,
@@ -20,6 +19,7 @@ from penstock.scheduler.request import (
     Released,
     Request,
 )
+from penstock.scheduler.testing.fake_worker import token_of_history, vector_of
 
 VOCAB_SIZE, BLOCK_SIZE = 7, 4
 MAX_MODEL_LEN = 44

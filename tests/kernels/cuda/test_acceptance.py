@@ -2,9 +2,9 @@
 
 import torch
 
-from penstock.kernels.cuda.acceptance import BLOCK, accept
-from penstock.kernels.cuda.sampling_rows import SamplerRows, SamplerShape, integer_line
-from penstock.models.token_counts import TokenCounts
+from penstock.kernels.cuda.accept_drafts import BLOCK, accept
+from penstock.kernels.cuda.sampling.tensors import SamplerRows, SamplerShape, integer_line
+from penstock.models.batch.token_counts import TokenCounts
 
 VOCAB = 40
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference
 from penstock.kernels.cuda.activation import gated_activation
+from penstock.kernels.reference import ops as reference
 
 # numpy's, in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cuda import ahead
-from penstock.kernels.cuda.ahead import Usage, variants, wanted
-from penstock.kernels.cuda.shapes import SHAPES
+from penstock.kernels import aot as ahead
+from penstock.kernels.aot import Usage, variants, wanted
+from penstock.kernels.cuda.model_shapes import SHAPES
 
 HOPPER_SHARED_BYTES = 227 * 1024
 # Of a thread: a few registers at the edge of a loop cost nothing, a loop's own would be many more.
@@ -21,8 +21,8 @@ SOME = ("Qwen3-0.6B", "Gemma-2-2B")
 
 # A number that were specialised would be compiled anew for 1, and for a multiple of 16.
 SPECIALISED = """
-from penstock.kernels.cuda.ahead import variants
-from penstock.kernels.cuda.shapes import SHAPES
+from penstock.kernels.aot import variants
+from penstock.kernels.cuda.model_shapes import SHAPES
 for variant in (variant for shape in SHAPES.values() for variant in variants(shape)):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}
     for parameter in variant.kernel.params:
@@ -35,8 +35,8 @@ for variant in (variant for shape in SHAPES.values() for variant in variants(sha
 # something is subtracted from a score that a mask chose: without a mask it would be one multiply-add, and other bits.
 ATTENTION = """
 import json, re, sys
-from penstock.kernels.cuda.ahead import wanted
-from penstock.kernels.cuda.shapes import SHAPES
+from penstock.kernels.aot import wanted
+from penstock.kernels.cuda.model_shapes import SHAPES
 for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
     compiled = variant.compile(90)  # all of them, in the order in which they were: so Triton finds them again
     if name.startswith(("decode_kernel", "prefill_kernel")):
@@ -70,7 +70,7 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
-    printed = run(folder, "-m", "penstock.kernels.cuda.ahead", *models)
+    printed = run(folder, "-m", "penstock.kernels.aot", *models)
     print(printed)
     heading, *lines = printed.splitlines()
     assert str(HOPPER_SHARED_BYTES) in heading

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import reference
-from penstock.kernels.cuda.attention import paged_attention
-from penstock.kernels.cuda.attention_common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
-from penstock.kernels.cuda.attention_decode import DecodeWorkspace
-from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
+from penstock.kernels.cuda.attention.decode import DecodeWorkspace
+from penstock.kernels.cuda.attention.paged import paged_attention
+from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.reference import ops as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = AttentionShape(4, 2, 64, torch.float32, torch.float32, scale=0.125)

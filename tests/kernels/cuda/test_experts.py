@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference
-from penstock.kernels.cuda.experts import ExpertsRoom, ExpertsWeights, mix_experts
-from penstock.kernels.cuda.experts_shape import DECODE, MIDDLE, PREFILL, ExpertsShape
-from penstock.kernels.cuda.shapes import SHAPES, Mixture
-from penstock.models.weights import ExpertMlp
+from penstock.kernels.cuda.model_shapes import SHAPES, Mixture
+from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.shapes import DECODE, MIDDLE, PREFILL, ExpertsShape
+from penstock.kernels.reference import ops as reference
+from penstock.models.backends.torch_common.weights import ExpertMlp
 
 # numpy's, in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

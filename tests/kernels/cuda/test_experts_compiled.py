@@ -7,9 +7,9 @@ import sys
 
 COMPILE = """
 import json, re
-from penstock.kernels.cuda.experts_product import gate_up_variant
-from penstock.kernels.cuda.experts_shape import ExpertsShape
-from penstock.kernels.cuda.shapes import SHAPES
+from penstock.kernels.cuda.moe.gemm import gate_up_variant
+from penstock.kernels.cuda.moe.shapes import ExpertsShape
+from penstock.kernels.cuda.model_shapes import SHAPES
 
 model = SHAPES["Qwen3-30B-A3B"]
 shape = ExpertsShape.of(model)

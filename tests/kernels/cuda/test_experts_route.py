@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.experts_route import Routes, route
-from penstock.kernels.cuda.experts_shape import ExpertsShape
-from penstock.kernels.cuda.shapes import Mixture
-from penstock.kernels.reference import choose_experts
+from penstock.kernels.cuda.model_shapes import Mixture
+from penstock.kernels.cuda.moe.routing import Routes, route
+from penstock.kernels.cuda.moe.shapes import ExpertsShape
+from penstock.kernels.reference.ops import choose_experts
 
 # numpy's, in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from penstock.kernels.cuda.logprobs import MAX_TOP, logprobs, make_logprobs_room
-from penstock.kernels.cuda.sampling_rows import SamplerShape
+from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_room
+from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
 
 def compute(shape, logits, num_top, token_ids):

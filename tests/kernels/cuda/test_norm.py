@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference, reference_cuda
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
+from penstock.kernels.reference import fused as reference_cuda, ops as reference
 
 EPS = 1e-5
 # Of an entry; in the interpreter, what is stored is not rounded but cut off.

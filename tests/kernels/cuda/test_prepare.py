@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from penstock.kernels import reference_cuda
-from penstock.kernels.cuda.prepare import DeviceRows, StepTensors, commit, prepare
+from penstock.kernels.cuda.step import DeviceRows, StepTensors, commit, prepare
+from penstock.kernels.reference import fused as reference_cuda
 
 PAGE_SLOTS = 16
 VOCAB = 1000

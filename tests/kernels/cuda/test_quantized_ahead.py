@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from penstock.kernels.cuda import ahead
-from penstock.kernels.cuda.ahead import Usage, describe
+from penstock.kernels import aot as ahead
+from penstock.kernels.aot import Usage, describe
 
 MAX_SHARED = 227 * 1024
 
@@ -16,8 +16,8 @@ COMPILE = """
 import json, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from penstock.kernels.cuda.ahead import QUANTIZED, float_variants, measure, quantized_variants
-from penstock.kernels.cuda.shapes import SHAPES
+from penstock.kernels.aot import QUANTIZED, float_variants, measure, quantized_variants
+from penstock.kernels.cuda.model_shapes import SHAPES
 
 def tell(form, variant):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}

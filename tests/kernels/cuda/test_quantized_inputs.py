@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference_cuda
-from penstock.kernels.cuda.quantized_inputs import gather_inputs, narrow_inputs
+from penstock.kernels.cuda.quantized.inputs import gather_inputs, narrow_inputs
+from penstock.kernels.reference import fused as reference_cuda
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.quantized_inputs import narrow_inputs
-from penstock.kernels.cuda.quantized_product import ProductRoom, product
-from penstock.kernels.cuda.quantized_weight import Codes, QuantizedWeight, keep_floats, pack_bytes, pack_int4
-from penstock.kernels.reference_cuda import dequantize
+from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.inputs import narrow_inputs
+from penstock.kernels.cuda.quantized.weights import Codes, QuantizedWeight, keep_floats, pack_bytes, pack_int4
+from penstock.kernels.reference.fused import dequantize
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 GROUPS = [0, 32, 64, 96, 128, 256]
@@ -152,7 +152,7 @@ def test_results_do_not_depend_on_the_batch(form, device):
 
 
 def test_more_tokens_than_there_is_room_for_parts(device, monkeypatch):
-    monkeypatch.setattr("penstock.kernels.cuda.quantized_product.STEADY_PART_TOKENS", 16)
+    monkeypatch.setattr("penstock.kernels.cuda.quantized.gemm.STEADY_PART_TOKENS", 16)
     weight, wide = random_bytes(8, 1024, torch.int8, device, narrows_inputs=True)
     check_product(random_inputs(35, 1024, torch.float32, device), weight, wide, deterministic=True)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.kernels.cuda.quantize import quantize_fp8, quantize_int4, quantize_int8
-from penstock.kernels.cuda.quantized_weight import Codes, QuantizedWeight, pack_bytes, pack_int4
-from penstock.kernels.reference_cuda import dequantize
+from penstock.kernels.cuda.quantized.quantize import quantize_fp8, quantize_int4, quantize_int8
+from penstock.kernels.cuda.quantized.weights import Codes, QuantizedWeight, pack_bytes, pack_int4
+from penstock.kernels.reference.fused import dequantize
 
 
 def unpacked(weight: QuantizedWeight) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference_cuda
 from penstock.kernels.cuda.rope_kv import rope_kv
+from penstock.kernels.reference import fused as reference_cuda
 
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cuda.sampling import sample
-from penstock.kernels.cuda.sampling_rows import (
+from penstock.kernels.cuda.sampling.sample import sample
+from penstock.kernels.cuda.sampling.tensors import (
     Lines,
     SamplerRows,
     SamplerShape,
@@ -17,9 +17,9 @@ from penstock.kernels.cuda.sampling_rows import (
     make_room,
     number_line,
 )
-from penstock.models.lines import Line
-from penstock.models.rows import RowTable
-from penstock.models.sampler import sample_lines
+from penstock.models.backends.torch_common.sampler import sample_lines
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import RowTable
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

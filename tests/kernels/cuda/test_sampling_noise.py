@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.sampling_noise import gumbel, mix64, noise_stream
-from penstock.kernels.reference_sampling import keyed_gumbel, mix64 as reference_mix64
+from penstock.kernels.cuda.sampling.noise import gumbel, mix64, noise_stream
+from penstock.kernels.reference.sampling import keyed_gumbel, mix64 as reference_mix64
 
 SIGNIFICANCE = 1e-3
 BLOCK = 4096

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from penstock.models.backend import AtOnce, Backend
-from penstock.models.batch import Batch, BatchResult, FeatureLines, Sampled
-from penstock.models.drafter import Drafter, Proposal, Wanted
-from penstock.models.drafting import Drafting
-from penstock.models.rows import Row
-from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
+from penstock.models.backends.base import AtOnce, Backend
+from penstock.models.batch.batch import Batch, BatchResult, FeatureLines, Sampled
+from penstock.models.batch.rows import Row
+from penstock.models.speculative.controller import Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan, WorkerFacts
 
 GREEDY = SamplingParams(temperature=0.0)

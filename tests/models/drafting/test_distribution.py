@@ -8,10 +8,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.models import runner
-from penstock.models.backend import load_backend
-from penstock.models.batch import Sampled
-from penstock.models.drafters import check_speculation, make_drafter
+from penstock.models.backends.base import load_backend
+from penstock.models.batch.batch import Sampled
+from penstock.models.worker import runner
+from penstock.models.worker.speculation import check_speculation, make_drafter
 from penstock.scheduler.plan import DraftMethod, SamplingParams
 
 from .kits import speculation_of

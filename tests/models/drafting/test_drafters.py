@@ -5,14 +5,14 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.models.drafter import Wanted
-from penstock.models.drafters import check_speculation, make_drafting
+from penstock.models.batch.rows import UNKNOWN, RowTable
 from penstock.models.errors import ModelError
-from penstock.models.ngram_drafter import NgramDrafter
-from penstock.models.row_indexes import PORTION
-from penstock.models.rows import UNKNOWN, RowTable
-from penstock.models.suffix_drafter import SuffixDrafter
-from penstock.models.token_index import MAX_OCCURRENCES, Cursor, TokenIndex
+from penstock.models.speculative.drafter import Wanted
+from penstock.models.speculative.ngram import NgramDrafter
+from penstock.models.speculative.row_indexes import PORTION
+from penstock.models.speculative.suffix import SuffixDrafter
+from penstock.models.speculative.token_index import MAX_OCCURRENCES, Cursor, TokenIndex
+from penstock.models.worker.speculation import check_speculation, make_drafting
 from penstock.scheduler.plan import AddedRow, DraftMethod, SamplingParams, SpeculationConfig, StepPlan, WorkerConfig
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_OCCURRENCES)

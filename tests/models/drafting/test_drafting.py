@@ -7,14 +7,14 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from penstock.models.ask_costs import AskCosts
-from penstock.models.batch import build_batch
-from penstock.models.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
-from penstock.models.drafter import Drafter, Proposal
-from penstock.models.drafting import NOTHING, Drafting
-from penstock.models.rows import RowTable
-from penstock.models.runner import Runner
-from penstock.models.step_costs import MEASURE_S, SIZES, StepCosts
+from penstock.models.batch.batch import build_batch
+from penstock.models.batch.rows import RowTable
+from penstock.models.speculative.ask_costs import AskCosts
+from penstock.models.speculative.controller import NOTHING, Drafting
+from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCosts
+from penstock.models.speculative.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
+from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowResult, SamplingParams, StepPlan, StepResult
 
 # -------------------------------------------------------------------------------------------------------------- lengths

@@ -5,15 +5,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.models.backend import load_backend
-from penstock.models.drafter import Drafter, Proposal
-from penstock.models.drafters import make_drafter, make_drafting
-from penstock.models.drafting import Drafting
+from penstock.models.backends.base import load_backend
 from penstock.models.errors import ModelError
-from penstock.models.launch import WorkerProcess
-from penstock.models.ngram_drafter import NgramDrafter
-from penstock.models.step_costs import StepCosts
-from penstock.models.suffix_drafter import SuffixDrafter
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.speculative.controller import Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Drafter, Proposal
+from penstock.models.speculative.ngram import NgramDrafter
+from penstock.models.speculative.suffix import SuffixDrafter
+from penstock.models.worker.speculation import make_drafter, make_drafting
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import (
     AddedRow,

@@ -14,11 +14,11 @@ import pytest
 import tokenizers
 from msgspec.structs import replace
 
-from penstock.models.checkpoint import resolve_model
-from penstock.models.grammar import to_grammar
-from penstock.models.launch import WorkerProcess
+from penstock.models.checkpoint.checkpoint import resolve_model
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.structured_output.compiler import to_grammar
+from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, DraftMethod, SamplingParams, SpeculationConfig, StepPlan
-from penstock.scheduler.state import EngineStats
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 

@@ -11,17 +11,17 @@ import msgspec
 import pytest
 import torch
 
-from penstock.models import eagle
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import resolve_model
-from penstock.models.drafter import Wanted
-from penstock.models.drafters import check_speculation, make_drafting
-from penstock.models.drafting import Drafted, Drafting
-from penstock.models.launch import WorkerProcess
-from penstock.models.runner import Runner
-from penstock.models.step_costs import StepCosts
+from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import resolve_model
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.speculative.controller import Drafted, Drafting
+from penstock.models.speculative.cost_model import StepCosts
+from penstock.models.speculative.drafter import Wanted
+from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
 from penstock.models.train_demo.export import read_head, read_model
+from penstock.models.worker.runner import Runner
+from penstock.models.worker.speculation import check_speculation, make_drafting
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,
@@ -136,7 +136,7 @@ FEW_LAYERS = (0, 1, 2)
 def on_gpu(build_model, tmp_path, eagle_config, random_tensors, save_head):
     """A model, a head, a runner with it, and one without on the reference. Nothing is compiled once they are loaded."""
     pytest.importorskip("triton")
-    from penstock.kernels.cuda.variant import launches
+    from penstock.kernels.cuda.core.launch import launches
 
     target = build_model(tmp_path / "model", "Qwen3Config", {"num_hidden_layers": 3})
     embedding = target.module.model.embed_tokens.weight.detach()

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from penstock.models import eagle
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.eagle_checkpoint import check_head
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.eagle import check_head
 from penstock.models.errors import ModelError
+from penstock.models.speculative.eagle import drafter as eagle
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 
 

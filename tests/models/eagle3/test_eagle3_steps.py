@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.device_lines import DeviceLines
-from penstock.models.draft_head import Draws, HeadStep
-from penstock.models.eagle import HEADS, LoadHead
-from penstock.models.eagle_checkpoint import check_head
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cuda.features import DeviceLines
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.eagle import check_head
+from penstock.models.speculative.eagle.drafter import HEADS, LoadHead
+from penstock.models.speculative.eagle.head import Draws, HeadStep
 from penstock.scheduler.plan import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("cpu_library")

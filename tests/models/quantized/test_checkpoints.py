@@ -12,11 +12,11 @@ from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file
 
-from penstock.models.backend import load_backend
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.cpu_backend import objection
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cpu.backend import objection
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantized_reader import read_matrix
 from penstock.models.errors import ModelError
-from penstock.models.quantized_matrix import read_matrix
 from penstock.scheduler.plan import SamplingParams
 
 NUM_TOKENS = 16

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels import reference_cuda
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.weights import DenseLinear
+from penstock.kernels.reference import fused as reference_cuda
+from penstock.models.backends.torch_common.weights import DenseLinear
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has no wheels but for Linux", allow_module_level=True)
 
-from penstock.models.cuda_backend import weight_bytes
-from penstock.models.cuda_linears import CudaLinears
-from penstock.models.loader import load_weights
+from penstock.models.backends.cuda.backend import weight_bytes
+from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.torch_common.loader import load_weights
 from penstock.scheduler.plan import WorkerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

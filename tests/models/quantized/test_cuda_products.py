@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from penstock.models.checkpoint import check_checkpoint
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 
 pytest.importorskip("triton")
 
@@ -33,10 +33,10 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from penstock.kernels.cuda.quantized_product import ProductRoom, product
-from penstock.kernels.cuda.quantized_weight import pack_bytes, pack_int4
-from penstock.models.checkpoint import check_checkpoint
-from penstock.models.quantized_matrix import read_matrix
+from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.weights import pack_bytes, pack_int4
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.quantized_reader import read_matrix
 
 folder, device = Path(sys.argv[1]), torch.device(sys.argv[2])
 inputs = load_file(folder / "inputs.safetensors", device=str(device))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from cpu_bench.floors import Machine
-from penstock.kernels.torch_tiles import avoid_broken_tiles
+from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 
 READ_BYTES = 1 << 30
 SIDE = 2048

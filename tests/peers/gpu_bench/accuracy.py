@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gpu_bench.figures import AccuracyFigures
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels.cuda.attention_common import PAGE_SLOTS
-from penstock.models.backend import Backend, load_backend
-from penstock.models.cuda_backend import CudaBackend
-from penstock.models.host_pages import HostPages
-from penstock.models.kv_pages import KVPages
-from penstock.models.parallel import ALONE
-from penstock.models.reference_backend import ReferenceBackend
-from penstock.models.runner import Runner
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS
+from penstock.models.backends.base import Backend, load_backend
+from penstock.models.backends.cuda.backend import CudaBackend
+from penstock.models.backends.reference.backend import ReferenceBackend
+from penstock.models.backends.tensor_parallel import ALONE
+from penstock.models.backends.torch_common.host_pages import HostPages
+from penstock.models.backends.torch_common.kv_pages import KVPages
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, RowResult, SamplingParams, StepPlan, WorkerConfig
 
 ROWS = 3

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gpu_bench.kernels import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels import reference
-from penstock.kernels.cuda.attention import paged_attention
-from penstock.kernels.cuda.attention_common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
-from penstock.kernels.cuda.attention_decode import DecodeWorkspace
-from penstock.kernels.cuda.attention_plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
+from penstock.kernels.cuda.attention.decode import DecodeWorkspace
+from penstock.kernels.cuda.attention.paged import paged_attention
+from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.reference import ops as reference
 
 FP8_SCALE = 0.5
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gpu_bench.kernels import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels import reference
-from penstock.kernels.cuda.experts import ExpertsRoom, ExpertsWeights, mix_experts
-from penstock.kernels.cuda.experts_shape import ExpertsShape
+from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.shapes import ExpertsShape
+from penstock.kernels.reference import ops as reference
 
 
 def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) -> Case:

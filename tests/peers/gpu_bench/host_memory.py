@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
-from penstock.models.runner import Runner
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, WorkerFacts
 from penstock.scheduler.request import Event, Finished, Released, Request
-from penstock.scheduler.scheduler import Scheduler
 
 SALT = tenant_salt("bench", "bench")
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,13 +10,13 @@ from torch import Tensor
 from gpu_bench.figures import Ceiling, Figures, KernelFigures, LeftOut
 from gpu_bench.sizes import Model, Sizes
 from gpu_bench.timing import seconds
-from penstock.kernels import reference, reference_cuda
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
-from penstock.kernels.cuda.prepare import DeviceRows, StepTensors, commit, prepare
-from penstock.kernels.cuda.quantized_product import ProductRoom, product
-from penstock.kernels.cuda.quantized_weight import keep_floats
+from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.weights import keep_floats
 from penstock.kernels.cuda.rope_kv import rope_kv
+from penstock.kernels.cuda.step import DeviceRows, StepTensors, commit, prepare
+from penstock.kernels.reference import fused as reference_cuda, ops as reference
 
 ULP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """What a result may differ by, as a share of the largest: two steps of the dtype, and rounding on the way there."""

@@ -159,7 +159,7 @@ def _deterministic_steps(model: Model, sizes: Sizes, _results: Results) -> Itera
 
 
 def _deterministic_service(model: Model, sizes: Sizes, results: Results) -> Iterable[Figures]:
-    import_module("penstock.service.serve")
+    import_module("penstock.service.app.serve")
     from gpu_bench import serving
 
     return serving.measure_deterministic(model, sizes, results.ours_per_s(model))
@@ -167,7 +167,7 @@ def _deterministic_service(model: Model, sizes: Sizes, results: Results) -> Iter
 
 def _serving(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:
     # What the service itself needs, which is another process.
-    import_module("penstock.service.serve")
+    import_module("penstock.service.app.serve")
     from gpu_bench import serving
 
     return serving.measure(model, sizes)

@@ -7,11 +7,18 @@ from torch import Tensor
 
 from gpu_bench.kernels import Case, Make
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels import reference_sampling
-from penstock.kernels.cuda.acceptance import accept
-from penstock.kernels.cuda.logprobs import MAX_TOP, logprobs, make_logprobs_room
-from penstock.kernels.cuda.sampling import sample
-from penstock.kernels.cuda.sampling_rows import Lines, SamplerRows, SamplerShape, integer_line, make_room, number_line
+from penstock.kernels.cuda.accept_drafts import accept
+from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_room
+from penstock.kernels.cuda.sampling.sample import sample
+from penstock.kernels.cuda.sampling.tensors import (
+    Lines,
+    SamplerRows,
+    SamplerShape,
+    integer_line,
+    make_room,
+    number_line,
+)
+from penstock.kernels.reference import sampling as reference_sampling
 
 WRONG = 0.02
 """Of the lines that are drawn: rounding may turn a choice between tokens that are as good as equal."""

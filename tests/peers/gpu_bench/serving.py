@@ -17,7 +17,7 @@ from gpu_bench.sizes import Model, Sizes
 
 OURS = "penstock"
 # From the checkout, where nothing is installed.
-PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.clients.cli import main; sys.exit(main())")
+PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.clients.cli.main import main; sys.exit(main())")
 
 
 def measure(model: Model, sizes: Sizes) -> Iterator[Figures]:

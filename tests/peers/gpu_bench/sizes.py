@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from cpu_bench import floors
 
-from penstock.kernels.cuda.shapes import SHAPES, Mixture, Shape
+from penstock.kernels.cuda.model_shapes import SHAPES, Mixture, Shape
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from gpu_bench.figures import (
 )
 from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels.cuda.attention_common import PAGE_SLOTS
-from penstock.models.backend import load_backend
-from penstock.models.cuda_backend import CudaBackend
-from penstock.models.cuda_model import Hidden
-from penstock.models.cuda_step import Size
-from penstock.models.runner import Runner
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cuda.backend import CudaBackend
+from penstock.models.backends.cuda.model import Hidden
+from penstock.models.backends.cuda.step_io import Size
+from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import (
     AddedRow,
     Chunk,

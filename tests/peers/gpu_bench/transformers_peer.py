@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 from gpu_bench.figures import Figures, LeftOut, ServingFigures
 from gpu_bench.sizes import Model, Sizes, Workload
-from penstock.clients.bench_report import quantile
+from penstock.clients.bench.report import quantile
 
 CONTINUOUS, STATIC = "transformers continuous", "transformers static"
 

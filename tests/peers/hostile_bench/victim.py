@@ -11,7 +11,7 @@ import grpc
 import httpx
 
 from hostile_bench.live_service import VICTIM_KEY, LiveService
-from penstock.clients.bench_report import quantile
+from penstock.clients.bench.report import quantile
 from penstock.v1 import generation_pb2 as pb
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from cpu_bench.runners.penstock_service import service
 
 from penstock.clients import AsyncClient, Delta, Finished
-from penstock.models.checkpoint import DEMO, DEMO_DRAFTERS, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, DEMO_DRAFTERS, resolve_model
 from spec_bench.widen import widen
 from spec_bench.workloads import texts
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.models.checkpoint import DEMO, resolve_model
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 
 SEED = 0
 NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

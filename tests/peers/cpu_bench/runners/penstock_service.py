@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
-from penstock.clients.admin_client import AdminClient
-from penstock.clients.connection import Connection
+from penstock.clients.cli.admin.client import AdminClient
+from penstock.clients.cli.options import Connection
 from penstock.v1 import admin_pb2
 
 LAG = "loop_lag_p99_ms"

@@ -1,0 +1,1 @@
+"""``penstock bench``: measures latency and throughput of a running service. Knows no server code."""

@@ -1,0 +1,223 @@
+"""``penstock bench``: loads a running service, and tells how it bore it."""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from penstock.clients.bench.flags import arrivals, options, parse_arguments
+from penstock.clients.bench.grpc_target import GrpcCaller
+from penstock.clients.bench.plot import plot
+from penstock.clients.bench.report import Report
+from penstock.clients.bench.runner import Progress, run
+from penstock.clients.bench.table import table
+from penstock.clients.bench.target import Caller
+from penstock.clients.bench.trace import TraceReader
+from penstock.clients.bench.workload import Load, RandomLoad, WarmUp
+from penstock.clients.cli.options import advised, connection, default_target
+from penstock.clients.client import AsyncClient
+from penstock.clients.errors import PenstockError
+from penstock.clients.host.event_loop import loop_factory
+
+_DEFAULT_HTTP = "http://127.0.0.1:8000"
+_JSON_FORMAT = 1
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class _Service:
+    """What is loaded."""
+
+    caller: Caller
+    target: str
+    model: str
+    vocab_size: int
+    max_model_len: int | None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    arguments = parse_arguments(argv)
+    _check_files(arguments)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        report, about = runner.run(_bench(arguments))
+    if report is None:
+        print("interrupted while warming up", file=sys.stderr)
+        return _INTERRUPTED
+    _tell(arguments, report, about)
+    if report.was_stopped:
+        return _INTERRUPTED
+    return 0 if report.ok else 1
+
+
+async def _bench(arguments: argparse.Namespace) -> tuple[Report | None, dict[str, Any]]:
+    """The report (None if it was stopped before there was one), and what it is about."""
+    # Records pile up, and a full collection would stop the clock for all requests at once.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+    stop = _stop_on_signals()
+    async with _service(arguments) as service:
+        load = _load(arguments, service)
+        about = {
+            "api": arguments.api,
+            "target": service.target,
+            "model": service.model,
+            "load": str(load),
+            "options": options(arguments),
+        }
+        if arguments.warmup:
+            warm_up = WarmUp(load, arguments.warmup, service.vocab_size)
+            if (await run(warm_up, service.caller, stop=stop)).was_stopped:
+                return None, about
+        with _progress(arguments, load) as on_progress:
+            report = await run(
+                load,
+                service.caller,
+                duration_s=arguments.duration,
+                max_outstanding=arguments.max_outstanding,
+                stop=stop,
+                on_progress=on_progress,
+            )
+    return report, about
+
+
+def _load(arguments: argparse.Namespace, service: _Service) -> Load:
+    if arguments.trace is not None:
+        own_times = arguments.rate is None and arguments.concurrency is None
+        reader = TraceReader(
+            vocab_size=service.vocab_size,
+            arrivals=None if own_times else arrivals(arguments),
+            max_requests=arguments.num_requests,
+            seed=arguments.seed,
+            options=options(arguments),
+        )
+        return reader.read(arguments.trace)
+    return RandomLoad(
+        vocab_size=service.vocab_size,
+        arrivals=arrivals(arguments),
+        num_requests=arguments.num_requests,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        prefix_tokens=arguments.prefix_tokens,
+        num_prefixes=arguments.prefixes,
+        turns=arguments.turns,
+        seed=arguments.seed,
+        options=options(arguments),
+        max_model_len=service.max_model_len,
+    )
+
+
+@asynccontextmanager
+async def _service(arguments: argparse.Namespace) -> AsyncIterator[_Service]:
+    """The service that was named, connected to. Raises PenstockError if it isn't there."""
+    timeout_s = None if arguments.timeout_ms is None else arguments.timeout_ms / 1000
+    if arguments.api == "openai":
+        async with _openai_service(arguments, timeout_s) as service:
+            yield service
+        return
+    where = connection(arguments, arguments.target or default_target())
+    async with AsyncClient(where.target, api_key=where.api_key, tls=where.tls) as client:
+        with advised():
+            model = await client.model()
+    if arguments.model and arguments.model != model.name:
+        raise PenstockError(f"--model: {where.target} serves {model.name}, not {arguments.model}")
+    vocab_size = arguments.vocab_size or model.vocab_size
+    num_streams, resend = arguments.streams, arguments.resend_context
+    async with GrpcCaller(where, num_streams=num_streams, timeout_s=timeout_s, resend_context=resend) as caller:
+        yield _Service(caller, where.target, model.name, vocab_size, model.max_model_len or None)
+
+
+@asynccontextmanager
+async def _openai_service(arguments: argparse.Namespace, timeout_s: float | None) -> AsyncIterator[_Service]:
+    # Imported here: the bare install has no aiohttp.
+    from penstock.clients.bench.openai_target import DEFAULT_ENDPOINT, OpenAiCaller
+
+    where = connection(arguments, arguments.target or _DEFAULT_HTTP)
+    named, endpoint = arguments.model or "", arguments.endpoint or DEFAULT_ENDPOINT
+    async with OpenAiCaller(where, model=named, endpoint=endpoint, timeout_s=timeout_s) as caller:
+        model = await caller.model()
+        yield _Service(caller, where.target, model.name, arguments.vocab_size, model.max_model_len)
+
+
+@contextmanager
+def _progress(arguments: argparse.Namespace, load: Load) -> Iterator[Callable[[Progress], object]]:
+    """A bar on a terminal: of requests, or of seconds where there is no number of requests."""
+    counts = load.num_requests is not None
+    total = load.num_requests if counts else arguments.duration
+    form = "{l_bar}{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}{postfix}]"
+    bar = tqdm(
+        total=total,
+        unit=" requests" if counts else " s",
+        file=sys.stderr,
+        disable=None,
+        dynamic_ncols=True,
+        bar_format=form,
+    )
+    with bar:
+
+        def show(progress: Progress) -> None:
+            elapsed = bar.format_dict["elapsed"]
+            bar.n = progress.ended if counts else min(elapsed, arguments.duration)
+            rate = progress.output_tokens / max(elapsed, 1e-3)
+            failed = f", {progress.failed:,} failed" if progress.failed else ""
+            bar.set_postfix_str(f"{progress.running:,} running, {rate:,.0f} tokens/s{failed}", refresh=False)
+            bar.update(0)
+            bar.refresh()
+
+        # Where nobody watches, nobody pays.
+        yield show if not bar.disable else lambda progress: None
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by the first Ctrl-C, or SIGTERM; a second Ctrl-C ends the program as ever."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    return stop
+
+
+def _tell(arguments: argparse.Namespace, report: Report, about: dict[str, Any]) -> None:
+    """Writes what was asked for. Raises OSError."""
+    summary = report.summary(arguments.slo)
+    title = f"{about['model']} at {about['target']} ({about['api']}): {about['load']}"
+    # Standard output is for the JSON where that was asked for there.
+    screen: IO[str] = sys.stderr if arguments.json == "-" else sys.stdout
+    print(f"{title}\n\n{table(summary)}", file=screen)
+    if arguments.json is not None:
+        head = {"format": _JSON_FORMAT, "penstock": version("penstock"), "date": datetime.now(UTC).isoformat()}
+        text = json.dumps({**head, **about, "summary": summary, "requests": report.requests()})
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n")
+    if arguments.plot is not None:
+        plot(report, title, arguments.plot, arguments.slo)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Finds out now, not after the run, that there is nowhere to write. Raises PenstockError."""
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path in (None, "-"):
+            continue
+        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+            raise PenstockError(f"{flag}: cannot write {path}")
+    if arguments.plot is not None:
+        import matplotlib  # noqa: F401 - the bare install has none

@@ -1,0 +1,238 @@
+"""``penstock bench --api openai``: the same load over HTTP, for servers with an OpenAI-like API.
+
+Prompts go as token ids to ``/v1/completions``. ``/v1/chat/completions`` takes text alone: there each id stands for an
+English word. Needs aiohttp, which costs half as much for a line of a stream as httpx does.
+"""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from penstock.clients.bench.target import OK, Record, context
+from penstock.clients.bench.workload import Request
+from penstock.clients.channel import Tls
+from penstock.clients.cli.options import Connection
+from penstock.clients.errors import PenstockError
+
+DEFAULT_ENDPOINT = "/v1/completions"
+
+_CONNECT_SECONDS = 60.0
+_MAX_SHOWN = 300
+_BODY: dict[str, object] = {
+    "stream": True,
+    # The second is understood by vLLM and SGLang, and so is the id list by vLLM; others ignore them.
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "return_token_ids": True,
+}
+_TEXT = """
+    the of and to in is that it was for on are with as his they at be this from have or by one had not but what all were
+    when we there can an your which their said if do will each about how up out them then she many some so these would
+    other into has more her two like him see time could no make than first been its who now people my made over did
+"""
+_WORDS = _TEXT.split()
+
+
+@dataclass(frozen=True)
+class OpenAiModel:
+    """What a server tells of what it serves."""
+
+    name: str
+    max_model_len: int | None
+
+
+class OpenAiCaller:
+    """Calls one server, a connection for each request at a time. Use it from one event loop.
+
+    Later turns of a conversation send its whole context again.
+    """
+
+    def __init__(
+        self,
+        service: Connection,
+        *,
+        model: str = "",
+        endpoint: str = DEFAULT_ENDPOINT,
+        timeout_s: float | None = None,
+    ) -> None:
+        scheme = "http" if service.tls is None else "https"
+        self._base = (service.target if "://" in service.target else f"{scheme}://{service.target}").rstrip("/")
+        self._endpoint = endpoint
+        self._is_chat = endpoint.rstrip("/").endswith("/chat/completions")
+        self._model = model
+        self._timeout_s = timeout_s
+        headers = {} if service.api_key is None else {"Authorization": f"Bearer {service.api_key}"}
+        connector = aiohttp.TCPConnector(limit=0, ssl=_ssl_context(service.tls) if service.tls is not None else True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def model(self) -> OpenAiModel:
+        """The model that was named, or the first one that the server has; used from now on. Raises PenstockError."""
+        url = f"{self._base}{self._endpoint.partition('/v1/')[0]}/v1/models"
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_CONNECT_SECONDS)) as response:
+                status, body = response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise PenstockError(f"no server answers at {self._base}: {str(error) or type(error).__name__}") from None
+        try:
+            models = {str(each["id"]): each for each in json.loads(body)["data"]}
+        except (ValueError, KeyError, TypeError):
+            models = {}
+        # A server may serve more than it lists, or list nothing: a name that was given stands.
+        self._model = self._model or next(iter(models), "")
+        if not self._model:
+            answer = " ".join(body.split())[:_MAX_SHOWN]
+            raise PenstockError(f"--model: name one, since {url} lists none; it answers HTTP {status}: {answer}")
+        most = models.get(self._model, {}).get("max_model_len")
+        return OpenAiModel(self._model, most if isinstance(most, int) else None)
+
+    async def call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+        """Sends a request and notes all that comes."""
+        body = json.dumps(self._body(request, past)).encode()
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self._base + self._endpoint, data=body, headers=headers) as response,
+            ):
+                if response.status == 200:
+                    await self._read(response, record)
+                else:
+                    _note_refusal(record, response, await response.text())
+        except TimeoutError:
+            record.fail(time.perf_counter(), "DEADLINE_EXCEEDED", "its deadline passed")
+        except (aiohttp.ClientError, OSError) as error:
+            record.fail(time.perf_counter(), "UNAVAILABLE", str(error) or type(error).__name__)
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connections."""
+        await self._session.close()
+
+    def _body(self, request: Request, past: Sequence[Record]) -> dict[str, object]:
+        body = {**_BODY, "model": self._model, "max_tokens": request.max_tokens, **request.options}
+        if self._is_chat:
+            body["messages"] = _messages(request, past)
+        else:
+            body["prompt"] = context(request, past)
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _read(self, response: aiohttp.ClientResponse, record: Record) -> None:
+        events = _Events(record, keeps_text=self._is_chat)
+        rest = b""
+        async for chunk in response.content.iter_any():
+            now = time.perf_counter()
+            *lines, rest = (rest + chunk).split(b"\n")
+            events.take(now, lines)
+            if record.status:
+                return
+        events.take(time.perf_counter(), [rest])
+        events.end(time.perf_counter())
+
+
+class _Events:
+    """Reads the lines of one answer. Events that are read together count as one message: they came together."""
+
+    def __init__(self, record: Record, *, keeps_text: bool) -> None:
+        self._record = record
+        self._keeps_text = keeps_text
+        self._num_tokens = 0
+        self._usage: dict[str, Any] = {}
+
+    def take(self, now: float, lines: Sequence[bytes]) -> None:
+        """Notes what came at a moment."""
+        token_ids: list[int] = []
+        before = self._num_tokens
+        for line in lines:
+            if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                continue
+            try:
+                token_ids += self._event(now, json.loads(data))
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+                shown = data[:_MAX_SHOWN].decode(errors="replace")
+                self._record.fail(now, "BAD_ANSWER", f"this is no event of a completion: {shown}")
+                return
+        if self._num_tokens > before:
+            self._record.tokens(now, token_ids, self._num_tokens - before)
+
+    def end(self, now: float) -> None:
+        """Notes the end of the answer."""
+        record = self._record
+        if not record.finish_reason:
+            record.fail(now, "UNAVAILABLE", "the answer broke off")
+            return
+        record.prompt_tokens = int(self._usage.get("prompt_tokens") or 0)
+        record.output_tokens = int(self._usage.get("completion_tokens") or self._num_tokens)
+        record.cached_tokens = int((self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        record.ended_s, record.status = now, OK
+
+    def _event(self, now: float, event: dict[str, Any]) -> list[int]:
+        """Notes an event and returns its token ids, if the server tells them."""
+        record = self._record
+        if error := event.get("error"):
+            record.fail(now, "ERROR", str(error.get("message") if isinstance(error, dict) else error)[:_MAX_SHOWN])
+            return []
+        record.request_id = record.request_id or str(event.get("id") or "")
+        usage = event.get("usage")
+        self._usage = usage or self._usage
+        if not event.get("choices"):
+            return []
+        choice = event["choices"][0]
+        record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        text = _text(choice)
+        if self._keeps_text:
+            record.text += text
+        token_ids: list[int] = choice.get("token_ids") or []
+        if token_ids:
+            self._num_tokens += len(token_ids)
+        elif text and usage:
+            self._num_tokens = max(self._num_tokens, usage["completion_tokens"])
+        elif text:
+            self._num_tokens += 1  # the best guess, until the last event has the usage
+        return token_ids
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return str(
+        choice.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or ""
+    )
+
+
+def _note_refusal(record: Record, response: aiohttp.ClientResponse, body: str) -> None:
+    retry_after = response.headers.get("Retry-After", "")
+    if retry_after.isdecimal():
+        record.retry_after_s = float(retry_after)
+    record.fail(time.perf_counter(), f"HTTP {response.status}", body[:_MAX_SHOWN])
+
+
+def _messages(request: Request, past: Sequence[Record]) -> list[dict[str, str]]:
+    messages: list[dict[str, str]] = []
+    for record in past:
+        messages.append({"role": "user", "content": _words(record.request.prompt_token_ids)})
+        messages.append({"role": "assistant", "content": record.text})
+    return [*messages, {"role": "user", "content": _words(request.prompt_token_ids)}]
+
+
+def _words(token_ids: Sequence[int]) -> str:
+    return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in token_ids)
+
+
+def _ssl_context(tls: Tls) -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=tls.ca)
+    if tls.certificate is not None:
+        made.load_cert_chain(tls.certificate, tls.key)
+    return made

@@ -1,0 +1,243 @@
+"""What a run of ``penstock bench`` says: times, throughput, goodput, failures, and the client's own load."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, Record
+
+BUSY_SHARE = 0.8
+"""Of a core. Above it the client's own delays are in what it measures."""
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a request must keep to count as good: seconds, None where it may be anything."""
+
+    ttft: float | None = None
+    """Time to first token."""
+    itl: float | None = None
+    """The longest time between two of its messages."""
+    tpot: float | None = None
+    """Its time per output token after the first message."""
+    e2e: float | None = None
+    """Time to its end."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """From ``ttft=500ms,itl=50ms,e2e=5s``. Raises ValueError, which says what is possible."""
+        names = [each.name for each in fields(cls)]
+        bounds: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            number = value.rstrip("mus")
+            try:
+                bound = float(number) * _UNITS[value[len(number) :]]
+            except (ValueError, KeyError):
+                bound = 0.0
+            if name not in names or name in bounds or not bound > 0:
+                raise ValueError(f"expected bounds of {', '.join(names)}, such as ttft=500ms,itl=50ms; got {part!r}")
+            bounds[name] = bound
+        return cls(**bounds)
+
+    def is_kept(self, record: Record) -> bool:
+        """Whether the request was answered whole and in time. A refused one never is."""
+        if not record.is_ok or record.ttft_s is None:
+            return False
+        pairs = (
+            (self.ttft, record.ttft_s),
+            (self.tpot, record.tpot_s),
+            (self.e2e, record.e2e_s),
+            (self.itl, max(record.gaps_s(), default=None) if self.itl is not None else None),
+        )
+        return all(bound is None or value is None or value <= bound for bound, value in pairs)
+
+
+@dataclass(frozen=True)
+class ClientLoad:
+    """What the client itself took: shares of one core."""
+
+    loop_share: float
+    """Of the event loop's thread, over the run."""
+    busiest_second_share: float
+    """The same, in the second in which it was greatest."""
+    process_share: float
+    """Of all the process's threads; gRPC has some of its own."""
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the client may have been slower than the server."""
+        return self.busiest_second_share > BUSY_SHARE
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A distribution in figures."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread | None":
+        """None if there are no values."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        return cls(
+            count=len(ordered),
+            mean=statistics.fmean(ordered),
+            p50=quantile(ordered, 0.50),
+            p90=quantile(ordered, 0.90),
+            p99=quantile(ordered, 0.99),
+            max=ordered[-1],
+        )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of values in ascending order, at least one: linear between the two nearest."""
+    position = (len(ordered) - 1) * share
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run."""
+
+    records: list[Record] = field(repr=False)
+    began_s: float
+    """By ``time.perf_counter``."""
+    ended_s: float
+    client: ClientLoad
+    was_stopped: bool = False
+    """Whether it was ended before its time."""
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to the end of its last request."""
+        return max(1e-9, self.ended_s - self.began_s)
+
+    @property
+    def ok(self) -> list[Record]:
+        """The requests that were answered whole."""
+        return [record for record in self.records if record.is_ok]
+
+    @property
+    def failures(self) -> Counter[str]:
+        """How many failed or were refused, by status, and by the service's own name for it."""
+        return Counter(record.failure for record in self.records if not record.is_ok)
+
+    def num_good(self, slo: Slo) -> int:
+        """How many requests kept it."""
+        return sum(map(slo.is_kept, self.records))
+
+    def summary(self, slo: Slo | None = None) -> dict[str, Any]:
+        """All figures, by name; times in seconds. See docs/bench.md for what each means."""
+        sent = [record for record in self.records if record.status != NOT_SENT]
+        prompt_tokens = sum(record.prompt_tokens for record in sent)
+        output_tokens = sum(record.output_tokens for record in sent)
+        refused = [r.e2e_s for r in sent if not r.is_ok and r.status != INTERRUPTED]
+        summary: dict[str, Any] = {
+            "seconds": self.seconds,
+            "was_stopped": self.was_stopped,
+            "requests": {"sent": len(sent), "ok": len(self.ok), "failed": self._failed()},
+            "requests_per_s": len(self.ok) / self.seconds,
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": sum(record.cached_tokens for record in sent),
+            "output_tokens": output_tokens,
+            "prompt_tokens_per_s": prompt_tokens / self.seconds,
+            "output_tokens_per_s": output_tokens / self.seconds,
+            "times_s": {name: _figures(values) for name, values in self.times().items()},
+            "failed_after_s": _figures(refused),
+            "sent_late_s": _figures(r.late_s for r in sent if r.request.arrival_s is not None),
+            "predicted_ttft": self._predictions(),
+            "speculation": _speculation(sent),
+            "client": {**asdict(self.client), "is_limit": self.client.is_limit},
+        }
+        if slo is not None:
+            good = self.num_good(slo)
+            bounds = {name: bound for name, bound in asdict(slo).items() if bound is not None}
+            share = good / len(self.records) if self.records else 0.0
+            summary["goodput"] = {"slo_s": bounds, "ok": good, "share": share, "requests_per_s": good / self.seconds}
+        return summary
+
+    def times(self) -> dict[str, list[float]]:
+        """The values of each measured time, of requests that were answered whole."""
+        done = self.ok
+        return {
+            "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
+            "itl": [gap for record in done for gap in record.gaps_s()],
+            "tpot": [record.tpot_s for record in done if record.tpot_s is not None],
+            "e2e": [record.e2e_s for record in done],
+        }
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Each request, as JSON has it: times in seconds from the beginning of the run."""
+        return [self._request(record) for record in self.records]
+
+    def _failed(self) -> dict[str, dict[str, Any]]:
+        """The failures, most frequent first, with what was said to the first request of each."""
+        said = {record.failure: record.error for record in reversed(self.records)}
+        return {failure: {"count": count, "error": said[failure]} for failure, count in self.failures.most_common()}
+
+    def _predictions(self) -> dict[str, Any] | None:
+        """How far off the service's predictions of the time to first token were, as shares of the real one."""
+        pairs = [(r.predicted_ttft_s, r.ttft_s) for r in self.ok]
+        errors = [abs(told - real) / real for told, real in pairs if told is not None and real]
+        return _figures(errors)
+
+    def _request(self, record: Record) -> dict[str, Any]:
+        request = record.request
+        return {
+            "number": request.number,
+            "conversation": request.conversation or None,
+            "status": record.status,
+            "reason": record.reason or None,
+            "error": record.error or None,
+            "finish_reason": record.finish_reason or None,
+            "request_id": record.request_id or None,
+            "new_prompt_tokens": len(request.prompt_token_ids),
+            "max_tokens": request.max_tokens,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "output_tokens": record.output_tokens,
+            "drafted_tokens": record.drafted_tokens,
+            "accepted_tokens": record.accepted_tokens,
+            "arrival_s": request.arrival_s,
+            "sent_s": round(record.sent_s - self.began_s, 6),
+            "ended_s": round(record.ended_s - self.began_s, 6),
+            "predicted_ttft_s": record.predicted_ttft_s,
+            "message_s": [round(when - self.began_s, 6) for when in record.message_s],
+            "message_tokens": list(record.message_tokens),
+            "token_ids": record.token_ids or None,
+        }
+
+
+def _speculation(records: Iterable[Record]) -> dict[str, Any] | None:
+    """What became of the drafts of all requests; None if there were none."""
+    drafts, drafted, accepted = (
+        sum(getattr(record, name) for record in records) for name in ("drafts", "drafted_tokens", "accepted_tokens")
+    )
+    if not drafts:
+        return None
+    return {
+        "drafts": drafts,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "accepted_share": accepted / drafted,
+        "mean_length": 1 + accepted / drafts,
+    }
+
+
+def _figures(values: Iterable[float]) -> dict[str, Any] | None:
+    spread = Spread.of(values)
+    return None if spread is None else asdict(spread)

@@ -1,0 +1,202 @@
+"""Sends a load through a caller, at its times or as places become free, and keeps a record of each request.
+
+async with GrpcCaller(Connection("127.0.0.1:50051")) as caller:
+    report = await run(RandomLoad(vocab_size=8192, arrivals=OpenLoop(rate=20)), caller)
+print(report.summary())
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.clients.bench.report import ClientLoad, Report
+from penstock.clients.bench.target import INTERRUPTED, NOT_SENT, Caller, Record
+from penstock.clients.bench.workload import Load, Request
+
+MAX_OUTSTANDING = 4096
+"""Conversations on their way at a time, unless ``run`` is told otherwise."""
+
+_PAUSE_AFTER_FAILURE_S = 0.1
+_SAMPLE_S = 0.1
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is: counts of requests."""
+
+    running: int = 0
+    ended: int = 0
+    failed: int = 0
+    """Of those that ended."""
+    output_tokens: int = 0
+    """Of those that ended."""
+
+
+async def run(
+    load: Load,
+    caller: Caller,
+    *,
+    duration_s: float | None = None,
+    max_outstanding: int = MAX_OUTSTANDING,
+    stop: asyncio.Event | None = None,
+    on_progress: Callable[[Progress], object] | None = None,
+) -> Report:
+    """Sends everything and waits for the ends.
+
+    After ``duration_s`` nothing more is sent. A conversation whose time comes while ``max_outstanding`` are on their
+    way is not sent: its record says so. ``stop`` ends what runs and returns what there is. ``on_progress`` is called
+    ten times a second.
+    """
+    sender = _Sender(load, caller, duration_s, max_outstanding)
+    meter = asyncio.create_task(_measure(sender, on_progress))
+    sending = asyncio.create_task(sender.send_all())
+    stopping = asyncio.create_task(stop.wait() if stop is not None else asyncio.Event().wait())
+    try:
+        await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        was_stopped = not sending.done()
+        for task in (sending, stopping, meter):
+            task.cancel()
+        await asyncio.wait({sending, stopping, meter})
+    if not was_stopped:
+        sending.result()  # raises what a caller raised
+    return Report(sender.records, sender.began_s, sender.ended_s(), meter.result(), was_stopped)
+
+
+@dataclass
+class _Sender:
+    load: Load
+    caller: Caller
+    duration_s: float | None
+    max_outstanding: int
+    records: list[Record] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    began_s: float = field(default_factory=time.perf_counter)
+
+    async def send_all(self) -> None:
+        """Returns when every request has ended."""
+        conversations = iter(self.load.conversations())
+        try:
+            async with asyncio.TaskGroup() as group:
+                if self.load.concurrency is None:
+                    await self._send_at_times(conversations, group)
+                else:
+                    # Drawn before the first is sent, or the others' prompts would count as time of the service's.
+                    first = list(itertools.islice(conversations, self.load.concurrency))
+                    conversations = itertools.chain(first, conversations)
+                    self.began_s = time.perf_counter()
+                    for _ in range(self.load.concurrency):
+                        group.create_task(self._send_in_turn(conversations))
+                        await asyncio.sleep(0)  # what was sent must get its turns of the loop
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def ended_s(self) -> float:
+        """When the last request ended."""
+        return max((record.ended_s for record in self.records), default=self.began_s)
+
+    def _is_over(self, when_s: float) -> bool:
+        return self.duration_s is not None and when_s - self.began_s >= self.duration_s
+
+    async def _send_in_turn(self, conversations: Iterator[Sequence[Request]]) -> None:
+        """One place of a closed loop."""
+        last: Record | None = None
+        while not self._is_over(time.perf_counter()) and (conversation := next(conversations, None)) is not None:
+            if last is not None and not last.is_ok:  # or a service that refuses would be asked as fast as we can
+                await asyncio.sleep(max(_PAUSE_AFTER_FAILURE_S, last.retry_after_s or 0))
+            last = await self._converse(conversation)
+
+    async def _send_at_times(self, conversations: Iterator[Sequence[Request]], group: asyncio.TaskGroup) -> None:
+        outstanding: set[asyncio.Task[Record | None]] = set()
+        for conversation in conversations:
+            due = self.began_s + (conversation[0].arrival_s or 0.0)
+            if self._is_over(due):
+                return
+            # Even if it is late already: what was sent must get its turns of the loop.
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            if len(outstanding) >= self.max_outstanding:
+                self._not_sent(conversation, f"{self.max_outstanding} were on their way already")
+                continue
+            task = group.create_task(self._converse(conversation))
+            outstanding.add(task)
+            task.add_done_callback(outstanding.discard)
+
+    async def _converse(self, conversation: Sequence[Request]) -> Record | None:
+        """One turn after another, while they succeed; returns the last one's record, None if the run was over first."""
+        past: list[Record] = []
+        for index, request in enumerate(conversation):
+            free_s = due_s = time.perf_counter()
+            if request.arrival_s is not None and self.load.concurrency is None:
+                due_s = self.began_s + request.arrival_s
+                if past:
+                    due_s = max(due_s, free_s)
+            if self._is_over(due_s):
+                break
+            await _sleep_until(due_s)
+            sent_s = time.perf_counter()
+            record = Record(request, sent_s, late_s=sent_s - due_s)
+            self.records.append(record)
+            await self._call(request, past, record)
+            past.append(record)
+            if not record.is_ok:
+                self._not_sent(conversation[index + 1 :], "the turn before it failed")
+                break
+        return past[-1] if past else None
+
+    async def _call(self, request: Request, past: Sequence[Record], record: Record) -> None:
+        progress = self.progress
+        progress.running += 1
+        try:
+            await self.caller.call(request, past, record)
+        except asyncio.CancelledError:
+            record.fail(time.perf_counter(), INTERRUPTED, "the run was stopped")
+            raise
+        finally:
+            progress.running -= 1
+            progress.ended += 1
+            progress.failed += not record.is_ok
+            progress.output_tokens += record.output_tokens
+
+    def _not_sent(self, requests: Sequence[Request], why: str) -> None:
+        for request in requests:
+            record = Record(request, now := time.perf_counter())
+            record.fail(now, NOT_SENT, why)
+            self.records.append(record)
+
+
+async def _sleep_until(due_s: float) -> None:
+    if (left := due_s - time.perf_counter()) > 0:
+        await asyncio.sleep(left)
+
+
+async def _measure(sender: _Sender, on_progress: Callable[[Progress], object] | None) -> ClientLoad:
+    """Notes what the client itself takes, until it is cancelled."""
+    now, loop_cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
+    samples = [(now, loop_cpu)]
+    try:
+        while True:
+            await asyncio.sleep(_SAMPLE_S)
+            samples.append((time.perf_counter(), time.thread_time()))
+            if on_progress is not None:
+                on_progress(sender.progress)
+    except asyncio.CancelledError:
+        pass
+    wall = time.perf_counter() - now
+    return ClientLoad(
+        loop_share=(time.thread_time() - loop_cpu) / wall,
+        busiest_second_share=_busiest_second([*samples, (time.perf_counter(), time.thread_time())]),
+        process_share=(time.process_time() - all_cpu) / wall,
+    )
+
+
+def _busiest_second(samples: Sequence[tuple[float, float]]) -> float:
+    """The greatest share of a core in any second (of all, where that is less), from pairs of time and CPU time."""
+    steps = max(1, min(len(samples) - 1, round(1 / _SAMPLE_S)))
+    shares = [
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for earlier, later in zip(samples, itertools.islice(samples, steps, None), strict=False)
+        if later[0] > earlier[0]
+    ]
+    return max(shares, default=0.0)

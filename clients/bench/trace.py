@@ -1,0 +1,152 @@
+"""Loads read from a file: a line a request, with the time at which it came, its prompt and its conversation."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from penstock.clients.bench.workload import DEFAULT_OPTIONS, Arrivals, ClosedLoop, Request, arrival_times, random_ids
+from penstock.clients.errors import PenstockError
+
+MAX_TOKENS = 1 << 24
+"""Of a prompt and of an output: no model has more."""
+MAX_ARRIVAL_S = 1e9
+_FIELDS = ("arrival_s", "prompt_token_ids", "prompt_tokens", "max_tokens", "conversation")
+
+
+class BadTrace(PenstockError):
+    """A line of a trace that can't be used; the text names file, line and field."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The requests of a file. Those of one conversation follow each other, each not before the one before has ended."""
+
+    requests: Sequence[Request]
+    arrivals: Arrivals | None = None
+    """When they come instead of at their own times."""
+    seed: int | str = 0
+    name: str = "trace"
+
+    @property
+    def num_requests(self) -> int:
+        """All of them."""
+        return len(self.requests)
+
+    @property
+    def concurrency(self) -> int | None:
+        """As the arrivals say; None for times of their own."""
+        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
+
+    def conversations(self) -> Iterator[Sequence[Request]]:
+        """In the order of their first requests' times, or of the file where those don't count."""
+        grouped: dict[str, list[Request]] = {}
+        for request in self.requests:
+            grouped.setdefault(request.conversation or f"\0{request.number}", []).append(request)
+        if self.arrivals is None:
+            for turns in grouped.values():
+                turns.sort(key=_arrival)
+            yield from sorted(grouped.values(), key=lambda turns: _arrival(turns[0]))
+            return
+        for arrival, turns in zip(arrival_times(self.arrivals, self.seed), grouped.values(), strict=False):
+            yield [replace(turn, arrival_s=None if at else arrival) for at, turn in enumerate(turns)]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.arrivals or 'at its own times'}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class TraceReader:
+    """What a line's request needs besides the line. Prompts known by length alone are drawn from ``seed``."""
+
+    vocab_size: int
+    arrivals: Arrivals | None = None
+    max_requests: int | None = None
+    seed: int | str = 0
+    options: Mapping[str, object] = field(default_factory=lambda: DEFAULT_OPTIONS)
+
+    def read(self, path: Path) -> Trace:
+        """The trace in a file. Raises BadTrace."""
+        try:
+            with path.open("rb") as lines:
+                requests = self._requests(path.name, lines)
+        except OSError as error:
+            raise BadTrace(f"--trace: cannot read {path}: {error.strerror}") from None
+        if not requests:
+            raise BadTrace(f"--trace: {path} has no requests")
+        return Trace(requests, self.arrivals, self.seed, path.name)
+
+    def _requests(self, name: str, lines: Iterable[bytes]) -> list[Request]:
+        requests: list[Request] = []
+        for number, line in enumerate(lines, 1):
+            if len(requests) == self.max_requests:
+                break
+            if line.strip():
+                requests.append(self._request(f"{name}, line {number}", line, len(requests)))
+        return requests
+
+    def _request(self, where: str, line: bytes, number: int) -> Request:
+        try:
+            values = json.loads(line)
+        except RecursionError:
+            raise BadTrace(f"{where}: this is no JSON: nested too deeply") from None
+        except ValueError as error:
+            raise BadTrace(f"{where}: this is no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise BadTrace(f"{where}: expected an object, got {type(values).__name__}")
+        if unknown := sorted(set(values) - set(_FIELDS)):
+            raise BadTrace(f"{where}: {unknown[0]}: there is no such field; there are {', '.join(_FIELDS)}")
+        fields = _Fields(where, values)
+        conversation = values.get("conversation")
+        if conversation is not None and (isinstance(conversation, bool) or not isinstance(conversation, str | int)):
+            raise fields.bad("conversation", "text or a number")
+        return Request(
+            number=number,
+            prompt_token_ids=self._prompt(fields, number),
+            max_tokens=fields.integer("max_tokens"),
+            arrival_s=fields.seconds("arrival_s") if self.arrivals is None else None,
+            conversation="" if conversation is None else str(conversation),
+            options=self.options,
+        )
+
+    def _prompt(self, fields: "_Fields", number: int) -> list[int]:
+        ids = fields.values.get("prompt_token_ids")
+        if (ids is None) == (fields.values.get("prompt_tokens") is None):
+            raise fields.bad("prompt_tokens", "either this or prompt_token_ids")
+        if ids is None:
+            return random_ids(random.Random(f"{self.seed}/{number}"), fields.integer("prompt_tokens"), self.vocab_size)
+        if not isinstance(ids, list) or not ids:
+            raise fields.bad("prompt_token_ids", "a list of token ids")
+        for at, token_id in enumerate(ids):
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                expected = f"a token id below {self.vocab_size:,}"
+                raise BadTrace(f"{fields.where}: prompt_token_ids[{at}]: expected {expected}, got {token_id!r}")
+        return ids
+
+
+@dataclass(frozen=True)
+class _Fields:
+    where: str
+    values: Mapping[str, object]
+
+    def bad(self, name: str, expected: str) -> BadTrace:
+        shown = repr(self.values[name])[:60] if name in self.values else "nothing"
+        return BadTrace(f"{self.where}: {name}: expected {expected}, got {shown}")
+
+    def integer(self, name: str) -> int:
+        value = self.values.get(name)
+        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+            raise self.bad(name, f"a whole number from 1 to {MAX_TOKENS:,}")
+        return value
+
+    def seconds(self, name: str) -> float:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_ARRIVAL_S:
+            raise self.bad(name, f"seconds, 0 to {MAX_ARRIVAL_S:,.0f} (or give --rate or --concurrency)")
+        return float(value)
+
+
+def _arrival(request: Request) -> float:
+    assert request.arrival_s is not None
+    return request.arrival_s

@@ -1,0 +1,195 @@
+"""What ``penstock bench`` asks for, and when: conversations of one or more requests, the same for the same seed.
+
+It knows nothing of how a service is called or what is measured.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from penstock.clients.bench.lengths import Lengths, Uniform
+from penstock.clients.errors import PenstockError
+
+DEFAULT_OPTIONS: Mapping[str, object] = {"temperature": 0, "repetition_penalty": 1, "ignore_eos": True}
+"""Greedy, without a penalty of the model's own, and as long as asked for, so that two runs, or two servers, do the same
+work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: a conversation's next turn, or all of it."""
+
+    number: int
+    """Its place in the load, from 0."""
+    prompt_token_ids: Sequence[int]
+    """What is new in this turn."""
+    max_tokens: int
+    arrival_s: float | None = None
+    """When it is to be sent, from the start of the run; and not before the turn before it has ended. None: at once when
+    that has ended, or, of a first turn, when a place is free."""
+    conversation: str = ""
+    """Its name in a trace; empty for a request by itself."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the contract's ``Start`` and ``Sampling`` under their names, or of the body of an HTTP request."""
+
+
+class Load(Protocol):
+    """What is asked for."""
+
+    @property
+    def concurrency(self) -> int | None:
+        """How many conversations are on their way at a time: a closed loop. None: they come at their times."""
+
+    @property
+    def num_requests(self) -> int | None:
+        """How many there are in all; None: without end."""
+
+    def conversations(self) -> Iterator[Sequence[Request]]:
+        """From the beginning, in the order in which they start, each with its turns in order."""
+
+
+@dataclass(frozen=True)
+class ClosedLoop:
+    """So many at a time: the next one starts when one has ended."""
+
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"closed loop of {self.concurrency}"
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """Conversations start at random times, whatever becomes of those before: ``rate`` a second. Times between are of a
+    gamma distribution with shape ``burstiness``: 1 is a Poisson process, less comes in bursts, more comes evenly."""
+
+    rate: float
+    burstiness: float = 1.0
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Seconds from the start of the run, without end."""
+        now = 0.0
+        while True:
+            now += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+            yield now
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} a second" + ("" if self.burstiness == 1 else f", burstiness {self.burstiness:g}")
+
+
+Arrivals = ClosedLoop | OpenLoop
+
+
+@dataclass(frozen=True)
+class RandomLoad:
+    """Prompts of random token ids. Everything is drawn from ``seed``: what a conversation holds depends on its number
+    alone, so that another rate, or a shorter run, asks the same questions."""
+
+    vocab_size: int
+    """Ids are below it."""
+    arrivals: Arrivals = field(default_factory=lambda: ClosedLoop(16))
+    num_requests: int | None = 100
+    prompt_tokens: Lengths = field(default_factory=lambda: Uniform(512, 512))
+    """Of each turn, without the shared prefix."""
+    output_tokens: Lengths = field(default_factory=lambda: Uniform(128, 128))
+    prefix_tokens: int = 0
+    """Tokens before the first turn that conversations share."""
+    num_prefixes: int = 1
+    """How many different prefixes there are; each conversation takes one of them."""
+    turns: int = 1
+    """Requests of a conversation, one after another."""
+    seed: int | str = 0
+    options: Mapping[str, object] = field(default_factory=lambda: DEFAULT_OPTIONS)
+    max_model_len: int | None = None
+    """The most tokens of a conversation, where it is known. Lengths of an unbounded distribution are cut to it."""
+
+    def __post_init__(self) -> None:
+        """Raises PenstockError if the longest conversation can't fit."""
+        most = [lengths.most or 1 for lengths in (self.prompt_tokens, self.output_tokens)]
+        needed = self.prefix_tokens + self.turns * sum(most)
+        if self.max_model_len is not None and needed > self.max_model_len:
+            raise PenstockError(
+                f"a conversation's prefix, prompts and outputs have up to {needed:,} tokens, and the model "
+                f"takes {self.max_model_len:,}; lower --prompt-tokens, --output-tokens, --prefix-tokens or --turns"
+            )
+
+    @property
+    def concurrency(self) -> int | None:
+        """As the arrivals say."""
+        return self.arrivals.concurrency if isinstance(self.arrivals, ClosedLoop) else None
+
+    def conversations(self) -> Iterator[Sequence[Request]]:
+        """One after another; the last one is cut short where ``num_requests`` says so."""
+        left = self.num_requests
+        number = 0
+        for index, arrival in enumerate(arrival_times(self.arrivals, self.seed)):
+            if left is not None and number >= left:
+                return
+            turns = self.turns if left is None else min(self.turns, left - number)
+            yield list(self._requests(index, number, turns, arrival))
+            number += turns
+
+    def _requests(self, index: int, number: int, turns: int, arrival: float | None) -> Iterator[Request]:
+        rng = random.Random(f"{self.seed}/{index}")
+        prefix = self._prefix(rng.randrange(self.num_prefixes)) if self.prefix_tokens else []
+        room = None if self.max_model_len is None else (self.max_model_len - self.prefix_tokens) // self.turns
+        for turn in range(turns):
+            prompt_tokens, output_tokens = self.prompt_tokens.draw(rng), self.output_tokens.draw(rng)
+            if room is not None:
+                prompt_tokens = min(prompt_tokens, room - min(self.output_tokens.most or 1, room - 1))
+                output_tokens = min(output_tokens, room - prompt_tokens)
+            prompt = random_ids(rng, prompt_tokens, self.vocab_size)
+            yield Request(
+                number=number + turn,
+                prompt_token_ids=prompt if turn else prefix + prompt,
+                max_tokens=output_tokens,
+                arrival_s=None if turn else arrival,
+                conversation=str(index) if self.turns > 1 else "",
+                options=self.options,
+            )
+
+    def _prefix(self, which: int) -> list[int]:
+        return random_ids(random.Random(f"{self.seed}/prefix/{which}"), self.prefix_tokens, self.vocab_size)
+
+    def __str__(self) -> str:
+        shape = [str(self.arrivals), f"prompts {self.prompt_tokens}", f"outputs {self.output_tokens}"]
+        if self.prefix_tokens:
+            shape.append(
+                f"a prefix of {self.prefix_tokens}"
+                if self.num_prefixes == 1
+                else f"one of {self.num_prefixes} prefixes of {self.prefix_tokens}"
+            )
+        if self.turns > 1:
+            shape.append(f"{self.turns} turns")
+        return ", ".join([*shape, f"seed {self.seed}"])
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The first questions of a load, as long as they are there but about something else: nothing of the load itself is
+    cached by them."""
+
+    load: Load
+    num_requests: int
+    vocab_size: int
+    concurrency: int = 16
+
+    def conversations(self) -> Iterator[Sequence[Request]]:
+        """One turn each."""
+        for number, turns in enumerate(itertools.islice(self.load.conversations(), self.num_requests)):
+            ids = random_ids(random.Random(f"warm-up/{number}"), len(turns[0].prompt_token_ids), self.vocab_size)
+            yield [replace(turns[0], prompt_token_ids=ids, arrival_s=None)]
+
+
+def arrival_times(arrivals: Arrivals, seed: int | str) -> Iterator[float | None]:
+    """When each conversation starts; None, always, in a closed loop."""
+    if isinstance(arrivals, ClosedLoop):
+        return itertools.repeat(None)
+    return arrivals.times(random.Random(f"{seed}/arrivals"))
+
+
+def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
+    """Token ids, each as likely as any other."""
+    return rng.choices(range(vocab_size), k=num_tokens)

@@ -1,0 +1,1 @@
+"""Commands for operators: statistics, settings, timelines of requests."""

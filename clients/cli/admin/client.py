@@ -1,0 +1,68 @@
+"""Calls of AdminService, for the terminal tools of operators: with their errors told as one can act on them."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+
+from penstock.clients.channel import call_metadata, open_channel
+from penstock.clients.cli.options import ADMIN_VARIABLE, Connection, advised
+from penstock.clients.errors import PenstockError, RequestFailed, Unreachable, failure_from_call
+from penstock.v1.admin_pb2_grpc import AdminServiceStub
+
+_TIMEOUT_S = 10.0
+"""For an answer that needs no work."""
+
+
+class AdminClient:
+    """The administration of one service."""
+
+    def __init__(self, channel: grpc.aio.Channel, service: Connection) -> None:
+        self._stub: Any = AdminServiceStub(channel)
+        self._target = service.target
+        self._metadata = call_metadata(service.api_key)
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, service: Connection) -> AsyncIterator["AdminClient"]:
+        """One with a channel of its own. Raises PenstockError."""
+        async with open_channel(service.target, service.tls) as channel:
+            yield cls(channel, service)
+
+    async def call(self, method: str, request: Any) -> Any:
+        """The answer of a method that answers once, such as ``Drain``. Raises PenstockError."""
+        with self._explained():
+            return await getattr(self._stub, method)(request, metadata=self._metadata, timeout=_TIMEOUT_S)
+
+    async def watch(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
+        """The answers of a method that answers until one leaves, such as ``WatchStats``. Raises PenstockError."""
+        with self._explained():
+            call = getattr(self._stub, method)(request, metadata=self._metadata)
+            try:
+                async for answer in call:
+                    yield answer
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        with advised():
+            try:
+                yield
+            except grpc.aio.AioRpcError as error:
+                raise _explained(failure_from_call(error, self._target), self._target) from None
+
+
+def _explained(failure: RequestFailed, target: str) -> PenstockError:
+    if isinstance(failure, Unreachable) and not failure.speaks_no_tls:
+        return PenstockError(
+            f"{failure.message}\nname where it is administered: --admin HOST:PORT, or ${ADMIN_VARIABLE}; "
+            "penstock serve prints it"
+        )
+    if failure.code is grpc.StatusCode.UNIMPLEMENTED:
+        return PenstockError(
+            f"what answers at {target} is no administration of a penstock service; it has a listener of its own, "
+            "beside that for callers: penstock serve prints where"
+        )
+    return failure

@@ -1,0 +1,262 @@
+"""``penstock drain``, ``penstock flush-cache`` and ``penstock settings``: what operators do to a running service."""
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.clients.cli.admin.client import AdminClient
+from penstock.clients.cli.command_parser import CommandParser, nearest
+from penstock.clients.cli.options import Connection, add_admin_flags, admin_connection
+from penstock.clients.errors import PenstockError, RequestFailed, shown
+from penstock.v1 import admin_pb2 as pb
+
+_WAIT_INTERVAL_MS = 250
+_PREFIX = "SCHEDULING_POLICY_"
+_POLICIES = {name.removeprefix(_PREFIX).lower(): number for name, number in pb.SchedulingPolicy.items() if number != 0}
+_LIMITS: Mapping[str, str] = {
+    "max_num_seqs": "rows in a step at most",
+    "max_num_batched_tokens": "tokens in a step at most",
+    "max_queued_requests": "requests that may wait",
+    "max_queued_tokens": "prompt tokens that may wait",
+}
+_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("policy", "default_tenant", *_LIMITS)} | {
+    "target_itl_ms": "--target-itl", "tenants": "--tenant", "forget_tenants": "--forget-tenant",
+}  # fmt: skip
+"""Of the fields of an update."""
+_FIELD_IN_TEXT = re.compile(rf"(?<![\w-])({'|'.join(name for name in _FLAGS if '_' in name)})\b")
+_FIELD_PATH = re.compile(r"(\w*)(?:\[(\d+)\])?\.?(.*)", re.DOTALL)
+
+_DRAIN_EPILOG = """\
+examples:
+  penstock drain --wait         before the service is stopped: until the last request has ended
+  penstock drain --resume       it takes new requests again
+"""
+_FLUSH_EPILOG = """\
+examples:
+  penstock flush-cache          the next requests compute their prompts whole
+"""
+_SETTINGS_EPILOG = """\
+examples:
+  penstock settings                                        what holds now
+  penstock settings --policy fair --target-itl 20
+  penstock settings --tenant acme weight=2,max-live-requests=8 --forget-tenant zenith
+  penstock settings --max-queued-requests 100 --json
+
+Of a tenant, what is not given is at its default: a weight of 1, and no caps or rates. All changes are made, or none,
+and no request is lost by them. They end with the process; to make one last, give it to penstock serve too.
+"""
+
+
+def drain(argv: list[str] | None = None) -> int:
+    """Runs ``penstock drain`` and returns its exit status."""
+    parser = _parser("drain", "Has the service refuse new requests, and finish those that it has.", _DRAIN_EPILOG)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--resume", action="store_true", help="take new requests again")
+    what.add_argument("--wait", action="store_true", help="wait until no request is left (default: return at once)")
+    arguments = parser.parse_args(argv)
+    asyncio.run(_resume(arguments) if arguments.resume else _drain(arguments))
+    return 0
+
+
+def flush_cache(argv: list[str] | None = None) -> int:
+    """Runs ``penstock flush-cache`` and returns its exit status."""
+    parser = _parser("flush-cache", "Has the service forget every cached block that no request holds.", _FLUSH_EPILOG)
+    answer = asyncio.run(_call(admin_connection(parser.parse_args(argv)), "FlushCache", pb.FlushCacheRequest()))
+    print(f"{answer.flushed_blocks:,} blocks were forgotten")
+    return 0
+
+
+def settings(argv: list[str] | None = None) -> int:
+    """Runs ``penstock settings`` and returns its exit status."""
+    arguments = _settings_parser().parse_args(argv)
+    request = _update(arguments)
+    service = admin_connection(arguments)
+    if request.ByteSize():
+        try:
+            answer = asyncio.run(_call(service, "UpdateSettings", request))
+        except RequestFailed as failure:
+            raise _in_flags(failure, arguments) from None
+    else:
+        answer = asyncio.run(_call(service, "GetSettings", pb.GetSettingsRequest()))
+    print(json.dumps(_as_dict(answer.settings), indent=2) if arguments.json else _as_table(answer.settings))
+    return 0
+
+
+async def _call(service: Connection, method: str, request: Any) -> Any:
+    async with AdminClient.opened(service) as client:
+        return await client.call(method, request)
+
+
+async def _resume(arguments: argparse.Namespace) -> None:
+    await _call(admin_connection(arguments), "Resume", pb.ResumeRequest())
+    print("new requests are taken")
+
+
+async def _drain(arguments: argparse.Namespace) -> None:
+    async with AdminClient.opened(admin_connection(arguments)) as client:
+        live: int = (await client.call("Drain", pb.DrainRequest())).live_requests
+        print(f"new requests are refused; {live:,} {'goes' if live == 1 else 'go'} on", flush=True)
+        if arguments.wait:
+            await _wait(client, live)
+            print("no request is left")
+
+
+async def _wait(client: AdminClient, live: int) -> None:
+    """Until none is live, with a bar on a terminal. Raises PenstockError if somebody has the service go on."""
+    answers = client.watch("WatchStats", pb.WatchStatsRequest(interval_ms=_WAIT_INTERVAL_MS))
+    progress = tqdm(total=live, unit=" requests", leave=False, disable=not sys.stderr.isatty(), file=sys.stderr)
+    with progress:
+        async with aclosing(answers) as watched:
+            async for stats in watched:
+                progress.update(live - stats.live_requests - progress.n)
+                if not stats.live_requests:
+                    return
+                if stats.state == pb.ENGINE_STATE_SERVING:
+                    raise PenstockError("the service takes requests again: somebody resumed it")
+    raise PenstockError("the service went away before the last request ended")
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def _settings_parser() -> argparse.ArgumentParser:
+    parser = _parser("settings", "Tells what may be changed while the service runs, and changes it.", _SETTINGS_EPILOG)
+    changes = parser.add_argument_group("changes (default: none, and the settings are printed)")
+    changes.add_argument("--policy", choices=list(_POLICIES), help="who goes first")
+    changes.add_argument(
+        "--target-itl",
+        type=float,
+        metavar="MS",
+        help="time between a stream's tokens that prompts may not exceed; 0: what the service chooses",
+    )
+    for name, explanation in _LIMITS.items():
+        changes.add_argument(_FLAGS[name], type=int, metavar="N", help=explanation)
+    changes.add_argument(
+        "--tenant",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "KEY=VALUE,..."),
+        help=f"a tenant's settings, whole: weight, {', '.join(map(_key, _CAPS))}",
+    )
+    changes.add_argument("--default-tenant", metavar="KEY=VALUE,...", help="those of every tenant that is not named")
+    changes.add_argument(
+        "--forget-tenant", action="append", default=[], metavar="NAME", help="the default holds for it again"
+    )
+    parser.add_argument("--json", action="store_true", help="print them for programs (default: a table)")
+    return parser
+
+
+def _update(arguments: argparse.Namespace) -> pb.UpdateSettingsRequest:
+    request = pb.UpdateSettingsRequest(forget_tenants=arguments.forget_tenant)
+    if arguments.policy is not None:
+        request.policy = _POLICIES[arguments.policy]
+    if arguments.target_itl is not None:
+        _set(request, "target_itl_ms", arguments.target_itl, "--target-itl")
+    for name in _LIMITS:
+        if getattr(arguments, name) is not None:
+            _set(request, name, getattr(arguments, name), _FLAGS[name])
+    for name, written in arguments.tenant:
+        request.tenants.append(_tenant(f"--tenant {name}", name, written))
+    if arguments.default_tenant is not None:
+        request.default_tenant.CopyFrom(_tenant("--default-tenant", "", arguments.default_tenant))
+    return request
+
+
+def _tenant(flag: str, name: str, written: str) -> pb.TenantSettings:
+    """A tenant's settings from ``weight=2,max-live-requests=8``. Raises PenstockError."""
+    readers: dict[str, Callable[[str], float]] = {"weight": float, **dict.fromkeys(_CAPS, int)}
+    readers["requests_per_second"] = float
+    message = pb.TenantSettings(tenant=name)
+    for part in filter(None, written.split(",")):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        field = key.replace("-", "_")
+        if field not in readers:
+            near = nearest(key, map(_key, readers))
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(map(_key, readers))}, such as weight=2"
+            raise PenstockError(f"{flag}: {shown(key)} is not a setting of a tenant; {hint}")
+        try:
+            number = readers[field](value)
+        except ValueError:
+            kind = "a number" if readers[field] is float else "a whole number"
+            raise PenstockError(f"{flag}: {key} must be {kind}; it is {shown(value)}") from None
+        _set(message, field, number, f"{flag}: {key}")
+    return message
+
+
+def _set(message: Any, field: str, number: float, named: str) -> None:
+    """Raises PenstockError for a number that the field has no room for; what else may be wrong the service knows."""
+    try:
+        setattr(message, field, number)
+    except ValueError:
+        remedy = "it must be at least 1" if number < 1 else "give a smaller one"
+        raise PenstockError(f"{named}: {shown(number)} is out of range; {remedy}") from None
+
+
+def _in_flags(failure: RequestFailed, arguments: argparse.Namespace) -> PenstockError:
+    """The failure of an update with the names of flags in place of those of the contract's fields."""
+    if not failure.violations:
+        return failure
+    field, description = failure.violations[0]
+    problem = _FIELD_IN_TEXT.sub(lambda name: _FLAGS[name[0]], description.removeprefix(f"{field}: "))
+    name, index, inner = _FIELD_PATH.fullmatch(field).groups()  # type: ignore[union-attr]  # it matches any text
+    flag = _FLAGS.get(name, name)
+    if index:
+        given = arguments.tenant[int(index)][0] if name == "tenants" else arguments.forget_tenant[int(index)]
+        flag = f"{flag} {given or repr(given)}"
+    inner = "" if inner in ("", "tenant") else f" {_key(inner)}:"
+    return PenstockError(f"{flag}:{inner} {problem}")
+
+
+def _as_dict(told: pb.Settings) -> dict[str, Any]:
+    return {
+        "policy": _policy(told),
+        **{name: getattr(told, name) for name in _LIMITS},
+        "target_itl_ms": told.target_itl_ms or None,
+        "default_tenant": _tenant_dict(told.default_tenant),
+        "tenants": {tenant.tenant: _tenant_dict(tenant) for tenant in told.tenants},
+    }
+
+
+def _tenant_dict(tenant: pb.TenantSettings) -> dict[str, float | None]:
+    given = {descriptor.name: value for descriptor, value in tenant.ListFields()}
+    return {name: given.get(name) for name in ("weight", *_CAPS)}
+
+
+def _as_table(told: pb.Settings) -> str:
+    rows = [
+        ("policy", _policy(told)),
+        *((_key(name), f"{getattr(told, name):,}") for name in _LIMITS),
+        ("target-itl", f"{told.target_itl_ms:g} ms" if told.target_itl_ms else "auto"),
+    ]
+    lines = [f"{name:22}  {value}" for name, value in rows]
+    tenants = [("(all others)", told.default_tenant), *((tenant.tenant, tenant) for tenant in told.tenants)]
+    width = max(len("tenant"), *(len(name) for name, _ in tenants))
+    lines += ["", "  ".join([f"{'tenant':{width}}", "weight", *map(_key, _CAPS)])]
+    for name, tenant in tenants:
+        values = _tenant_dict(tenant)
+        cells = [f"{'none' if values[cap] is None else f'{values[cap]:,}':>{len(cap)}}" for cap in _CAPS]
+        lines.append("  ".join([f"{name:{width}}", f"{tenant.weight:6g}", *cells]))
+    return "\n".join(lines)
+
+
+def _policy(told: pb.Settings) -> str:
+    return pb.SchedulingPolicy.Name(told.policy).removeprefix(_PREFIX).lower()
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(name, description, epilog)
+    add_admin_flags(parser)
+    return parser

@@ -1,0 +1,60 @@
+"""``penstock explain``: what a request waited for, which steps it was in, and where its time went."""
+
+import asyncio
+import json
+import os
+import sys
+
+import grpc
+
+from penstock.clients.cli.admin.client import AdminClient
+from penstock.clients.cli.admin.timeline_view import describe
+from penstock.clients.cli.as_dict import as_dict
+from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.options import Connection, add_admin_flags, admin_connection
+from penstock.clients.cli.terminal import shows
+from penstock.clients.errors import PenstockError, RequestFailed
+from penstock.v1 import admin_pb2 as pb
+
+_EPILOG = """\
+examples:
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --admin gpu1:50052
+  penstock explain 01KAH3Y5W7Q2R8T4V6X0Z1B3C5 --json | jq '.timeline[] | select(.kind == "waited")'
+
+The service gives a request its id: it is in accepted.request_id and finished.request_id, in the details of an error,
+in the log, and penstock chat says it with every error. Requests that live can be explained, and the last ones that
+ended (penstock serve --explain-requests).
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; the status is 1 if nothing is known of the request."""
+    parser = CommandParser(
+        "explain",
+        "Tells what a request waited for, which steps it was in, and where its time went.",
+        _EPILOG,
+    )
+    parser.add_argument("id", metavar="ID", help="the service's id of the request")
+    parser.add_argument("--json", action="store_true", help="print it for programs (default: a timeline to read)")
+    add_admin_flags(parser)
+    arguments = parser.parse_args(argv)
+    told = asyncio.run(_ask(admin_connection(arguments), arguments.id))
+    if arguments.json:
+        print(json.dumps(as_dict(told), indent=2))
+        return 0
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in describe(told, colours=colours, unicode=shows("░▒▓█◆", sys.stdout)):
+        print(line.rstrip())
+    return 0
+
+
+async def _ask(service: Connection, request_id: str) -> pb.ExplainResponse:
+    async with AdminClient.opened(service) as client:
+        try:
+            told: pb.ExplainResponse = await client.call("Explain", pb.ExplainRequest(request_id=request_id))
+        except RequestFailed as failure:
+            if failure.code is grpc.StatusCode.NOT_FOUND:
+                raise PenstockError(f"{request_id}: {failure.message}") from None
+            raise
+        return told

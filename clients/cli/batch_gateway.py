@@ -1,0 +1,114 @@
+"""Answers lines in the format of OpenAI's Batch API: by the gateway's own app, in this process, without a socket."""
+
+import asyncio
+from collections.abc import MutableMapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Self
+
+import grpc
+
+from penstock.clients.cli.options import Connection
+from penstock.clients.errors import PenstockError, RequestFailed
+
+_APP, _SETTINGS = "penstock.clients.gateway.server.app", "penstock.clients.gateway.settings"
+"""Imported by name when a line needs them: the bare client has neither FastAPI nor pydantic."""
+_CODES = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What the gateway answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class HttpRefused(RequestFailed):
+    """The gateway answered that the request may be tried again later."""
+
+    def __init__(self, answer: HttpAnswer) -> None:
+        super().__init__(_CODES[answer.status], f"HTTP status {answer.status}")
+        self.answer = answer
+        hint = answer.headers.get("retry-after", "")
+        self.retry_after = float(hint) if hint.isdecimal() else None
+
+
+class BatchGateway:
+    """The gateway in front of one service. It starts with the first request."""
+
+    def __init__(self, service: Connection) -> None:
+        self._service = service
+        self._app: Any = None
+        self._starting = asyncio.Lock()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def post(self, path: str, body: bytes) -> HttpAnswer:
+        """Posts JSON. Raises HttpRefused for an answer of 429 or 503, and PenstockError where the gateway is not
+        installed."""
+        async with self._starting:
+            if self._app is None:
+                self._app = await self._start()
+        answer = await _call(self._app, path, body)
+        if answer.status in _CODES:
+            raise HttpRefused(answer)
+        return answer
+
+    async def _start(self) -> Any:
+        try:
+            create_app = import_module(_APP).create_app
+            settings = import_module(_SETTINGS).GatewaySettings(service=self._service)
+        except ModuleNotFoundError as error:
+            raise PenstockError(
+                f"lines in OpenAI's format need {error.name}, which is not installed: install penstock "
+                "with its extra 'gateway'"
+            ) from None
+        app = create_app(settings)
+        await self._stack.enter_async_context(app.router.lifespan_context(app))
+        return app
+
+
+async def _call(app: Any, path: str, body: bytes) -> HttpAnswer:
+    """One request to an ASGI app."""
+    headers = {"host": "penstock", "content-type": "application/json", "content-length": str(len(body))}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": ("penstock", 80),
+    }
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    begun: MutableMapping[str, Any] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        if (message := next(messages, None)) is not None:
+            return message
+        await asyncio.get_running_loop().create_future()  # the caller never disconnects
+        raise AssertionError("the future is never set")
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            begun.update(message)
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    found = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in begun["headers"]}
+    return HttpAnswer(begun["status"], found, b"".join(parts))

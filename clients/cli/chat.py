@@ -1,0 +1,291 @@
+"""``penstock chat``: talks to a running service in the terminal."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from penstock.clients.chat_messages import ChatMessage
+from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.options import (
+    add_connection_flags,
+    add_setting_flag,
+    advised,
+    connection,
+    default_target,
+    setting,
+)
+from penstock.clients.cli.terminal import Screen, line_reader, read_message
+from penstock.clients.constraints import add_constraint_flags, constraint_settings
+from penstock.clients.conversation import Conversation
+from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, Unreachable
+from penstock.clients.events import Delta, Finished, FinishReason
+from penstock.clients.requests import Options
+from penstock.clients.sync_client import Client
+from penstock.v1.model_pb2 import GetModelResponse
+
+_HELP = '''\
+/help              this
+/reset             begin a new conversation
+/system TEXT       what the model is told first; without TEXT, show it; "/system -" removes it
+/set NAME=VALUE    an option of the requests, such as temperature=0.7; "NAME=" is back to its default; alone, show them
+/stats             speed and tokens, of the last answer and of all
+/exit              leave, as Ctrl-D does
+Ctrl-C ends the answer that is coming. A line that ends in a backslash goes on in the next one, and so does all between
+two lines of """.'''
+
+_EPILOG = """\
+examples:
+  penstock chat
+  penstock chat --target gpu1:50051 --system "Answer in one sentence." --set temperature=0
+  penstock chat --once "Say hello."
+  penstock chat --once "Is it so?" --choice yes --choice no
+  penstock chat --once "A trip to Rome." --json-schema trip.json
+  git diff | penstock chat --once -
+"""
+
+_USUAL_MAX_TOKENS = 1024
+_RETAIN_MS = 600_000
+"""How long a person may think about an answer before its context has to be computed again."""
+_GONE = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION})
+"""How a service says that it cannot go on from a context: it has it no more, or its chat template cannot do that."""
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells know it."""
+
+
+@dataclass
+class Answer:
+    """What is known of an answer while it comes, with times by this side's clock."""
+
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    ended: float = 0.0
+    text: str = ""
+    num_tokens: int = 0
+    finished: Finished | None = None
+    ended_by: str = FinishReason.CANCELLED.value
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything came: a question that was refused has no answer."""
+        return self.first is not None or self.finished is not None
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return "no token came"
+        seconds = self.ended - self.first
+        rate = f"{(self.num_tokens - 1) / seconds:,.1f} tokens/s" if self.num_tokens > 1 and seconds > 0 else "no rate"
+        prompt = ""
+        if self.finished is not None:
+            usage = self.finished.usage
+            prompt = f"; prompt of {usage.prompt_tokens:,} tokens, {usage.cached_tokens:,} of them cached"
+        waited = (self.first - self.began) * 1000
+        return f"first token after {waited:,.0f} ms, {self.num_tokens:,} tokens, {rate}, {self.ended_by}{prompt}"
+
+
+class Chat:
+    """One sitting: what was said, with which options, and how fast the answers came."""
+
+    def __init__(self, client: Client, model: GetModelResponse, screen: Screen) -> None:
+        self._client = client
+        self._context = model.max_model_len
+        self._defaults = model.sampling_defaults
+        self._screen = screen
+        self._answers: list[Answer] = []
+        self._timeout: float | None = None
+        self.conversation = Conversation(self._context, self._count_tokens)
+        self.options: dict[str, object] = {"max_tokens": min(_USUAL_MAX_TOKENS, self._context // 2)}
+
+    def ask(self, text: str) -> bool:
+        """Sends the user's message and shows the answer as it comes. Ctrl-C ends the answer; what came of it is kept,
+        and False is returned. Raises RequestFailed and TooLong; a message that got no answer is forgotten."""
+        self._tell_dropped(self.conversation.ask(text, self._room()))
+        answer = Answer()
+        try:
+            try:
+                self._receive(answer)
+            except RequestFailed as failure:
+                if not self.conversation.continue_from or failure.code not in _GONE:
+                    raise
+                self._tell_dropped(self.conversation.send_all(self._room()))
+                self._receive(answer)
+            return True
+        except KeyboardInterrupt:
+            self._screen.end_answer()
+            self._screen.note("[cancelled]")
+            return False
+        finally:
+            self._screen.end_answer()
+            answer.ended = time.monotonic()
+            if answer.has_begun:
+                self._answers.append(answer)
+            self.conversation.answer(answer.text, answer.finished)
+
+    def set(self, name: str, value: object) -> None:
+        """Changes an option; None is its default. Raises InvalidOption."""
+        if name in ("n", "format"):
+            raise InvalidOption(name, "a chat has one answer at a time, as text")
+        if name == "continue_from":
+            raise InvalidOption(name, "a chat goes on from its own last answer")
+        if name == "timeout_ms":
+            self._timeout = value / 1000 if isinstance(value, int) else None
+        elif value is None:
+            self.options.pop(name, None)
+        else:
+            self.options[name] = value
+
+    def settings(self) -> str:
+        """The options that are set, and the defaults that the model has for others."""
+        options = dict(self.options)
+        if self._timeout is not None:
+            options["timeout_ms"] = round(self._timeout * 1000)
+        lines = [f"{name} = {value}" for name, value in options.items()]
+        lines += [
+            f"{field.name} = {value:.6g} (the model's default)"
+            for field, value in self._defaults.ListFields()
+            if field.name not in options
+        ]
+        return "\n".join(lines) or "all are at their defaults"
+
+    def stats(self) -> str:
+        """Speed and tokens."""
+        if not self._answers:
+            return "there was no answer yet"
+        num_tokens = sum(answer.num_tokens for answer in self._answers)
+        seconds = sum(answer.ended - answer.began for answer in self._answers)
+        total = f"{len(self._answers):,} answers, {num_tokens:,} tokens, {seconds:,.1f} s"
+        return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
+
+    def _receive(self, answer: Answer) -> None:
+        options: Options = {"retain_ms": _RETAIN_MS, **self.options}  # type: ignore[typeddict-item]  # checked before
+        options["continue_from"] = self.conversation.continue_from or None
+        with self._client.generate(self.conversation.unsent, timeout=self._timeout, **options) as request:
+            for event in request:
+                if isinstance(event, Delta):
+                    answer.first = answer.first or time.monotonic()
+                    answer.text += event.text
+                    answer.num_tokens += len(event.token_ids)
+                    self._screen.answer(event.text)
+                elif isinstance(event, Finished):
+                    answer.finished = event
+                    answer.ended_by = f"ended by {event.reason.value}"
+
+    def _tell_dropped(self, dropped: int) -> None:
+        if dropped:
+            what = "turn is" if dropped == 1 else f"{dropped} turns are"
+            self._screen.note(f"[the context is full: the oldest {what} forgotten]")
+
+    def _room(self) -> int:
+        """Tokens to keep free for the answer."""
+        limit = self.options.get("max_tokens")
+        return limit if isinstance(limit, int) else self._context // 4
+
+    def _count_tokens(self, messages: Sequence[ChatMessage]) -> int:
+        return len(self._client.render_chat(messages).token_ids)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    service = connection(arguments, arguments.target or default_target())
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
+    screen = Screen()
+    with Client(service.target, api_key=service.api_key, tls=service.tls) as client:
+        model = _describe(client)
+        chat = Chat(client, model, screen)
+        chat.conversation.system = arguments.system
+        for name, value in [*arguments.settings, *constraint_settings(arguments)]:
+            chat.set(name, value)
+        if arguments.once is not None:
+            return 0 if chat.ask(sys.stdin.read() if arguments.once == "-" else arguments.once) else INTERRUPTED
+        if sys.stdin.isatty():
+            screen.note(
+                f"{model.name} at {service.target}, context of {model.max_model_len:,} tokens; /help tells more"
+            )
+        return _talk(chat, screen)
+
+
+def _talk(chat: Chat, screen: Screen) -> int:
+    """Reads messages and commands until the end. The status is 0 for a person, who saw what failed; for a pipe it is 1
+    if anything did."""
+    read_line = line_reader()
+    status = 0
+    while True:
+        try:
+            text = read_message(read_line)
+            if text.startswith("/"):
+                if not _command(chat, screen, text):
+                    return status
+            elif text.strip():
+                chat.ask(text)
+        except KeyboardInterrupt:
+            screen.note("\n[Ctrl-D leaves]")
+        except EOFError:
+            if sys.stdin.isatty():
+                screen.note("")
+            return status
+        except PenstockError as error:
+            screen.error(str(error))
+            status = 0 if sys.stdin.isatty() else 1
+
+
+def _command(chat: Chat, screen: Screen, text: str) -> bool:
+    """Carries out a command; returns whether the chat goes on."""
+    name, _, rest = text.partition(" ")
+    rest = rest.strip()
+    match name:
+        case "/exit" | "/quit":
+            return False
+        case "/help":
+            screen.note(_HELP)
+        case "/reset":
+            chat.conversation.reset()
+            screen.note("[a new conversation]")
+        case "/system" if rest:
+            chat.conversation.system = "" if rest == "-" else rest
+        case "/system":
+            screen.note(chat.conversation.system or "there is no system message")
+        case "/set" if rest:
+            chat.set(*setting(rest))
+        case "/set":
+            screen.note(chat.settings())
+        case "/stats":
+            screen.note(chat.stats())
+        case _:
+            raise PenstockError(f"no command {name}; /help lists them")
+    return True
+
+
+def _describe(client: Client) -> GetModelResponse:
+    """What is served. Raises PenstockError that says what to do if one can't chat with it."""
+    try:
+        with advised():
+            model = client.model()
+    except Unreachable as failure:
+        raise PenstockError(
+            f"{failure.message}\nstart one in another terminal: penstock serve\n"
+            "or name another: penstock chat --target HOST:PORT"
+        ) from None
+    if not model.has_chat_template:
+        raise PenstockError(f"{model.name} has no chat template; penstock generate sends it plain prompts")
+    return model
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        "chat",
+        "Talks to a running service in the terminal. A turn sends what is new alone, while the service has the rest.",
+        f"in the chat:\n{_HELP}\n\n{_EPILOG}",
+    )
+    parser.add_argument("--once", metavar="TEXT", help="ask this, print the answer and leave; - reads standard input")
+    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
+    add_setting_flag(parser, "an option of the requests, such as temperature=0.7; may be repeated")
+    add_constraint_flags(parser)
+    add_connection_flags(parser, "where the service is (default: $PENSTOCK_TARGET, or 127.0.0.1:50051)")
+    return parser

@@ -1,0 +1,202 @@
+"""``penstock doctor``: what this machine has, which backend will run and why, and what is missing, with its remedy; or
+why a service cannot be reached."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.options import Connection, add_connection_flags, connection
+from penstock.clients.cli.reachability import reach
+from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
+from penstock.clients.host.machine import Machine, Package, has_gpu, inspect_machine
+
+_INSTALL = "pip install 'penstock[server]'"
+_OPTIONAL = {
+    "bench": "for pictures and OpenAI's API in penstock bench",
+    "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
+}
+"""Extras that a service does without, and what they are for."""
+_DISPENSABLE = {
+    "transformers": "tests compare with it",
+    "triton": "kernels for a GPU need it",
+    "uvloop": "without it the event loop costs twice as much",
+}
+_LOW_MEMORY = 2 << 30
+
+
+class Kind(Enum):
+    """What a finding means."""
+
+    MISSING = "missing"
+    """``penstock serve`` cannot run."""
+    ADVICE = "advice"
+    """It runs, but not as well as it could here."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to do."""
+
+    kind: Kind
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``penstock serve`` will compute with, if nothing else is asked of it."""
+
+    backend: str | None
+    """None: it cannot run."""
+    device: str | None
+    why: str
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; the status is 1 if ``penstock serve`` cannot run here."""
+    parser = CommandParser(
+        "doctor",
+        "Tells what this machine has, which backend penstock serve will use, and what is missing.",
+        "examples:\n"
+        "  penstock doctor                                                        this machine\n"
+        "  penstock doctor --target penstock.example.com:50051 --tls-ca ca.pem    the way to a service\n\n"
+        "exit status: 0 if penstock serve can run here, 1 if not (chat and generate --target may all the same);\n"
+        "with --target 0 if the service answers, 1 if not",
+    )
+    parser.add_argument("--json", action="store_true", help="print it for programs (default: a table)")
+    add_connection_flags(parser, "a service to reach, or unix:PATH: looks at the way there instead of this machine")
+    arguments = parser.parse_args(argv)
+    if arguments.target is not None:
+        return _look_at(connection(arguments, arguments.target), as_json=arguments.json)
+    machine, library = inspect_machine(), inspect_cpu_library()
+    choice, findings = choose(machine, library), list(examine(machine, library))
+    if arguments.json:
+        report = {
+            "machine": dataclasses.asdict(machine),
+            "cpu_library": dataclasses.asdict(library),
+            "choice": dataclasses.asdict(choice),
+            "findings": [{**dataclasses.asdict(finding), "kind": finding.kind.value} for finding in findings],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(describe(machine, library, choice, findings)))
+    return int(any(finding.kind is Kind.MISSING for finding in findings))
+
+
+def _look_at(service: Connection, *, as_json: bool) -> int:
+    """Tells how far one comes on the way to a service; returns the exit status."""
+    reached = reach(service)
+    if as_json:
+        print(json.dumps({"target": service.target, **dataclasses.asdict(reached)}, indent=2))
+    elif reached.problem:
+        print(f"{service.target}: {reached.problem}\n  -> {reached.remedy}")
+    else:
+        print(f"{service.target} answers: {reached.model}, penstock {reached.version}")
+    return int(bool(reached.problem))
+
+
+def _is_needed(package: Package) -> bool:
+    """Whether no service can run without it."""
+    return package.extra not in _OPTIONAL and package.name not in _DISPENSABLE
+
+
+def choose(machine: Machine, library: CpuLibrary) -> Choice:
+    """Which backend will run, and why."""
+    if any(map(_is_needed, machine.missing())):
+        return Choice(None, None, "the packages that a server needs are not installed")
+    device, why = machine.default_device()
+    if device == "cpu" and library.levels:
+        return Choice("cpu", device, f"the CPU library with {library.levels[0]}: {why}")
+    if device != "cpu":
+        return Choice("cuda", device, f"kernels in Triton on the GPU: {why}")
+    return Choice("reference", device, f"plain torch on the CPU: {why}")
+
+
+def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
+    """What is missing, then what could be better."""
+    version = tuple(map(int, machine.python.split(".")[:2]))
+    if not (3, 11) <= version < (3, 14):
+        yield Finding(
+            Kind.MISSING, f"Python {machine.python} is not supported", "make an environment with Python 3.11 to 3.13"
+        )
+    missing = machine.missing()
+    needed = [package.name for package in missing if _is_needed(package)]
+    if needed:
+        yield Finding(Kind.MISSING, f"not installed: {', '.join(needed)}", _INSTALL)
+    else:
+        for package in missing:
+            if package.name in _DISPENSABLE and package.extra not in _OPTIONAL:
+                yield Finding(Kind.ADVICE, f"not installed: {package.name} ({_DISPENSABLE[package.name]})", _INSTALL)
+    if not (library.levels or needed) and machine.default_device()[0] == "cpu":
+        what = f"models run in plain torch, many times slower: {library.problem}"
+        yield Finding(Kind.ADVICE, what, library.remedy)
+    told = {package.name for package in missing if package.extra not in _OPTIONAL}  # some are in two extras
+    for extra, purpose in _OPTIONAL.items():
+        names = [package.name for package in missing if package.extra == extra and package.name not in told]
+        if names:
+            what = f"not installed: {', '.join(names)} ({purpose})"
+            yield Finding(Kind.ADVICE, what, f"pip install 'penstock[{extra}]'")
+    if machine.gpu_problem or (has_gpu() and not machine.gpus):
+        yield Finding(
+            Kind.ADVICE,
+            f"the GPU cannot be used: {machine.gpu_problem}",
+            "repair the driver until nvidia-smi lists the GPU",
+        )
+    if machine.gpus and not (machine.torch_has_cuda or needed):
+        yield Finding(
+            Kind.ADVICE,
+            "this torch was built without CUDA, so the GPU stays idle",
+            "install a build of torch with CUDA",
+        )
+    if machine.available_bytes < _LOW_MEMORY:
+        yield Finding(
+            Kind.ADVICE,
+            f"only {_gib(machine.available_bytes)} of memory are available",
+            "end other programs, or serve with a small --kv-cache-memory-bytes",
+        )
+
+
+def describe(machine: Machine, library: CpuLibrary, choice: Choice, findings: list[Finding]) -> Iterator[str]:
+    """The report, line by line."""
+    cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
+    yield f"penstock  {machine.penstock}"
+    yield f"Python    {machine.python} at {machine.python_path}"
+    yield f"System    {machine.system}"
+    yield f"CPU       {machine.cpu}, cores: {cores}"
+    yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that kernels would use'}"
+    if library.levels:
+        yield f"Kernels   the CPU library with {library.levels[0]}, threads: {machine.num_threads()}"
+    else:
+        yield f"Kernels   none for a CPU ({library.problem})"
+    yield f"Memory    {_gib(machine.memory_bytes)}, of which {_gib(machine.available_bytes)} are available"
+    if machine.open_files:
+        yield f"Files     {machine.open_files:,} may be open at once, connections included"
+    for gpu in machine.gpus:
+        yield (
+            f"GPU       {gpu.name}: {_gib(gpu.memory_bytes)}, of which {_gib(gpu.free_bytes)} are free, "
+            f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
+        )
+    if not machine.gpus:
+        yield f"GPU       none{f' ({machine.gpu_problem})' if machine.gpu_problem else ''}"
+    yield "Packages"
+    width = max((len(package.name) for package in machine.packages), default=0)
+    for package in machine.packages:
+        needed = f"  (for {package.extra})" if package.extra else ""
+        yield f"  {package.name:{width}}  {package.version or 'not installed'}{needed}"
+    yield ""
+    if choice.backend is None:
+        yield f"penstock serve cannot run: {choice.why}"
+    else:
+        yield f"penstock serve will use the backend {choice.backend} on {choice.device}: {choice.why}"
+    for finding in findings:
+        yield f"{finding.kind.value}: {finding.what}"
+        yield f"  -> {finding.remedy}"
+    if not findings:
+        yield "Nothing is missing."
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,250 @@
+"""``penstock generate``: a file of requests in, a file of answers out; it may be interrupted anywhere and run again."""
+
+import argparse
+import asyncio
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from penstock.clients.cli.batch_files import FileResults, Results, StreamResults
+from penstock.clients.cli.batch_gateway import BatchGateway
+from penstock.clients.cli.batch_run import Batch
+from penstock.clients.cli.command_parser import CommandParser
+from penstock.clients.cli.options import Connection, add_connection_flags, add_setting_flag, advised, connection
+from penstock.clients.client import AsyncClient
+from penstock.clients.constraints import add_constraint_flags, constraint_settings
+from penstock.clients.errors import PenstockError
+
+_LONGEST_LINE = 64 << 20
+_LOCAL_SERVICE = "penstock.service.app.embedded"
+
+_EPILOG = """\
+a line in:   {"id": 1, "prompt": "Once upon a time", "max_tokens": 50, "temperature": 0}
+             with prompt, prompt_token_ids or messages, and the contract's options under their names
+a line out:  {"id": 1, "text": "...", "token_ids": [...], "finish_reason": "stop", "usage": {...}}
+             or {"id": 1, "error": {"code": "INVALID_ARGUMENT", "message": "..."}}; in the order in which they end
+
+Lines of OpenAI's Batch API are answered in its format (needs the extra 'gateway'):
+             {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+Run it again to go on where it was stopped: ids that OUT has already are skipped.
+Exit status: 0 if every line was answered, 1 if a line failed or the job could not go on, 2 for wrong arguments, 130 if
+it was interrupted.
+
+examples:
+  penstock generate demo --input in.jsonl --output out.jsonl
+  penstock generate --target 127.0.0.1:50051 --input in.jsonl --output out.jsonl --set max_tokens=100
+  penstock generate demo --input in.jsonl --output out.jsonl --json-schema schema.json
+"""
+
+
+async def _read_lines(file: BinaryIO) -> AsyncIterator[bytes]:
+    """The lines of a file, or of a pipe without holding up the loop. Raises PenstockError for a line without end."""
+    if not _is_pipe(file):
+        for line in file:
+            yield line
+        return
+    reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    try:
+        while line := await reader.readline():
+            yield line
+    except ValueError:
+        raise PenstockError(f"--input: a line is longer than {_LONGEST_LINE >> 20} MiB") from None
+    finally:
+        transport.close()
+
+
+def _is_pipe(file: BinaryIO) -> bool:
+    mode = os.fstat(file.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = _parser()
+    arguments, more = parser.parse_known_args(argv)
+    _check(parser, arguments, more)
+    began = time.monotonic()
+    with _opened_input(arguments.input) as source, _results(arguments) as results:
+        try:
+            with _service(parser, arguments, _serve_flags(parser, more)) as service:
+                batch = asyncio.run(_run(arguments, service, source, results))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            print("\ninterrupted; run the same command again to go on", file=sys.stderr)
+            return 130
+    _tell(batch, time.monotonic() - began)
+    return 1 if batch.num_failed else 0
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, more: list[str]) -> None:
+    """Refuses arguments that do not go together."""
+    if more and arguments.target is not None:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if (arguments.model is None) == (arguments.target is None):
+        parser.error("name either a MODEL, to run it here, or the --target of a service")
+    if arguments.output == "-" and (arguments.overwrite or arguments.retry_failed):
+        parser.error("--overwrite and --retry-failed are for an --output that is a file")
+    if "-" not in (arguments.input, arguments.output):
+        paths = Path(arguments.input), Path(arguments.output)
+        if all(path.exists() for path in paths) and paths[0].samefile(paths[1]):
+            parser.error("--input and --output are the same file")
+
+
+async def _run(arguments: argparse.Namespace, service: Connection, source: BinaryIO, results: Results) -> Batch:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    patience = arguments.retry_for if arguments.retry_for is not None else 300.0 if arguments.target else 2.0
+    async with (
+        AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client,
+        BatchGateway(service) as gateway,
+    ):
+        with advised():
+            await client.model()  # nothing is begun with a service that is not there
+        bar = tqdm(total=_num_lines(source), unit=" lines", file=sys.stderr, disable=None, dynamic_ncols=True)
+        with bar as progress:
+            defaults = dict([*arguments.settings, *constraint_settings(arguments)])
+            batch = Batch(client, gateway, results, defaults, arguments.concurrency, patience, progress)
+            await batch.run(_read_lines(source))
+    return batch
+
+
+def _tell(batch: Batch, seconds: float) -> None:
+    skipped = f"{batch.num_skipped:,} were there already, " if batch.num_skipped else ""
+    print(
+        f"{batch.num_done:,} lines done, {skipped}{batch.num_failed:,} failed in all; "
+        f"{batch.output_tokens:,} tokens in {seconds:.1f} s",
+        file=sys.stderr,
+    )
+    if batch.num_failed:
+        print("--retry-failed asks for the failed ones again", file=sys.stderr)
+
+
+@contextmanager
+def _opened_input(path: str) -> Iterator[BinaryIO]:
+    if path == "-" and not sys.stdin.isatty():
+        yield sys.stdin.buffer
+        return
+    if path == "-":
+        # A terminal is opened anew: what makes it fit for the loop would otherwise make standard output unfit for us.
+        path = os.ttyname(sys.stdin.fileno())
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; here its failure is told
+    except OSError as error:
+        raise PenstockError(f"--input: cannot read {path}: {error.strerror}") from None
+    with file:
+        yield file
+
+
+@contextmanager
+def _results(arguments: argparse.Namespace) -> Iterator[Results]:
+    if arguments.output == "-":
+        yield StreamResults(sys.stdout.buffer)
+        return
+    path = Path(arguments.output)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as device:  # /dev/null, or a named pipe
+            yield StreamResults(device)
+        return
+    with closing(FileResults(path, overwrite=arguments.overwrite, retry_failed=arguments.retry_failed)) as results:
+        yield results
+
+
+@contextmanager
+def _service(parser: CommandParser, arguments: argparse.Namespace, flags: dict[str, object]) -> Iterator[Connection]:
+    """The service that was named, or one of this process's own, for as long as it takes."""
+    if arguments.target is not None:
+        yield connection(arguments, arguments.target)
+        return
+    # By name: callers of a service have no server installed.
+    local_service = import_module(_LOCAL_SERVICE).local_service
+    with ExitStack() as stack:
+        try:
+            target = stack.enter_context(local_service(arguments.model, **flags))
+        except PenstockError as error:  # a misspelt flag of this command counts as one of penstock serve
+            near = [f"{flag} instead of {name}" for name, flag in parser.misspelt_flags().items() if name in str(error)]
+            if near:
+                raise PenstockError(f"{error}; or did you mean {' and '.join(near)}?") from None
+            raise
+        yield Connection(target)
+
+
+def _serve_flags(parser: argparse.ArgumentParser, more: list[str]) -> dict[str, object]:
+    """Flags of ``penstock serve``, such as ``--max-model-len 4096``, as arguments of ``local_service``, which checks
+    them."""
+    flags: dict[str, object] = {}
+    words = list(more)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name == word or not name:
+            parser.error(f"unrecognized arguments: {word}")
+        name = name.replace("-", "_")
+        if equals:
+            flags[name] = value
+        elif words and not words[0].startswith("--"):
+            flags[name] = words.pop(0)
+        elif name.startswith("no_"):
+            flags[name.removeprefix("no_")] = False
+        else:
+            flags[name] = True
+    return flags
+
+
+def _num_lines(file: BinaryIO) -> int | None:
+    """How many lines there are, for the progress bar; None where that can't be known before they are read."""
+    if not file.seekable():
+        return None
+    start = file.tell()
+    count = sum(1 for _ in file)
+    file.seek(start)
+    return count
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "generate",
+        "Answers a file of requests. It may be interrupted anywhere, and goes on when it is run again.",
+        _EPILOG,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="run it here: a directory, a Hugging Face id, or demo; more flags are "
+        "those of penstock serve (needs penstock[server])",
+    )
+    parser.add_argument("--input", required=True, metavar="IN.jsonl", help="lines that ask; - is standard input")
+    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help="lines that answer; - is standard output")
+    parser.add_argument("--overwrite", action="store_true", help="begin OUT again instead of going on")
+    parser.add_argument("--retry-failed", action="store_true", help="take failed lines out of OUT and ask again")
+    add_setting_flag(parser, "an option of lines that don't name it, such as max_tokens=100; may be repeated")
+    parser.add_argument(
+        "--concurrency", type=_positive, default=256, metavar="N", help="requests at a time (default: 256)"
+    )
+    parser.add_argument(
+        "--retry-for",
+        type=float,
+        metavar="SECONDS",
+        help="how long to ask again while the service is away or busy (default: 300; 2 for a model that runs here)",
+    )
+    add_constraint_flags(parser)
+    add_connection_flags(parser, "ask a running service instead")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return int(text)

@@ -1,0 +1,146 @@
+"""The command ``penstock``: finds a subcommand by name and imports it only then, so that the bare install runs what
+needs no server, and ``penstock --help`` answers at once."""
+
+import contextlib
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+
+USAGE_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+"""Exit statuses besides 0 and 1, as shells know them."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: where it is, as ``module:function``, what it does, and which extra has the packages it needs."""
+
+    entry: str
+    summary: str
+    extra: str = "server"
+
+
+COMMANDS = {
+    "serve": Command("penstock.service.app.command:main", "serve a model over gRPC (needs penstock[server])"),
+    "gateway": Command(
+        "penstock.clients.gateway.server.command:main", "serve OpenAI's HTTP API for a running service", "gateway"
+    ),
+    "chat": Command("penstock.clients.cli.chat:main", "talk to a running service in the terminal"),
+    "generate": Command("penstock.clients.cli.generate:main", "answer a JSONL file of requests, resumably"),
+    "bench": Command("penstock.clients.bench.main:main", "measure latency and throughput of a service", "bench"),
+    "top": Command("penstock.clients.cli.admin.top:main", "watch a running service"),
+    "explain": Command("penstock.clients.cli.admin.explain:main", "show what a request waited for"),
+    "drain": Command("penstock.clients.cli.admin.command:drain", "finish running requests and refuse new ones"),
+    "flush-cache": Command("penstock.clients.cli.admin.command:flush_cache", "drop the cached prefixes of a service"),
+    "settings": Command("penstock.clients.cli.admin.command:settings", "show or change a running service's limits"),
+    "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),
+}
+
+_EXAMPLES = """\
+examples:
+  penstock serve                       the built-in demo model on 127.0.0.1:50051
+  penstock serve Qwen/Qwen3-0.6B       a model of the Hugging Face hub
+  penstock gateway                     OpenAI's HTTP API in front of it, on http://127.0.0.1:8000/v1
+  penstock chat                        talk to what is served
+  penstock chat --once "Say hello."    one question, one answer
+  penstock generate demo --input in.jsonl --output out.jsonl
+  penstock COMMAND --help              all flags of a command
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``penstock`` with these arguments, or the process's, and returns the exit status."""
+    _open_missing_streams()
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # what the library logs of its connections is no news for a terminal
+    try:
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except SystemExit as leaving:  # argparse, after it printed what it had to
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        _forget_output()
+        return _fail("penstock", f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+
+
+def _open_missing_streams() -> None:
+    """Gives a process that was started without standard streams empty ones: else the first sockets and files that it
+    opens would take their numbers, and what is written to the log with them."""
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # child processes need them too
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 - for as long as the process
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _forget_output() -> None:
+    """Nobody takes what is still to be written, so that Python shall not try, and complain, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(_help(), end="", file=sys.stderr)
+        return USAGE_ERROR
+    name, *rest = arguments
+    if name in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    if name in ("-V", "--version"):
+        print(f"penstock {version('penstock')}")
+        return 0
+    if name in COMMANDS:
+        return _run(name, COMMANDS[name], rest)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return _fail("penstock", f"no command {name}; {hint}", USAGE_ERROR)
+
+
+def _run(name: str, command: Command, arguments: list[str]) -> int:
+    # Imported here: errors knows grpc, which takes a while to load, and --help needs nothing of it.
+    from penstock.clients.errors import PenstockError
+
+    program = f"penstock {name}"
+    module, _, function = command.entry.partition(":")
+    try:
+        run: Callable[[list[str]], int] = getattr(import_module(module), function)
+        return run(arguments)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in ("penstock", ""):
+            raise
+        return _fail(
+            program,
+            f"this needs {package}, which is not installed; install it: pip install 'penstock[{command.extra}]'",
+        )
+    except PenstockError as error:
+        return _fail(program, str(error))
+
+
+def _fail(program: str, message: str, status: int = 1) -> int:
+    from penstock.clients.cli.command_parser import shortened
+
+    try:
+        print(f"{program}: {shortened(message)}", file=sys.stderr)
+    except OSError:  # the disk is full or the pipe is closed; the exit status still reports the failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "".join(f"  {name:{width}}  {command.summary}\n" for name, command in COMMANDS.items())
+    return f"usage: penstock COMMAND [ARGUMENTS]\n\ncommands:\n{rows}\n{_EXAMPLES}"

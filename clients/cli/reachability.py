@@ -1,0 +1,142 @@
+"""Whether a service can be reached, and if not, at which step it fails: the address, TLS, certificates, the key.
+
+gRPC says little more than "unavailable" of all of these, so each step is taken here by itself.
+"""
+
+import asyncio
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from penstock.clients.channel import Tls
+from penstock.clients.cli.options import KEY_VARIABLE, Connection
+from penstock.clients.client import AsyncClient
+from penstock.clients.errors import PenstockError, RequestFailed
+
+STEP_TIMEOUT_S = 5.0
+_DEFAULT_PORT = 443
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far one comes."""
+
+    problem: str
+    """What is wrong; empty where all is well."""
+    remedy: str
+    model: str = ""
+    version: str = ""
+
+
+def reach(service: Connection) -> Reached:
+    """Goes as far as a call. Raises PenstockError if a file of TLS cannot be read."""
+    return _connect(service) or asyncio.run(_call(service))
+
+
+def _connect(service: Connection) -> Reached | None:
+    """Why there is no connection; None if there is one."""
+    try:
+        with _open(service.target) as plain:
+            if service.tls is not None:
+                return _shake_hands(plain, service.tls, service.tls.server_name or _host_port(service.target)[0])
+        if not service.target.startswith("unix:") and _speaks_tls(service.target):
+            return Reached(
+                "the service speaks TLS, and no other language",
+                "give --tls, with --tls-ca FILE where its certificate is of an authority of your own",
+            )
+    except OSError as error:
+        return Reached(
+            f"nothing answers at {service.target}: {error.strerror or error}",
+            "check the address, that penstock serve runs there, and that it listens on more than 127.0.0.1",
+        )
+    return None
+
+
+def _shake_hands(plain: socket.socket, tls: Tls, name: str) -> Reached | None:
+    try:
+        context = _context(tls)
+    except OSError as error:
+        problem = f"are no PEM files that belong together ({error})"
+        raise PenstockError(f"--tls-ca, --tls-cert, --tls-key: {problem}") from None
+    try:
+        with context.wrap_socket(plain, server_hostname=name) as secured:
+            if not secured.recv(1):  # the service's first words; its refusal of our certificate comes no earlier
+                return _refused("it ends it without a word")
+    except ssl.SSLCertVerificationError as error:
+        return Reached(
+            f"the service's certificate is not trusted: {error.verify_message}",
+            "give the file of its authority with --tls-ca, and with --tls-server-name the name that stands in it",
+        )
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if "ALERT" in reason:
+            return _refused(reason.replace("_", " ").lower())
+        return Reached("something is there, but it speaks no TLS", "leave --tls and its companions out")
+    except ConnectionResetError as error:
+        return _refused(error.strerror or "connection reset")
+    except TimeoutError:
+        return Reached("something is there, but it says nothing", "check that it is a penstock service")
+    return None
+
+
+def _refused(how: str) -> Reached:
+    return Reached(
+        f"the service refuses the connection: {how}",
+        "it may want a certificate of an authority that it knows: give --tls-cert and --tls-key",
+    )
+
+
+async def _call(service: Connection) -> Reached:
+    try:
+        async with AsyncClient(service.target, api_key=service.api_key, tls=service.tls) as client:
+            model = await asyncio.wait_for(client.model(), STEP_TIMEOUT_S)
+    except RequestFailed as failure:
+        if failure.code is grpc.StatusCode.UNAUTHENTICATED:
+            return Reached(failure.message, f"give a key or a token with --api-key-file FILE or in ${KEY_VARIABLE}")
+        return Reached(str(failure), "check that it is the callers' listener of a penstock service")
+    except TimeoutError:
+        return Reached("a connection is there, but no answer", "look at the service's log and load")
+    return Reached("", "", model.name, model.version)
+
+
+def _open(target: str) -> socket.socket:
+    if target.startswith("unix:"):
+        opened = socket.socket(socket.AF_UNIX)
+        opened.settimeout(STEP_TIMEOUT_S)
+        try:
+            opened.connect(target.removeprefix("unix:"))
+        except OSError:
+            opened.close()
+            raise
+        return opened
+    return socket.create_connection(_host_port(target), STEP_TIMEOUT_S)
+
+
+def _speaks_tls(target: str) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with _open(target) as plain:
+        plain.settimeout(1.0)
+        with suppress(OSError), context.wrap_socket(plain):
+            return True
+    return False
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls.ca)
+    context.set_alpn_protocols(["h2"])
+    if tls.certificate is not None:
+        context.load_cert_chain(tls.certificate, tls.key)
+    return context
+
+
+def _host_port(target: str) -> tuple[str, int]:
+    host, colon, port = target.removeprefix("dns:///").removeprefix("dns:").rpartition(":")
+    if not (colon and port.isdigit()):
+        return target.strip("[]"), _DEFAULT_PORT
+    return host.strip("[]"), int(port)

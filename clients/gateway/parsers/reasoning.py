@@ -1,0 +1,116 @@
+"""Tells a model's reasoning from its answer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.clients.gateway.parsers.base import Piece
+from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
+
+if TYPE_CHECKING:
+    from penstock.clients.gateway.parsers.registry import AnswerParser
+
+
+class ReasoningFormat(NamedTuple):
+    """How a model marks its reasoning, at the beginning of an answer."""
+
+    opens: str
+    closes: str
+    has_special_markers: bool = False
+    """Whether the markers are special tokens, which a text lacks unless they are asked for."""
+
+    def is_open_in(self, text: str) -> bool:
+        """Whether a text ends within reasoning that it has opened."""
+        return text.rfind(self.opens) > text.rfind(self.closes)
+
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
+}
+"""By the names that ``--reasoning-parser`` takes."""
+
+
+class ReasoningParser:
+    """Splits off the reasoning; the rest goes to another parser. White space next to the markers is dropped."""
+
+    def __init__(self, form: ReasoningFormat, answer: "AnswerParser", in_reasoning: bool) -> None:
+        """``in_reasoning``: the prompt has the opening marker already."""
+        self._form = form
+        self._answer = answer
+        self._held = ""
+        """May be the beginning of a marker."""
+        self._held_space = HeldSpace()
+        """White space before ``_held``: it is dropped if that becomes a marker."""
+        self._may_open = True
+        self._in_reasoning = in_reasoning
+        self._is_begun = False
+        """Whether anything of the reasoning, or else of the answer, has been sent."""
+        self._num_read = 0
+        self._answer_at: int | None = None
+        """Where the other parser's text begins in this one's."""
+
+    def feed(self, text: str) -> Piece:
+        """See AnswerParser."""
+        self._num_read += len(text)
+        text, self._held = self._held + text, ""
+        if self._may_open:
+            text = self._open(text)
+        if self._may_open:
+            return Piece()
+        return self._reasoning_piece(text) if self._in_reasoning else self._answer_piece(text)
+
+    def end(self) -> Piece:
+        """See AnswerParser."""
+        held, self._held = self._held_space.take() + self._held, ""
+        if self._in_reasoning:
+            return Piece(reasoning=held)
+        self._is_begun = self._is_begun or self._may_open
+        return self._answer_piece(held) + self._placed(self._answer.end())
+
+    def _open(self, text: str) -> str:
+        """Decides whether an answer begins with reasoning, as soon as that is certain. Returns the text that is not
+        held back."""
+        begun = text.lstrip()
+        if begun.startswith(self._form.opens):
+            self._held_space.take()
+            self._in_reasoning, self._may_open = True, False
+            return begun.removeprefix(self._form.opens)
+        if self._form.opens.startswith(begun):
+            self._held_space.add(text[: len(text) - len(begun)])
+            self._held = begun
+            return ""
+        self._may_open = False
+        self._is_begun = not self._in_reasoning  # an answer without reasoning keeps its first white space
+        return self._held_space.take() + text
+
+    def _reasoning_piece(self, text: str) -> Piece:
+        reasoning, marker, answer = text.partition(self._form.closes)
+        if not marker:
+            end = len(reasoning) - num_held(reasoning, self._form.closes)
+            reasoning, self._held = reasoning[:end], reasoning[end:]
+        if not self._is_begun:
+            reasoning = reasoning.lstrip()
+        said, _ = self._held_space.add(reasoning)
+        if marker:
+            self._held_space.take()
+            self._in_reasoning, self._is_begun = False, False
+            return replace(self._answer_piece(answer), reasoning=said)
+        self._is_begun = self._is_begun or bool(said)
+        return Piece(reasoning=said)
+
+    def _answer_piece(self, text: str) -> Piece:
+        if not self._is_begun:
+            text = text.lstrip()
+        if not text:
+            return Piece()
+        self._is_begun = True
+        if self._answer_at is None:
+            self._answer_at = self._num_read - len(text)
+        return self._placed(self._answer.feed(text))
+
+    def _placed(self, piece: Piece) -> Piece:
+        """What the other parser said, in this one's places."""
+        at = self._answer_at or 0
+        spans = tuple((begin + at, end + at) for begin, end in piece.spans)
+        return replace(piece, spans=spans)

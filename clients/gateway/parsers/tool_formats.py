@@ -1,0 +1,136 @@
+"""Tool calls in a model's text, in the formats that models are trained to write."""
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.clients.gateway.parsers.incremental_text import Reading
+from penstock.clients.gateway.parsers.pythonic import arguments_as_json, read_parentheses
+from penstock.clients.gateway.parsers.tool_parser import ToolCallParser
+
+_NAME = re.compile(r"[\w.:-]*")
+
+
+class _HermesParser(ToolCallParser):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+
+    def _read(self) -> Reading[None]:
+        while (yield from self._read_content("<tool_call>")):
+            if (yield from self._read_calls(self._read_object(), "<tool_call>")):
+                yield from self._source.after_space()
+                yield from self._source.starts_with("</tool_call>")
+
+
+class _Llama3JsonParser(ToolCallParser):
+    """{"name": ..., "parameters": {...}}, from the beginning of the answer, others after semicolons. There is no
+    marker, so an object is a call only of one of the request's tools."""
+
+    def _read(self) -> Reading[None]:
+        while (yield from self._read_calls(self._read_next())):
+            pass
+        yield from self._read_rest()
+
+    def _read_next(self) -> Reading[bool]:
+        if self._num_calls and (yield from self._source.after_space()) == ";":
+            self._source.at += 1
+        return (yield from self._read_object(must_be_known=True))
+
+
+class _MistralParser(ToolCallParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...}, as later models have it."""
+
+    def _read(self) -> Reading[None]:
+        while (yield from self._read_content("[TOOL_CALLS]")):
+            yield from self._read_calls(self._read_marked(), "[TOOL_CALLS]")
+
+    def _read_marked(self) -> Reading[bool]:
+        if (yield from self._source.after_space()) == "[":
+            return (yield from self._read_list())
+        name = yield from self._source.match(_NAME)
+        call_id = ""
+        if name and (yield from self._source.starts_with("[CALL_ID]")):
+            call_id = yield from self._source.match(_NAME)
+        if name:
+            yield from self._source.starts_with("[ARGS]")
+        if not name or (yield from self._source.after_space()) != "{":
+            return False
+        self._open_call(name, call_id)
+        whole = yield from self._source.nested(self._add_arguments)
+        if not whole:
+            self._break_off()
+        return whole
+
+    def _read_list(self) -> Reading[bool]:
+        separator = "["
+        while separator != "]":
+            self._source.at += 1
+            if separator not in ("[", ",") or not (yield from self._read_object()):
+                return False
+            self._source.keep()
+            separator = yield from self._source.after_space()
+        self._source.at += 1
+        return True
+
+
+class _PythonicParser(ToolCallParser):
+    """[name(argument=value, ...), ...], from the beginning of the answer, of the request's tools alone. A call is
+    reported when it is whole: its values are Python's, and are read before they are written as JSON."""
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_calls(self._read_list())
+        yield from self._read_rest()
+
+    def _read_list(self) -> Reading[bool]:
+        source = self._source
+        separator = yield from source.after_space()
+        if separator != "[":
+            return False
+        while separator != "]":
+            source.at += 1
+            if separator not in ("[", ","):
+                return False
+            yield from source.after_space()
+            name = yield from source.match(_NAME)
+            if name not in self._tool_names or (yield from source.char()) != "(":
+                return False
+            code = yield from read_parentheses(source)
+            arguments = None if code is None else arguments_as_json(code)
+            if arguments is None:
+                return False
+            self._open_call(name)
+            self._add_arguments(arguments)
+            separator = yield from source.after_space()
+        source.at += 1
+        return True
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    """As Mistral's templates insist on."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls."""
+
+    parser: Callable[[frozenset[str], bool, Callable[[], str]], ToolCallParser]
+    """Takes what ToolCallParser does."""
+    has_special_markers: bool = False
+    """Whether its markers are special tokens, which a text lacks unless they are asked for."""
+    new_id: Callable[[], str] = _call_id
+    """Makes an id for a call."""
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(_HermesParser),
+    "llama3_json": ToolFormat(_Llama3JsonParser),
+    "mistral": ToolFormat(_MistralParser, has_special_markers=True, new_id=_mistral_id),
+    "pythonic": ToolFormat(_PythonicParser),
+}
+"""By the names that ``--tool-call-parser`` takes."""

@@ -1,0 +1,227 @@
+"""Grammars, in the form of Lark, that hold an answer to a format's tool calls. Knows no requests."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.clients.gateway.parsers.pythonic import is_argument_name
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+
+Schema = Mapping[str, Any]
+
+
+class CannotBeHeld(Exception):
+    """A tool that a format's grammar cannot describe. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What may be called."""
+
+    name: str
+    parameters: Schema | None
+    """The schema of the arguments; None: any object."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How a model's answers look, besides its calls."""
+
+    shown_call: str = ""
+    """A conversation with a call of ``probe_tool``, as the chat template writes it: formats have variants."""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Ids of markers that are special tokens of the model; all others are text."""
+    reasoning: str | None = None
+    in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning."""
+
+
+def call_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: AnswerShape) -> str:
+    """Calls and nothing else; with ``one``, a single call. Where the model's answers have a section of reasoning it may
+    come before, and must where the prompt has opened it already. Raises CannotBeHeld."""
+    lark = _Lark(shape)
+    writing = _WRITINGS[tool_format](shape.shown_call)
+    more = "" if one or writing.between is None else f" ({writing.between} marked)*"
+    lark.add(f"start: {lark.before}marked{more}", f"marked: {lark.marker(writing.marker)} group")
+    return lark.with_calls(writing, tools, one=one)
+
+
+def text_grammar(tool_format: str, tools: Sequence[Tool], *, one: bool, shape: AnswerShape) -> str:
+    """Any text, in which calls come after their marker and are of these tools; with ``one``, a single one. The format
+    is one of MARKED_FORMATS. Raises CannotBeHeld."""
+    lark = _Lark(shape)
+    writing = _WRITINGS[tool_format](shape.shown_call)
+    lark.add(f"start: {lark.before}marked{'?' if one else '*'} text")
+    lark.add("marked: before_call group", "text: /(?s:.*)/")
+    if writing.marker in shape.special_tokens:
+        lark.add(f"before_call: text {lark.marker(writing.marker)}")
+    else:  # lazy: as soon as the marker is there, the text is over
+        opens = None if shape.reasoning is None else REASONING_FORMATS[shape.reasoning].opens
+        thinks = "" if opens is None or opens in shape.special_tokens else rf" & ~/\s*{_escaped(opens)}(?s:.*)/"
+        lark.add("before_call[lazy]: BEFORE_CALL", f"BEFORE_CALL: /(?s:.*){_escaped(writing.marker)}/{thinks}")
+    return lark.with_calls(writing, tools, one=one)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How a format writes calls, as expressions of Lark. A group of calls stands after each marker."""
+
+    call: Callable[["_Lark", str, Tool], str]
+    """Of a rule's name and a tool: what the rule consists of."""
+    marker: str = ""
+    opens: str = ""
+    next_call: str | None = None
+    """Between calls of a group; None: it has one."""
+    closes: str = ""
+    between: str | None = None
+    """Between groups that follow one another; None: there is one."""
+
+
+class _Lark:
+    """A grammar that is being written."""
+
+    def __init__(self, shape: AnswerShape) -> None:
+        self._shape = shape
+        self._rules: list[str] = []
+        self.before = ""
+        """What comes before an answer."""
+        if shape.reasoning is not None:
+            self.before = "thought space " if shape.in_reasoning else "(thought space)? "
+            self._add_thought(shape.reasoning)
+
+    def add(self, *rules: str) -> None:
+        """Rules, or terminals."""
+        self._rules += rules
+
+    def marker(self, text: str) -> str:
+        """A marker, whatever it is to this model."""
+        token_id = self._shape.special_tokens.get(text)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    def with_calls(self, writing: _Writing, tools: Sequence[Tool], *, one: bool) -> str:
+        """The whole, with the rules for a group of calls."""
+        names = [f"call_{index}" for index in range(len(tools))]
+        more = "" if one or writing.next_call is None else f" ({writing.next_call} call)*"
+        self.add(f"group: {writing.opens} call{more} {writing.closes}", f"call: {' | '.join(names)}")
+        for name, tool in zip(names, tools, strict=True):
+            self.add(f"{name}: {writing.call(self, name, tool)}")
+        return "\n".join(self._rules)
+
+    def _add_thought(self, reasoning: str) -> None:
+        form, specials = REASONING_FORMATS[reasoning], self._shape.special_tokens
+        if form.closes in specials:
+            opens = "" if self._shape.in_reasoning else self.marker(form.opens)
+            self.add(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
+        else:
+            opens = "" if self._shape.in_reasoning else rf"[ \n]{{0,2}}{_escaped(form.opens)}"
+            self.add(f"thought[lazy]: /{opens}(?s:.*){_escaped(form.closes)}/")
+        self.add(r"space: /[ \n]{0,2}/")
+
+
+def _json(schema: Schema | None) -> str:
+    """A value, set as calls are: weak models write blanks without end where they may."""
+    held: dict[str, Any] = dict(schema or {"type": "object"})
+    held["x-guidance"] = {"whitespace_pattern": " ?"} | dict(held.get("x-guidance") or {})
+    return f"%json {json.dumps(held, ensure_ascii=False)}"
+
+
+def _object(key: str) -> Callable[[_Lark, str, Tool], str]:
+    """{"name": ..., key: {...}}"""
+
+    def write(lark: _Lark, rule: str, tool: Tool) -> str:
+        begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        return f'{quoted(begin)} {_json(tool.parameters)} "}}"'
+
+    return write
+
+
+def _named_call(has_id: bool, has_args: bool) -> Callable[[_Lark, str, Tool], str]:
+    """name[CALL_ID]...[ARGS]{...}, as Mistral's later models write it."""
+
+    def write(lark: _Lark, rule: str, tool: Tool) -> str:
+        _check_name(tool)
+        call_id = f"{lark.marker('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/ " if has_id else ""
+        marker = f"{lark.marker('[ARGS]')} " if has_args else ""
+        return f"{quoted(tool.name)} {call_id}{marker}{_json(tool.parameters)}"
+
+    return write
+
+
+def _mistral(shown: str) -> _Writing:
+    named = _NAMED_CALL.search(shown)
+    if named is None:
+        return _Writing(
+            _object("arguments"), "[TOOL_CALLS]", opens='/ ?/ "["', next_call=quoted(", "), closes=quoted("]")
+        )
+    return _Writing(_named_call("[CALL_ID]" in named[0], "[ARGS]" in named[0]), "[TOOL_CALLS]", between="")
+
+
+_NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*probe_tool[^{]*")
+
+
+def _python_call(lark: _Lark, rule: str, tool: Tool) -> str:
+    """name(argument=value, ...), with JSON's values, of which Python's are a variant. The arguments come in the order
+    of the schema's properties."""
+    _check_name(tool)
+    schema = tool.parameters or {}
+    unknown = set(schema) - _HELD_KEYS
+    if unknown or not isinstance(schema.get("properties", {}), Mapping):
+        told = " and ".join(sorted(unknown)) or "properties"
+        raise CannotBeHeld(f"the parameters of {tool.name} have {told}, which cannot be held to in this model's format")
+    known = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required") or ())
+    properties = dict(schema.get("properties") or {}) | {
+        name: {} for name in required if name not in schema.get("properties", {})
+    }
+    after, first = '""', '""'  # what may come where an argument has come before, and where none has
+    for index, (name, value) in reversed(list(enumerate(properties.items()))):
+        if not is_argument_name(name):
+            raise CannotBeHeld(f"{name!r} of {tool.name} is no name of an argument in this model's format")
+        argument = f"{rule}_{index}"
+        held = {**known, **(value if isinstance(value, Mapping) else {"allOf": [value]})}
+        is_optional = name not in required
+        lark.add(f"{argument}: {quoted(f'{name}=')} {_json(held)}")
+        lark.add(f"{argument}_first: {argument} {after}" + f" | {first}" * is_optional)
+        lark.add(f"{argument}_after: {quoted(', ')} {argument} {after}" + f" | {after}" * is_optional)
+        first, after = f"{argument}_first", f"{argument}_after"
+    return f"{quoted(f'{tool.name}(')} {first} {quoted(')')}"
+
+
+_HELD_KEYS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    | {"title", "description", "$schema", "$id", "examples", "strict"}
+)
+"""What a schema of arguments may have beside its properties where each argument is held to its own."""
+
+
+def _check_name(tool: Tool) -> None:
+    if re.fullmatch(r"[\w.:-]+", tool.name) is None:
+        raise CannotBeHeld(f"{tool.name!r} is no name of a function in this model's format")
+
+
+def _escaped(text: str) -> str:
+    """For a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+_HERMES = _Writing(
+    _object("arguments"), "<tool_call>", opens=quoted("\n"), closes=quoted("\n</tool_call>"), between=quoted("\n")
+)
+_LLAMA3_JSON = _Writing(_object("parameters"), between=quoted("; "))
+_PYTHONIC = _Writing(_python_call, opens=quoted("["), next_call=quoted(", "), closes=quoted("]"))
+_WRITINGS: Mapping[str, Callable[[str], _Writing]] = {
+    "hermes": lambda shown: _HERMES,
+    "llama3_json": lambda shown: _LLAMA3_JSON,
+    "mistral": _mistral,
+    "pythonic": lambda shown: _PYTHONIC,
+}
+"""By format, of a call that the template has shown."""
+MARKED_FORMATS = frozenset({"hermes", "mistral"})
+"""Those whose calls may stand anywhere in an answer, since a marker tells them from text."""

@@ -1,0 +1,243 @@
+"""What the parsers of tool calls have in common: content, calls that are reported as they come, the way back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.clients.gateway.parsers.base import CallPiece, Piece, append_call
+from penstock.clients.gateway.parsers.incremental_text import HeldSpace, Reading, Source
+
+_EXPECTED_KEYS = frozenset({"id", "type"})
+
+
+class ContentParser:
+    """All of the text is content."""
+
+    def __init__(self) -> None:
+        self._num_read = 0
+
+    def feed(self, text: str) -> Piece:
+        """See AnswerParser."""
+        begin, self._num_read = self._num_read, self._num_read + len(text)
+        return Piece(text, spans=((begin, self._num_read),))
+
+    def end(self) -> Piece:
+        """See AnswerParser."""
+        return Piece()
+
+
+class ToolCallParser:
+    """A format is a subclass, with a ``_read`` that takes the text apart.
+
+    Once a call is reported it stays. So an attempt at one that fails goes back to the end of what was reported, and the
+    text from there on is content: none of it is lost, but for white space next to a call.
+    """
+
+    def __init__(self, tool_names: frozenset[str], parallel_calls: bool, new_id: Callable[[], str]) -> None:
+        """``tool_names``: of the request's tools. Without ``parallel_calls`` only the first call is reported.
+        ``new_id`` makes ids for calls."""
+        self._tool_names = tool_names
+        self._parallel_calls = parallel_calls
+        self._new_id = new_id
+        self._source = Source()
+        self._content: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        """Of the content, in the text."""
+        self._calls: list[CallPiece] = []
+        self._num_calls = 0
+        self._content_length = 0
+        self._held_space = HeldSpace()
+        """White space after content: it is dropped if a call follows."""
+        self._after_call = False
+        self._reading = self._read()
+
+    def feed(self, text: str) -> Piece:
+        """See AnswerParser."""
+        self._source.add(text)
+        next(self._reading, None)
+        return self._take()
+
+    def end(self) -> Piece:
+        """See AnswerParser."""
+        self._source.ended = True
+        next(self._reading, None)
+        self._add_rest(self._source.num_unread)
+        space = self._held_space.take()
+        self._say(space, self._source.at - len(space))
+        return self._take()
+
+    def _read(self) -> Reading[None]:
+        """Takes the text apart, to its end."""
+        raise NotImplementedError
+
+    def _take(self) -> Piece:
+        piece = Piece("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
+        self._content.clear()
+        self._content_length = 0
+        self._spans.clear()
+        self._calls.clear()
+        return piece
+
+    def _add_content(self, text: str, end: int) -> None:
+        """``end``: where it ends in the text that was read."""
+        if self._after_call:
+            text = text.lstrip()
+        if not text:
+            return
+        self._after_call = False
+        said, num_held = self._held_space.add(text)
+        self._say(said, end - num_held - len(said))
+
+    def _say(self, text: str, begin: int) -> None:
+        if text:
+            self._content.append(text)
+            self._content_length += len(text)
+            self._spans.append((begin, begin + len(text)))
+
+    def _add_rest(self, length: int) -> None:
+        """Reads ``length`` characters that have come: they are content."""
+        self._add_content(self._source.take(length), self._source.at)
+
+    def _open_call(self, name: str, call_id: str = "") -> None:
+        self._held_space.take()
+        self._after_call = True
+        self._num_calls += 1
+        self._add_call(CallPiece(self._num_calls - 1, call_id or self._new_id(), name))
+
+    def _add_arguments(self, text: str) -> None:
+        self._add_call(CallPiece(self._num_calls - 1, arguments=text))
+
+    def _break_off(self) -> None:
+        """The arguments of the last call are not whole, and no more of them comes."""
+        self._add_call(CallPiece(self._num_calls - 1, breaks_off=True))
+
+    def _add_call(self, piece: CallPiece) -> None:
+        self._source.keep()
+        if self._parallel_calls or piece.index == 0:
+            append_call(self._calls, replace(piece, at=self._content_length))
+
+    def _read_content(self, marker: str) -> Reading[bool]:
+        """Content up to a marker, which is then read; False at the end of the text."""
+        source = self._source
+        while True:
+            found = source.find(marker)
+            if found >= 0:
+                self._add_rest(found)
+                source.at += len(marker)
+                return True
+            self._add_rest(source.num_unread - (0 if source.ended else source.num_held(marker)))
+            if source.ended:
+                return False
+            yield
+
+    def _read_rest(self) -> Reading[None]:
+        """Content, to the end of the text."""
+        while not self._source.ended:
+            self._add_rest(self._source.num_unread)
+            yield
+
+    def _read_calls(self, attempt: Reading[bool], marker: str = "") -> Reading[bool]:
+        """Makes an attempt at a call, or some; whether it succeeded. ``marker``, which comes before it, is content if
+        there is no call at all."""
+        num_calls = self._num_calls
+        self._source.keep()
+        found = yield from attempt
+        if found:
+            self._source.forget()
+            return True
+        self._source.go_back()
+        if num_calls == self._num_calls:
+            self._add_content(marker, self._source.at)
+        return False
+
+    def _read_object(self, *, must_be_known: bool = False) -> Reading[bool]:
+        """{"name": ..., "arguments": {...}}; whether it was that, to its last brace. ``must_be_known``: the name is one
+        of the request's tools, and nothing else is in it that would not be in a call."""
+        source, call = self._source, _ObjectCall(self._open_call, self._add_arguments)
+        if (yield from source.after_space()) != "{":
+            return False
+        source.at += 1
+        while True:
+            if (yield from source.after_space()) != '"':
+                return False
+            key = yield from source.string()
+            if key is None or (yield from source.after_space()) != ":":
+                return False
+            source.at += 1
+            first = yield from source.after_space()
+            if key == "name":
+                name = (yield from source.string()) if first == '"' else None
+                if not name or call.name or (must_be_known and name not in self._tool_names):
+                    return False
+                call.set_name(name)
+            elif key in ("arguments", "parameters"):
+                if call.has_arguments or not (yield from self._read_arguments(call, first)):
+                    return False
+            elif (must_be_known and key not in _EXPECTED_KEYS) or not (yield from self._pass_value(first)):
+                return False
+            separator = yield from source.after_space()
+            if separator not in (",", "}"):
+                return False
+            source.at += 1
+            if separator == "}":
+                return call.end()
+
+    def _read_arguments(self, call: "_ObjectCall", first: str) -> Reading[bool]:
+        """An object, or the text of one in a string, or null."""
+        call.has_arguments = True
+        if first == "{":
+            whole = yield from self._source.nested(call.add)
+            if call.is_open and not whole:
+                self._break_off()
+            return whole
+        if first == '"':
+            text = yield from self._source.string()
+            if text is not None:
+                call.add(text or "{}")
+            return text is not None
+        is_null = (yield from self._source.scalar()) == "null"
+        if is_null:
+            call.add("{}")
+        return is_null
+
+    def _pass_value(self, first: str) -> Reading[bool]:
+        if first in ("{", "["):
+            return (yield from self._source.nested(_drop))
+        if first == '"':
+            return (yield from self._source.string()) is not None
+        return bool((yield from self._source.scalar()))
+
+
+class _ObjectCall:
+    """A call whose name may come after its arguments."""
+
+    def __init__(self, open_call: Callable[[str], None], add_arguments: Callable[[str], None]) -> None:
+        self._open_call = open_call
+        self._add_arguments = add_arguments
+        self._early: list[str] = []
+        self.is_open = False
+        self.name = ""
+        self.has_arguments = False
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        if self._early:
+            self.add("".join(self._early))
+
+    def add(self, text: str) -> None:
+        if not self.name:
+            self._early.append(text)
+            return
+        if not self.is_open:
+            self.is_open = True
+            self._open_call(self.name)
+        self._add_arguments(text)
+
+    def end(self) -> bool:
+        """At the last brace: whether it is a call."""
+        if self.name and not self.has_arguments:
+            self.add("{}")
+        return bool(self.name)
+
+
+def _drop(text: str) -> None:
+    """Of no interest."""

@@ -1,0 +1,1 @@
+"""From OpenAI's requests to the service's: bodies, prompts, sampling, tools."""

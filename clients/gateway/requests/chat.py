@@ -1,0 +1,140 @@
+"""A chat request's body as the contract's ``Start``."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import CHAT_NAMES, Names
+from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
+from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
+from penstock.clients.gateway.requests.start import check_model, new_start
+from penstock.clients.gateway.schemas.chat import ChatRequest, Message, MessageToolCall, TextPart
+from penstock.clients.gateway.settings import NONE
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""The second and third are what Responses call it."""
+_ASSISTANT, _REFUSAL = "assistant", "refusal"
+
+
+def check_chat(body: ChatRequest, caller: Caller) -> None:
+    """Raises GatewayError for what cannot be done, or makes no sense together."""
+    check_stream_fields(body)
+    check_model(body.model, caller)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "only with logprobs: true")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise invalid("max_tokens", "differs from max_completion_tokens, which means the same; send one of them")
+    if body.max_tokens == 0 or body.max_completion_tokens == 0:
+        raise invalid(max_tokens_name(body), "must be at least 1")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid("continue_final_message", "not with add_generation_prompt: true")
+    if body.echo and not body.continue_final_message:
+        raise invalid("echo", "only with continue_final_message: true")
+
+
+def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+    """The request to the service. Raises GatewayError."""
+    start = new_start(body, headers, caller.settings)
+    start.chat.CopyFrom(build_chat(body))
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    fill_sampling(start.sampling, body, max_tokens)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    fill_output(start.output, body, logprobs, body.prompt_logprobs)
+    fill_constraint(start, body)
+    if start.HasField("constraint") and caller.settings.reasoning_parser == NONE:
+        start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
+    return start
+
+
+def build_chat(body: ChatRequest) -> pb.Chat:
+    """The conversation, with its tools and the template's variables."""
+    chat = pb.Chat()
+    for at, message in enumerate(body.messages):
+        _add_message(chat, message, f"messages[{at}]")
+    if uses_tools(body):
+        for tool in body.tools or ():
+            shown = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+            chat.tools.append(json.dumps(shown, ensure_ascii=False))
+    if variables := template_variables(body):
+        chat.template_variables = variables
+    if body.continue_final_message:
+        chat.continue_final_message = True
+    elif body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    return chat
+
+
+def uses_tools(body: ChatRequest) -> bool:
+    """Whether the model may call anything."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def template_variables(body: ChatRequest) -> str:
+    """As the contract has them; empty if there are none."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.verbosity is not None:
+        variables.setdefault("verbosity", body.verbosity)
+    if body.documents is not None:
+        variables.setdefault("documents", body.documents)
+    return json.dumps(variables) if variables else ""
+
+
+def max_tokens_name(body: ChatRequest) -> str:
+    """Which of the two names the caller used."""
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+
+
+def chat_names(body: ChatRequest, tool_places: Sequence[str] | None = None) -> Names:
+    """The caller's names of the contract's fields. ``tool_places`` has those of the functions, where some were left
+    out."""
+    return (
+        *constraint_names(body, tool_places),
+        (r"sampling\.max_tokens", max_tokens_name(body)),
+        *sampling_names(body),
+        *CHAT_NAMES,
+    )
+
+
+def _add_message(chat: pb.Chat, message: Message, where: str) -> None:
+    if message.function_call is not None:
+        problem = "is not supported; send the call in tool_calls, which has taken its place"
+        raise invalid(f"{where}.function_call", problem, code="unsupported_parameter")
+    added = chat.messages.add(role=message.role)
+    if message.content is not None:
+        added.content = _content(message, where)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        added.reasoning_content = reasoning
+    if message.name is not None:
+        added.name = message.name
+    if message.tool_call_id is not None:
+        added.tool_call_id = message.tool_call_id
+    for call in message.tool_calls or ():
+        added.tool_calls.append(_call(call))
+
+
+def _call(call: MessageToolCall) -> pb.ToolCall:
+    return pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+
+
+def _content(message: Message, where: str) -> str:
+    return content_text(message.content, where, may_refuse=message.role == _ASSISTANT)
+
+
+def content_text(content: str | list[TextPart] | None, where: str, *, may_refuse: bool = True) -> str:
+    """The text of a message, whose path is ``where``: its parts are lines. ``may_refuse``: whether it may have OpenAI's
+    refusal parts, as an assistant's may. Raises GatewayError."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        text = part.refusal if may_refuse and part.type == _REFUSAL else part.text
+        if text is None or part.type not in _TEXT_PARTS | {_REFUSAL}:
+            raise invalid(f"{where}.content[{at}]", "must be text: the model reads nothing else")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,66 @@
+"""Answers whose calls are held to a grammar: where ``tool_choice`` forces one, and the calls of ``strict`` tools."""
+
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.parsers.tool_grammar import MARKED_FORMATS, CannotBeHeld, Tool, call_grammar, text_grammar
+from penstock.clients.gateway.requests.chat import uses_tools
+from penstock.clients.gateway.requests.constraints import constraint_field
+from penstock.clients.gateway.requests.formats import answer_shape, formats_of
+from penstock.clients.gateway.schemas.chat import ChatRequest, FunctionTool
+from penstock.clients.gateway.settings import AUTO
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
+
+
+async def fill_calls(start: pb.Start, body: ChatRequest, caller: Caller) -> None:
+    """Holds the answer to calls where ``tool_choice`` asks for one: ``response_format`` is about text, and such an
+    answer has none. Otherwise holds the calls of strict tools to their schemas, where a marker tells calls from text.
+    Raises GatewayError, and RequestFailed."""
+    name = forced_tool(body)
+    given = [each.function for each in body.tools or ()]
+    if name is not None:
+        if constraint_field(body) not in (None, "response_format"):
+            raise invalid("tool_choice", f"one that forces a call does not go together with {constraint_field(body)}")
+        tools = [_held(tool) for tool in given if name in ("", tool.name)]
+        if not tools:
+            raise invalid("tool_choice", "names a function that is not among the tools")
+    elif uses_tools(body) and any(tool.strict for tool in given) and not start.HasField("constraint"):
+        tools = [_held(tool) if tool.strict else Tool(tool.name, None) for tool in given]
+    else:
+        return
+    formats = await formats_of(body, caller)
+    assert formats.tool is not None, "who may call is told before if it is not known how"
+    if name is None and formats.tool not in MARKED_FORMATS:
+        return
+    one = body.parallel_tool_calls is False or bool(name)
+    write = text_grammar if name is None else call_grammar
+    try:
+        start.constraint.lark = write(formats.tool, tools, one=one, shape=await answer_shape(formats, caller))
+    except CannotBeHeld as error:
+        raise invalid("tools", str(error)) from None
+    if caller.settings.reasoning_parser != AUTO or body.constrained_decoding_start == "first_token":
+        start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
+
+
+def _held(tool: FunctionTool) -> Tool:
+    return Tool(tool.name, tool.parameters)
+
+
+def forced_tool(body: ChatRequest) -> str | None:
+    """The name of the function that must be called; empty: any; None: none need be. Raises GatewayError."""
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    if not body.tools:
+        raise invalid("tool_choice", "needs tools, of which one is called")
+    if choice == "required":
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise invalid(
+            "tool_choice",
+            'must be "auto", "none", "required", a function, {"type", "function": {"name"}}, or allowed_tools, '
+            '{"type", "allowed_tools": {"mode", "tools"}}',
+        )
+    return name

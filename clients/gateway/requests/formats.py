@@ -1,0 +1,158 @@
+"""Which formats of tool calls and of reasoning an answer may have: as the operator said, or as the chat template shows.
+
+A template that can show a call in a conversation's history shows how its model writes one.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+
+import grpc
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.clients.gateway.parsers.registry import AnswerParser, make_parser, shows_special_tokens
+from penstock.clients.gateway.parsers.tool_grammar import AnswerShape
+from penstock.clients.gateway.requests.chat import content_text, template_variables, uses_tools
+from penstock.clients.gateway.requests.constraints import is_constrained
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.settings import AUTO, NONE
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import RenderChatRequest, RenderChatResponse
+
+_TOOL = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "probe_tool",
+            "description": "A tool.",
+            "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
+        },
+    }
+)
+_CALL = pb.ToolCall(id="probecall", name="probe_tool", arguments='{"probe": "value"}')  # Mistral's ids have 9 letters
+_SHOWN_CALLS = {
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "hermes": re.compile(r'<tool_call>\s*\{"name":\s*"probe_tool"'),
+    "pythonic": re.compile(r"\[probe_tool\("),
+    "llama3_json": re.compile(r'\{"name":\s*"probe_tool",\s*"parameters":\s*\{"probe"'),
+}
+"""By format, how a call looks in a rendered conversation."""
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What an answer may have. None: none that is known."""
+
+    tool: str | None
+    reasoning: str | None
+    in_reasoning: bool
+    """Whether the prompt opens the reasoning already."""
+
+
+async def parser_maker(body: ChatRequest, caller: Caller) -> tuple[Callable[[], AnswerParser], bool]:
+    """What makes a parser for each choice, and whether the text is needed with special tokens. Raises GatewayError, and
+    RequestFailed."""
+    formats = await formats_of(body, caller)
+    tool = formats.tool if uses_tools(body) else None
+    if uses_tools(body) and tool is None:
+        raise invalid(
+            "tools", "how this model writes calls is not known; the gateway's operator can name it: --tool-call-parser"
+        )
+    names = frozenset(each.function.name for each in body.tools or ())
+
+    def make() -> AnswerParser:
+        return make_parser(
+            tool,
+            formats.reasoning,
+            tool_names=names,
+            in_reasoning=formats.in_reasoning,
+            parallel_calls=body.parallel_tool_calls is not False,
+        )
+
+    return make, shows_special_tokens(tool, formats.reasoning)
+
+
+async def formats_of(body: ChatRequest, caller: Caller) -> Formats:
+    """For a request. What a template shows is asked once a minute for each set of variables. Raises GatewayError, and
+    RequestFailed."""
+    tool, reasoning, opened = caller.settings.tool_call_parser, caller.settings.reasoning_parser, False
+    if tool == AUTO:
+        tool = await _tool_format(caller) if uses_tools(body) else NONE
+    if reasoning == AUTO:
+        reasoning = await _reasoning_format(caller, uses_tools(body))
+    if reasoning != NONE and body.continue_final_message:
+        last = content_text(body.messages[-1].content, f"messages[{len(body.messages) - 1}]")
+        opened = REASONING_FORMATS[reasoning].is_open_in(last)
+    elif reasoning != NONE and body.add_generation_prompt is not False:
+        prompt = await _prompt(caller, template_variables(body), uses_tools(body))
+        opened = prompt.text.rstrip().endswith(REASONING_FORMATS[reasoning].opens)
+    if body.constrained_decoding_start == "first_token" and is_constrained(body):
+        opened = False
+    return Formats(_or_none(tool), _or_none(reasoning), opened)
+
+
+async def answer_shape(formats: Formats, caller: Caller) -> AnswerShape:
+    """What a grammar needs to know of a model's answers. Raises RequestFailed."""
+    call, prompt = await _shown_call(caller), await _prompt(caller, "", True)
+    specials: dict[str, int] = {}
+    if shows_special_tokens(formats.tool, formats.reasoning):
+        ids = {*call.token_ids, *prompt.token_ids}
+        known = await caller.describe(ids)
+        specials = {known[each].text.decode(errors="replace"): each for each in ids if known[each].is_special}
+    # What the template shows the service sees too: there a constraint begins after the reasoning.
+    reasoning = None if caller.settings.reasoning_parser == AUTO else formats.reasoning
+    return AnswerShape(call.text, specials, reasoning, formats.in_reasoning)
+
+
+async def _tool_format(caller: Caller) -> str:
+    text = (await _shown_call(caller)).text
+    return next((name for name, shown in _SHOWN_CALLS.items() if shown.search(text)), NONE)
+
+
+async def _shown_call(caller: Caller) -> RenderChatResponse:
+    """A conversation with a call."""
+    messages = [
+        pb.ChatMessage(role="user", content="question"),
+        pb.ChatMessage(role="assistant", tool_calls=[_CALL]),
+        pb.ChatMessage(role="tool", content="answer", tool_call_id=_CALL.id, name=_CALL.name),
+    ]
+    return await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
+
+
+async def _reasoning_format(caller: Caller, with_tools: bool) -> str:
+    # Templates that open no reasoning by themselves show an empty one where it is switched off.
+    variables = ("", '{"enable_thinking": false}')
+    text = "".join([(await _prompt(caller, each, with_tools)).text for each in variables])
+    return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
+
+
+async def _prompt(caller: Caller, variables: str, with_tools: bool) -> RenderChatResponse:
+    """What a short conversation becomes: a model may have a template of its own for tools."""
+    message = pb.ChatMessage(role="user", content="question")
+    tools = [_TOOL] if with_tools else []
+    return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables, tools=tools))
+
+
+async def _rendered(caller: Caller, chat: pb.Chat) -> RenderChatResponse:
+    """As the template has it; empty if it refuses the conversation."""
+    key = sha256(chat.SerializeToString(deterministic=True)).digest()  # variables may be as long as a body
+    prompt = caller.rendered.get(key)
+    if prompt is None:
+        try:
+            prompt = await caller.call(caller.stubs.tokenizer.RenderChat, RenderChatRequest(chat=chat))
+        except RequestFailed as failure:
+            if failure.code not in _REFUSED:
+                raise
+            prompt = RenderChatResponse()
+        caller.rendered[key] = prompt
+    return prompt
+
+
+def _or_none(name: str) -> str | None:
+    return None if name == NONE else name

@@ -1,0 +1,145 @@
+"""The prompts of a completion, with their text and tokens where the answer shows them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import from_failure, invalid
+from penstock.clients.gateway.field_names import Names, caller_name
+from penstock.clients.gateway.requests.truncation import fill_prompt_truncation, truncated
+from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import DetokenizeRequest, TokenizeRequest
+
+_MAX_CHAR_BYTES = 4
+ID_BYTES = 8
+"""Of a token's id in memory, more or less."""
+_MAX_ADDED = 16
+"""More tokens than a tokenizer puts around a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. Text or tokens is what the caller sent; the other is there if it was needed."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    text_offsets: Sequence[int] = ()
+    """Where each token begins in the text, in characters, where the answer shows that."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in memory, more or less."""
+        return len(self.text or "") + ID_BYTES * (len(self.token_ids or ()) + len(self.text_offsets))
+
+    def put_into(self, start: pb.Start) -> None:
+        """Tokens go before text: they are what the answer speaks of."""
+        if self.token_ids is not None:
+            start.token_ids.ids.extend(self.token_ids)
+        else:
+            assert self.text is not None
+            start.text = self.text
+
+
+async def read_prompts(body: CompletionRequest, caller: Caller) -> list[Prompt]:
+    """All of a request. Raises GatewayError."""
+    prompts = _listed(body)
+    needs_ids = (
+        body.echo or body.return_token_ids or body.prompt_logprobs is not None or body.add_special_tokens is False
+    )
+    checks_room = body.max_tokens is None and body.truncate_prompt_tokens is None
+    is_alone, context = has_one_prompt(body), caller.model.max_model_len
+    completed = await asyncio.gather(
+        *(
+            _complete(prompt, body, caller, prompt_names(is_alone, at))
+            if needs_ids or (checks_room and _may_lack_room(prompt, context))
+            else _as_it_is(prompt)
+            for at, prompt in enumerate(prompts)
+        )
+    )
+    if not needs_ids:  # what is too long is refused in the words for what was sent
+        completed = [
+            given if len(prompt.token_ids or ()) >= context else prompt
+            for given, prompt in zip(prompts, completed, strict=True)
+        ]
+    if checks_room:
+        for at, prompt in enumerate(completed):
+            _check_room(prompt, context, _prompt_name(is_alone, at))
+    return completed
+
+
+def has_one_prompt(body: CompletionRequest) -> bool:
+    """Whether the prompt of a request is one, and no list of prompts."""
+    return isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+
+
+def prompt_names(is_alone: bool, index: int) -> Names:
+    """The caller's names of the contract's fields that hold the prompt at ``index``."""
+    name = _prompt_name(is_alone, index)
+    return ((r"token_ids(\.ids)?", name), (r"text", name))
+
+
+def _prompt_name(is_alone: bool, index: int) -> str:
+    return "prompt" if is_alone else f"prompt[{index}]"
+
+
+async def _as_it_is(prompt: Prompt) -> Prompt:
+    return prompt
+
+
+def _may_lack_room(prompt: Prompt, context: int) -> bool:
+    """Whether a text may leave too few tokens of the context for the default of max_tokens."""
+    return prompt.text is not None and _MAX_CHAR_BYTES * len(prompt.text) + _MAX_ADDED + DEFAULT_MAX_TOKENS > context
+
+
+def _check_room(prompt: Prompt, context: int, param: str) -> None:
+    """A limit that nobody asked for must fit: were it cut, an answer of a token would look like the model's choice."""
+    left = context - len(prompt.token_ids or ())
+    if 0 < left < DEFAULT_MAX_TOKENS:
+        problem = (
+            f"leaves room for {left:,} more in the model's context of {context:,} tokens, and max_tokens is "
+            f"{DEFAULT_MAX_TOKENS} by default; send a shorter prompt, or max_tokens"
+        )
+        raise invalid(param, problem, code="context_length_exceeded")
+
+
+def _listed(body: CompletionRequest) -> list[Prompt]:
+    given = body.prompt
+    if isinstance(given, str):
+        return [Prompt(text=given)]
+    if not given:
+        raise invalid("prompt", "is empty")
+    if isinstance(given[0], int):
+        return [Prompt(token_ids=given)]
+    return [Prompt(text=each) if isinstance(each, str) else Prompt(token_ids=each) for each in given]
+
+
+async def _complete(prompt: Prompt, body: CompletionRequest, caller: Caller, names: Names) -> Prompt:
+    tokenizer = caller.stubs.tokenizer
+    shows_places = bool(body.echo) and body.logprobs is not None
+    shows_specials = body.skip_special_tokens is False
+    try:
+        if prompt.token_ids is None:
+            assert prompt.text is not None
+            adds = body.add_special_tokens is not False
+            wanted = TokenizeRequest(text=prompt.text, add_special_tokens=adds, include_text_offsets=shows_places)
+            fill_prompt_truncation(wanted, body, caller)
+            tokens = await caller.call(tokenizer.Tokenize, wanted)
+            if not (body.echo and body.truncate_prompt_tokens):
+                return Prompt(prompt.text, tokens.token_ids, tokens.text_offsets)
+            prompt = Prompt(token_ids=tokens.token_ids)  # of the text only its tokens' is left
+            shows_specials = False
+        assert prompt.token_ids is not None
+        token_ids = truncated(prompt.token_ids, body, caller)
+        if not body.echo:
+            return Prompt(token_ids=token_ids)
+        request = DetokenizeRequest(
+            token_ids=token_ids, include_special_tokens=shows_specials, include_text_offsets=shows_places
+        )
+        response = await caller.call(tokenizer.Detokenize, request)
+        return Prompt(response.text, token_ids, response.text_offsets)
+    except RequestFailed as failure:
+        raise from_failure(failure, partial(caller_name, names=names)) from None

@@ -1,0 +1,79 @@
+"""The fields of a request's body as the contract's ``Sampling`` and ``Output``. Bounds are the service's business."""
+
+import re
+
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import Names
+from penstock.clients.gateway.schemas.common import GenerationBody
+from penstock.clients.gateway.schemas.unsupported import shown
+from penstock.v1 import generation_pb2 as pb
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+_MAX_ID_BYTES = 128
+_MAX_TOKENS = 2**32 - 1
+"""The contract's. No context has as many."""
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def fill_sampling(sampling: pb.Sampling, body: GenerationBody, max_tokens: int | None) -> None:
+    """How tokens are chosen. Raises GatewayError."""
+    for name in _SAME_NAME:
+        if (value := getattr(body, name)) is not None:
+            setattr(sampling, name, value)
+    for name in _LISTS:
+        getattr(sampling, name).extend(getattr(body, name) or ())
+    if body.top_k is not None:
+        sampling.top_k = max(0, body.top_k)
+    if body.seed is not None:
+        sampling.seed = body.seed % 2**64  # negative ones are seeds like others
+    if body.n is not None:
+        if body.n == 0:
+            raise invalid("n", "must be at least 1")
+        sampling.n = body.n
+    if max_tokens is not None:
+        sampling.max_tokens = min(max_tokens, _MAX_TOKENS)
+    sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
+    for key, bias in (body.logit_bias or {}).items():
+        if not (_TOKEN_ID.fullmatch(key) and int(key) < 2**32):
+            raise invalid("logit_bias", f'the keys must be token ids, such as "42"; there is {shown(key)!r}')
+        sampling.logit_bias[int(key)] = bias
+
+
+def fill_output(output: pb.Output, body: GenerationBody, logprobs: int | None, prompt_logprobs: int | None) -> None:
+    """What is sent back: ids only where something of the answer needs them."""
+    needs_ids = logprobs is not None or body.return_token_ids or body.includes_usage_so_far
+    output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS if needs_ids else pb.OUTPUT_FORMAT_TEXT
+    if logprobs is not None:
+        output.logprobs = logprobs
+    if prompt_logprobs is not None:
+        output.prompt_logprobs = prompt_logprobs
+    output.include_special_tokens = body.skip_special_tokens is False
+
+
+def check_stream_fields(body: GenerationBody) -> None:
+    """Raises GatewayError for fields that don't go together."""
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise invalid("stream_options", "only with stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "not with stream: true")
+
+
+def sampling_names(body: GenerationBody) -> Names:
+    """The caller's names of the contract's ``Sampling``, where they depend on what the caller sent."""
+    return ((r"sampling\.stop\[0\]", "stop"),) if isinstance(body.stop, str) else ()
+
+
+def client_request_id(named: str | None, header: str | None) -> str:
+    """What the caller calls its request, if the contract can carry it."""
+    name = named or header or ""
+    return name if len(name) <= _MAX_ID_BYTES and name.isascii() and name.isprintable() else ""

@@ -1,0 +1,73 @@
+"""What ``tool_choice`` leaves of a chat's tools: ``allowed_tools`` names some of them, and how they may be called."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.clients.gateway.errors import invalid
+from penstock.clients.gateway.field_names import Names
+from penstock.clients.gateway.schemas.chat import ChatRequest
+
+ALLOWED_MODES = ("auto", "required")
+_MAX_TOOLS = 128
+"""As many as a request may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """A chat that has only the tools that it may call."""
+
+    chat: ChatRequest
+    indices: Sequence[int]
+    """Which of the request's tools they are."""
+
+    @property
+    def names(self) -> Names:
+        """The caller's names of the contract's tools."""
+        return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The caller's names of the functions."""
+        return [f"tools[{index}].function" for index in self.indices]
+
+
+def with_allowed_tools(body: ChatRequest) -> AllowedTools:
+    """The same request without the tools that a choice of ``allowed_tools`` leaves out; its mode becomes the choice.
+    The model is not shown the others, so that it does not call them. Raises GatewayError."""
+    choice = body.tool_choice
+    given = list(body.tools or ())
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return AllowedTools(body, range(len(given)))
+    where = "tool_choice" if "tools" in choice else "tool_choice.allowed_tools"  # the first is what smg passes on
+    allowed = choice if "tools" in choice else choice.get("allowed_tools")
+    mode, names = _read(allowed if isinstance(allowed, dict) else {}, where)
+    known = {tool.function.name for tool in given}
+    for at, name in enumerate(names):
+        if name not in known:
+            raise invalid(f"{where}.tools[{at}]", "names a tool that is not among the tools")
+    indices = [at for at, tool in enumerate(given) if tool.function.name in names]
+    if mode == "required" and not indices:
+        raise invalid("tool_choice", "allows no tool that this service can offer, and requires a call")
+    tools = [given[at] for at in indices]
+    return AllowedTools(
+        body.model_copy(update={"tools": tools or None, "tool_choice": mode if tools else None}), indices
+    )
+
+
+def _read(allowed: dict[str, Any], where: str) -> tuple[str, list[str]]:
+    """The mode and the names. Raises GatewayError."""
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    if mode not in ALLOWED_MODES:
+        raise invalid(f"{where}.mode", 'must be "auto" or "required"')
+    if not isinstance(tools, list) or len(tools) > _MAX_TOOLS:
+        raise invalid(f"{where}.tools", f"must be a list of at most {_MAX_TOOLS} tools")
+    return mode, [_name(tool, f"{where}.tools[{at}]") for at, tool in enumerate(tools)]
+
+
+def _name(tool: Any, where: str) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid(where, 'must be a function, {"type", "function": {"name"}}')
+    return name

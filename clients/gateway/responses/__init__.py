@@ -1,0 +1,1 @@
+"""From the service's streams to OpenAI's answers and events."""

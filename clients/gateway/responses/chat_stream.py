@@ -1,0 +1,133 @@
+"""Reads the answer to a chat as it comes: text becomes content, reasoning and calls; tokens become log-probabilities.
+
+Both chat endpoints stand on it. Knows no chunks.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.events import ChoiceEnd, Delta
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.parsers.registry import AnswerParser, Piece
+from penstock.clients.gateway.responses.chat_places import ContentTokens, PlacedEntry
+from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries, named_ids
+from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
+from penstock.clients.gateway.schemas.common import GenerationBody, without_texts
+from penstock.clients.gateway.upstream.exchange import Arrival
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1.tokenizer_pb2 import TokenDescription, TokenizeRequest
+
+
+@dataclass(slots=True)
+class Part:
+    """What came of one choice."""
+
+    choice: int
+    piece: Piece
+    logprobs: list[Json] = field(default_factory=list)
+    """Chat's entries, of all tokens since the last part."""
+    content_logprobs: list[PlacedEntry] = field(default_factory=list)
+    """Those of the piece's content alone."""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """Of a choice's last part alone."""
+    stop_reason: int | str | None = None
+
+
+class _Choice:
+    """How far one choice has come."""
+
+    def __init__(self, parser: AnswerParser, *, specials: bool) -> None:
+        self.parser = parser
+        self.content = ContentTokens(specials=specials)
+        self.has_calls = False
+        self.has_half_call = False
+        self.logprobs: list[Json] = []
+        self.token_ids: list[int] = []
+        self.reasoning: list[str] = []
+        """Also where it is not shown."""
+
+
+class ChatReader:
+    """Of one request. While a parser holds text back, so are the tokens and log-probabilities that belong to it."""
+
+    def __init__(
+        self,
+        body: GenerationBody,
+        caller: Caller,
+        new_parser: Callable[[], AnswerParser],
+        *,
+        specials: bool,
+        with_reasoning: bool = True,
+    ) -> None:
+        """``new_parser`` makes one for each choice; ``specials``: whether special tokens are in the text;
+        ``with_reasoning``: whether reasoning is shown."""
+        self._body = without_texts(body)
+        self._caller = caller
+        self._eos = frozenset(caller.model.eos_token_ids)
+        self._choices = [_Choice(new_parser(), specials=specials) for _ in range(body.num_choices)]
+        self._with_reasoning = with_reasoning
+
+    async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
+        """What events add to the answer. Raises RequestFailed."""
+        deltas = [event for _, event in arrivals if isinstance(event, Delta)]
+        names = TokenNames(await self._describe(deltas), as_ids=bool(self._body.return_tokens_as_token_ids))
+        parts = (self._read(delta, names) for delta in deltas)
+        return [part for part in parts if part is not None]
+
+    async def count_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning of all choices so far. They are those of its text, as the tokenizer has it: the
+        service reports the tokens of an answer as a whole."""
+        texts = filter(None, ("".join(choice.reasoning) for choice in self._choices))
+        return sum(await asyncio.gather(*map(self._count_tokens, texts)))
+
+    async def _count_tokens(self, text: str) -> int:
+        request = TokenizeRequest(text=text, add_special_tokens=False)
+        try:
+            return len((await self._caller.call(self._caller.stubs.tokenizer.Tokenize, request)).token_ids)
+        except RequestFailed:
+            return 0  # the answer stands without this figure
+
+    async def _describe(self, deltas: Sequence[Delta]) -> Mapping[int, TokenDescription]:
+        ids: set[int] = set()
+        for delta in deltas:
+            ids |= stop_token(delta, self._body)
+            if delta.logprobs is not None:
+                ids |= named_ids(delta.token_ids, delta.logprobs)
+        return await self._caller.describe(ids) if ids else {}
+
+    def _read(self, delta: Delta, names: TokenNames) -> Part | None:
+        choice = self._choices[delta.choice]
+        choice.token_ids += delta.token_ids
+        text = with_stop(delta, self._body, names)
+        if delta.logprobs is not None:
+            entries = chat_entries(delta.token_ids, delta.logprobs, names)
+            choice.logprobs += entries
+            choice.content.add(text, delta.token_ids, entries, names)
+        piece = choice.parser.feed(text)
+        if delta.end is not None:
+            piece += choice.parser.end()
+        if piece.reasoning:
+            choice.reasoning.append(piece.reasoning)
+        piece = self._shown(piece)
+        choice.has_calls = choice.has_calls or bool(piece.calls)
+        choice.has_half_call = choice.has_half_call or any(call.breaks_off for call in piece.calls)
+        if not piece and delta.end is None:
+            return None
+        part = Part(delta.choice, piece, choice.logprobs, choice.content.take(piece.spans), choice.token_ids)
+        choice.logprobs, choice.token_ids = [], []
+        if delta.end is not None:
+            part.finish_reason = self._finish_reason(choice, delta.end)
+            part.stop_reason = stop_reason(delta.end, self._eos)
+        return part
+
+    def _shown(self, piece: Piece) -> Piece:
+        return piece if self._with_reasoning else replace(piece, reasoning="")
+
+    @staticmethod
+    def _finish_reason(choice: _Choice, end: ChoiceEnd) -> str | None:
+        reason = finish_reason(end)
+        # It tells callers to run the calls: not one of them may be half.
+        return "tool_calls" if reason == "stop" and choice.has_calls and not choice.has_half_call else reason

@@ -1,0 +1,91 @@
+"""Large answers in portions, so that who makes one holds the event loop for milliseconds only, and no stream waits."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.clients.events import Delta, Logprobs, PromptLogprobs
+from penstock.clients.gateway.upstream.exchange import Arrival
+
+_MAX_ENTRIES = 2048
+"""Tokens and alternatives of a portion: some milliseconds' work."""
+_CHARS_PER_ENTRY = 16
+"""Text that costs a parser as much as an entry costs."""
+_MAX_MEMBERS = 64
+"""Of a list of tokens, each with its alternatives, that are encoded at once."""
+_MAX_BYTES = 1 << 18
+_encode = msgspec.json.encode
+
+
+def portions(arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
+    """The same events in order, at least one portion of them; who handles them is to let others run in between.
+    Log-probabilities of a prompt are cut where they are too many."""
+    portion: list[Arrival] = []
+    num_entries = 0
+    for index, event in arrivals:
+        for part in _cut(event) if isinstance(event, PromptLogprobs) else (event,):
+            size = _num_entries(part.logprobs) if isinstance(part, PromptLogprobs | Delta) else 0
+            size += len(part.text) // _CHARS_PER_ENTRY if isinstance(part, Delta) else 0
+            if portion and num_entries + size > _MAX_ENTRIES:
+                yield portion
+                portion, num_entries = [], 0
+            portion.append((index, part))
+            num_entries += size
+    yield portion
+
+
+async def encoded(answer: dict[str, Any]) -> bytes:
+    """As JSON; others run in between."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    for part in _parts(answer):
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MAX_BYTES:
+            await asyncio.sleep(0)
+            num_bytes = 0
+    return b"".join(parts)
+
+
+def _num_entries(logprobs: Logprobs | None) -> int:
+    return 0 if logprobs is None else len(logprobs.chosen) + len(logprobs.top)
+
+
+def _cut(event: PromptLogprobs) -> Iterator[PromptLogprobs]:
+    whole = event.logprobs
+    k = whole.num_top
+    step = max(1, _MAX_ENTRIES // (k + 1))
+    for begin in range(0, len(whole.chosen), step):
+        end = begin + step
+        part = Logprobs(
+            whole.chosen[begin:end], k, whole.top_token_ids[begin * k : end * k], whole.top[begin * k : end * k]
+        )
+        yield PromptLogprobs(event.start + begin, part)
+
+
+def _parts(value: object, name: str = "") -> Iterator[bytes]:
+    """Choices are few and large; what other lists there are has many small members."""
+    if isinstance(value, dict) and value:
+        mark = b"{"
+        for key, member in value.items():
+            yield mark + _encode(key) + b":"
+            yield from _parts(member, key)
+            mark = b","
+        yield b"}"
+    elif isinstance(value, list) and name == "choices" and value:
+        mark = b"["
+        for member in value:
+            yield mark
+            yield from _parts(member)
+            mark = b","
+        yield b"]"
+    elif isinstance(value, list) and len(value) > _MAX_MEMBERS:
+        mark = b"["
+        for begin in range(0, len(value), _MAX_MEMBERS):
+            yield mark + _encode(value[begin : begin + _MAX_MEMBERS])[1:-1]
+            mark = b","
+        yield b"]"
+    else:
+        yield _encode(value)

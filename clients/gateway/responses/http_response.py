@@ -1,0 +1,220 @@
+"""Answers an HTTP request by an exchange with the service, streamed or whole: one path for both.
+
+What is sent whole is folded from exactly the chunks that would have been streamed. A caller who goes away cancels.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.responses.chunking import encoded, portions
+from penstock.clients.gateway.upstream.exchange import Abandoned, Arrival, Exchange
+from penstock.clients.host.error_frames import release_frames
+
+_SSE_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx passes each part on as it comes
+)
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b"\n\n"
+"""Dispatches nothing. Nor does a comment, but programs that strip what they read join a comment to the next event."""
+_LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+"""What JSON may hold as it is, and some clients take for the end of a line: U+2028, U+2029 and U+0085."""
+_encode = msgspec.json.encode
+
+
+class Whole(Protocol):
+    """Folds chunks into one answer."""
+
+    def add(self, chunk: Json) -> None:
+        """The next chunk, which is taken over."""
+        ...
+
+    def result(self) -> Json:
+        """The answer."""
+        ...
+
+
+class AnswerWriter(Protocol):
+    """Turns what comes from the service into the chunks of an answer."""
+
+    num_kept_bytes: int
+    """Of the request's body, as far as the answer shows it again."""
+
+    def begin(self, request_id: str) -> list[Json]:
+        """Before any output, when the service has taken the request."""
+        ...
+
+    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """What events add. Raises RequestFailed."""
+        ...
+
+    def end(self) -> list[Json]:
+        """After the last event of a request that succeeded."""
+        ...
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """Instead of ``end``, when a streamed answer breaks off."""
+        ...
+
+    def whole(self) -> Whole:
+        """For an answer that is not streamed."""
+        ...
+
+
+class AnswerResponse(Response):
+    """The response of a route. The status line waits until the service has taken the request, so that a refusal has its
+    own."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        writer: AnswerWriter,
+        *,
+        stream: bool,
+        keepalive_s: float,
+        caller_name: Callable[[int, str], str],
+        ends_with_done: bool = True,
+    ) -> None:
+        """``caller_name``: the caller's name of a field of one of the exchange's requests. A chunk with a key ``type``
+        is sent as the event of that name, as the Responses API has it."""
+        super().__init__()
+        self._exchange = exchange
+        self._writer = writer
+        self._stream = stream
+        self._keepalive_s = keepalive_s
+        self._caller_name = caller_name
+        self._ends_with_done = ends_with_done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers. A caller who is gone is told nothing, and costs nothing any more."""
+        watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
+        watcher.add_done_callback(lambda _: self._exchange.abandon())
+        has_begun = False
+        try:
+            self._exchange.begin()
+            await self._exchange.accepted()
+            self._exchange.keep_of_body(self._writer.num_kept_bytes)
+            if self._stream:
+                has_begun = True
+                await self._send_stream(send)
+            else:
+                await self._send_whole(scope, receive, send)
+        except Abandoned:
+            pass
+        except (GatewayError, RequestFailed) as failure:
+            release_frames(failure)  # the exchange keeps it
+            error = as_gateway_error(failure, partial(self._caller_name, self._exchange.failed_index))
+            if has_begun:
+                last = _events(self._writer.failed(error)) + (_DONE if self._ends_with_done else b"")
+                await _send_part(send, last, more=False)
+            else:
+                await error.response()(scope, receive, send)
+        finally:
+            self._exchange.close()
+            watcher.cancel()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, writer, whole = self._exchange, self._writer, self._writer.whole()
+        chunks = writer.begin(exchange.request_id)
+        num_portions = 0
+        for portion in portions(await exchange.collect()):
+            if num_portions:
+                await asyncio.sleep(0)
+            num_portions += 1
+            for chunk in chunks + await writer.add(portion):
+                whole.add(chunk)
+            chunks = []
+        for chunk in writer.end():
+            whole.add(chunk)
+        answer = whole.result()
+        body = _encode(answer) if num_portions == 1 else await encoded(answer)
+        headers = {"x-request-id": exchange.request_id}
+        await Response(body, 200, headers, "application/json")(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        exchange, writer = self._exchange, self._writer
+        headers = [*_SSE_HEADERS, (b"x-request-id", exchange.request_id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        pending = _events(writer.begin(exchange.request_id))
+
+        async def pass_on(arrivals: Sequence[Arrival]) -> None:
+            nonlocal pending
+            for number, portion in enumerate(portions(arrivals)):
+                if number:
+                    await asyncio.sleep(0)
+                data = pending + _events(await writer.add(portion))
+                if data or not portion:
+                    pending = b""
+                    ticks.postpone()
+                    await _send_part(send, data or _KEEP_ALIVE)
+
+        with _Ticks(self._keepalive_s, exchange.nudge) as ticks:
+            await exchange.pass_on(pass_on)
+        last = pending + _events(writer.end()) + (_DONE if self._ends_with_done else b"")
+        await _send_part(send, last, more=False)
+
+
+class _Ticks:
+    """Calls ``tick`` after so many seconds in which nobody postponed it, again and again; after 0 never."""
+
+    def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._tick = tick
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> "_Ticks":
+        if self._seconds:
+            self.postpone()
+            self._timer = self._loop.call_at(self._due, self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def postpone(self) -> None:
+        """The time begins anew. Sets no timer: it is called for each token."""
+        self._due = self._loop.time() + self._seconds
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._due:
+            self._tick()
+            self.postpone()
+        self._timer = self._loop.call_at(self._due, self._look)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the caller has gone away, after the request's body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _events(chunks: Sequence[Json]) -> bytes:
+    """Server-sent events, as HTML's living standard has them in 9.2."""
+    return b"".join([_event(chunk) for chunk in chunks])
+
+
+def _event(chunk: Json) -> bytes:
+    kind, data = chunk.get("type"), _encode(chunk)
+    for line_end, escaped in _LINE_ENDS:
+        if line_end in data:
+            data = data.replace(line_end, escaped)
+    if kind is None:
+        return b"data: %b\n\n" % data
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

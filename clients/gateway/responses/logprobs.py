@@ -1,0 +1,168 @@
+"""Log-probabilities in the shapes of the two endpoints, and of vLLM for prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from penstock.clients.events import Logprobs
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.requests.prompts import Prompt
+from penstock.v1.tokenizer_pb2 import TokenDescription
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON has no number for; so does vLLM."""
+_REPLACEMENT = "\ufffd"
+
+
+class TokenNames:
+    """What tokens are called in an answer."""
+
+    def __init__(self, known: Mapping[int, TokenDescription], *, as_ids: bool) -> None:
+        """``known`` has every token that is asked for. ``as_ids``: named "token_id:N"."""
+        self._known = known
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """As chats have it: bytes that are no character become U+FFFD."""
+        return f"token_id:{token_id}" if self._as_ids else self.bytes(token_id).decode(errors="replace")
+
+    def key(self, token_id: int, shown: str = "") -> str:
+        """As completions have it: bytes that are no character are written out, so that they stay apart. ``shown``: what
+        begins in the token of the text; next to broken bytes a byte that is a character by itself may be U+FFFD."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        data = self.bytes(token_id)
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = ""
+        is_broken = not name or (shown.strip(_REPLACEMENT) == "" != shown and _REPLACEMENT not in name)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if data and is_broken else name
+
+    def bytes(self, token_id: int) -> bytes:
+        """What it adds to a text."""
+        return self._known[token_id].text
+
+    def shown(self, token_id: int, *, specials: bool) -> str:
+        """What it adds to a text with or without special tokens."""
+        hidden = self._known[token_id].is_special and not specials
+        return "" if hidden else self.bytes(token_id).decode(errors="replace")
+
+
+def named_ids(token_ids: Sequence[int], logprobs: Logprobs) -> set[int]:
+    """The tokens that a shape of these will name."""
+    return {*token_ids, *logprobs.top_token_ids}
+
+
+def cut(logprobs: Logprobs, num_top: int) -> Logprobs:
+    """The same with at most so many alternatives."""
+    if logprobs.num_top <= num_top:
+        return logprobs
+    ids: list[int] = []
+    values: list[float] = []
+    for begin in range(0, len(logprobs.top), logprobs.num_top):
+        ids += logprobs.top_token_ids[begin : begin + num_top]
+        values += logprobs.top[begin : begin + num_top]
+    return Logprobs(logprobs.chosen, num_top, ids, values)
+
+
+def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
+    """One entry a token, as chats have it."""
+
+    def entry(token_id: int, logprob: float) -> Json:
+        return {"token": names.text(token_id), "logprob": _finite(logprob), "bytes": list(names.bytes(token_id))}
+
+    return [
+        entry(token_id, chosen) | {"top_logprobs": [entry(*each) for each in top]}
+        for token_id, chosen, top in _by_token(token_ids, logprobs)
+    ]
+
+
+class CompletionEntries:
+    """The parallel lists of a choice of completions; remembers where in the text the next token begins."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._text_length = 0
+
+    @staticmethod
+    def add_prompt(prompt: Prompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
+        """The lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities: None."""
+        assert prompt.text is not None
+        assert prompt.token_ids is not None
+        end = start + (1 if logprobs is None else len(logprobs.chosen))
+        token_ids, offsets = prompt.token_ids[start:end], prompt.text_offsets[start:end]
+        ends = [*prompt.text_offsets[start + 1 : end + 1], len(prompt.text)]
+        shown = [prompt.text[begin:end] for begin, end in zip(offsets, ends, strict=False)]
+        if logprobs is not None:
+            return _lists(offsets, shown, token_ids, logprobs, names)
+        tokens = [names.key(token_id, text) for token_id, text in zip(token_ids, shown, strict=True)]
+        return {"text_offset": list(offsets), "token_logprobs": [None], "tokens": tokens, "top_logprobs": [None]}
+
+    def after(self, text: str) -> None:
+        """The output comes after this text."""
+        self._offset = self._text_length = len(text)
+
+    def add(self, token_ids: Sequence[int], logprobs: Logprobs, text: str, names: TokenNames, *, is_last: bool) -> Json:
+        """What more tokens, and the text that comes with them, add to the lists. What ended the output may be the last
+        tokens, and not in the text: they stand at its end."""
+        base, self._text_length = self._text_length, self._text_length + len(text)
+        offsets = list(accumulate(logprobs.text_lengths, initial=self._offset))
+        shown = [text[begin - base : end - base] for begin, end in pairwise(offsets)]
+        self._offset = offsets.pop()
+        if is_last:
+            offsets = [min(offset, self._text_length) for offset in offsets]
+        return _lists(offsets, shown, token_ids, logprobs, names)
+
+
+def _lists(
+    text_offsets: Sequence[int],
+    shown: Sequence[str],
+    token_ids: Sequence[int],
+    logprobs: Logprobs,
+    names: TokenNames,
+) -> Json:
+    """``shown``: the part of the text that begins in each token."""
+    tokens, top_logprobs = [], []
+    for text, (token_id, chosen, top) in zip(shown, _by_token(token_ids, logprobs), strict=True):
+        tokens.append(names.key(token_id, text))
+        # The chosen token is there whether it is among the likeliest or not.
+        alternatives: dict[str, float] = {}
+        for each, logprob in (*top, (token_id, chosen)):
+            name = tokens[-1] if each == token_id else names.key(each)
+            alternatives.setdefault(name, _finite(logprob))
+        top_logprobs.append(alternatives)
+    return {
+        "text_offset": list(text_offsets),
+        "token_logprobs": list(map(_finite, logprobs.chosen)),
+        "tokens": tokens,
+        "top_logprobs": top_logprobs,
+    }
+
+
+def prompt_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
+    """vLLM's form: by token id, with the rank where it is known."""
+    entries = []
+    for token_id, chosen, top in _by_token(token_ids, logprobs):
+        entry: Json = {}
+        for rank, (each, logprob) in enumerate(top, start=1):
+            entry[str(each)] = _prompt_entry(each, logprob, rank, names)
+        if str(token_id) not in entry:
+            entry[str(token_id)] = _prompt_entry(token_id, chosen, None, names)
+        entries.append(entry)
+    return entries
+
+
+def _prompt_entry(token_id: int, logprob: float, rank: int | None, names: TokenNames) -> Json:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(token_id)}
+
+
+def _by_token(token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Each token, its log-probability, and its alternatives with theirs."""
+    k = logprobs.num_top
+    for at, (token_id, chosen) in enumerate(zip(token_ids, logprobs.chosen, strict=True)):
+        span = slice(at * k, at * k + k)
+        yield token_id, chosen, list(zip(logprobs.top_token_ids[span], logprobs.top[span], strict=True))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

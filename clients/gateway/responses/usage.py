@@ -1,0 +1,76 @@
+"""What every chunk of an answer carries, and the tokens that it has used so far."""
+
+import time
+from collections.abc import Sequence
+
+from penstock.clients.events import Accepted, Delta, Event, Finished
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.schemas.common import GenerationBody
+from penstock.clients.gateway.upstream.service_link import Caller
+
+
+class Tally:
+    """Of one HTTP request."""
+
+    def __init__(self, body: GenerationBody, caller: Caller, kind: str, id_prefix: str) -> None:
+        """``kind``: of the chunks, OpenAI's ``object``."""
+        self._is_streamed = bool(body.stream)
+        self._in_each_chunk = self._is_streamed and body.includes_usage_so_far
+        self._in_last_chunk = self._is_streamed and body.includes_usage
+        self._id_prefix = id_prefix
+        self._common: Json = {
+            "id": "",
+            "object": kind,
+            "created": int(time.time()),
+            "model": caller.model.name,
+            "system_fingerprint": f"penstock-{caller.model.version}",
+        }
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._output_tokens = 0
+        self._finished: list[Finished] = []
+
+    def begin(self, request_id: str) -> None:
+        """The service has taken the request."""
+        self._common["id"] = self._id_prefix + request_id
+
+    def count(self, event: Event) -> None:
+        """Notes what an event says of tokens."""
+        match event:
+            case Accepted():
+                self._prompt_tokens += event.prompt_tokens
+                self._cached_tokens += event.cached_tokens
+            case Delta():
+                self._output_tokens += len(event.token_ids)
+            case Finished():
+                self._finished.append(event)
+
+    def chunk(self, choices: Sequence[Json]) -> Json:
+        """A chunk with these choices."""
+        chunk = {**self._common, "choices": choices}
+        if self._in_each_chunk:
+            chunk["usage"] = _usage(self._prompt_tokens, self._cached_tokens, self._output_tokens)
+        elif self._in_last_chunk:
+            chunk["usage"] = None
+        return chunk
+
+    def last_chunk(self, *, without_output: bool = False, reasoning_tokens: int | None = None) -> list[Json]:
+        """The one that has the usage, where it is wanted; ``without_output``: none was asked for. ``reasoning_tokens``:
+        those of the output; None where there is no such thing."""
+        if self._is_streamed and not self._in_last_chunk:
+            return []
+        of = [finished.usage for finished in self._finished]
+        output_tokens = 0 if without_output else sum(usage.output_tokens for usage in of)
+        usage = _usage(sum(each.prompt_tokens for each in of), sum(each.cached_tokens for each in of), output_tokens)
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return [{**self._common, "choices": [], "usage": usage}]
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,187 @@
+"""Routes that speak for a caller: the key is checked and the body bounded before anything is parsed."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from penstock.clients.errors import InvalidOption
+from penstock.clients.gateway.errors import ErrorBody, GatewayError
+from penstock.clients.gateway.requests.json_body import parse_json
+from penstock.clients.gateway.schemas.common import Body
+from penstock.clients.gateway.schemas.unknown_fields import without_unknown_fields
+from penstock.clients.gateway.schemas.unsupported import shown
+from penstock.clients.gateway.traffic import GONE, HELD_UNTIL_END
+from penstock.clients.gateway.upstream.body_budget import BodyBudget, NoRoomForBody
+from penstock.clients.gateway.upstream.eagerly import rest_of
+from penstock.clients.gateway.upstream.service_link import Caller, ServiceLink
+from penstock.clients.host.parse_turns import ParseTurns
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+_TURN_BYTES = 8 << 10
+"""Bodies above this size wait for their turn to be parsed."""
+_RETRY_S = 1.0
+_REFUSED = frozenset({400, 404, 408, 413, 415})
+"""Faults of a request, which count against its tenant's rate."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in {
+        400: "The request is wrong: `param` names the field.",
+        401: "No valid key.",
+        404: "There is no such model.",
+        413: "The body is too large.",
+        429: "Too much is asked at the moment; see Retry-After.",
+        503: "The service takes no requests at the moment; see Retry-After.",
+    }.items()
+}
+"""For ``responses=`` of a route: what may go wrong."""
+
+
+class CallerRoute(APIRoute):
+    """A route for callers that the service knows: a bad key is answered before a bad body."""
+
+    def get_route_handler(self) -> Handler:
+        """FastAPI's own handler, after the checks."""
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            link: ServiceLink = request.app.state.link
+            caller = request.state.caller = await link.caller(request.headers)
+            if request.method != "POST":
+                return await handle(request)
+            caller.check_rate()
+            with _counting_refusals(caller):
+                body = [await _receive_body(request, caller)]
+            return await self._handle(handle, request, body)
+
+        return checked
+
+    async def _handle(self, handle: Handler, request: Request, only_body: list[bytearray]) -> Response:
+        """Has a body parsed and validated and the request begun, in the turn of its caller. Takes the body out of its
+        list: it may be large, and no frame is to keep it until the answer's end."""
+        turns: ParseTurns = request.app.state.parse_turns
+        caller: Caller = request.state.caller
+        body = only_body.pop()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(_counting_refusals(caller))
+            if len(body) > _TURN_BYTES:
+                await stack.enter_async_context(turns.turn(caller.counted_as))
+            parsed = _ParsedRequest(request, self._known_part(await parse_json(body, turns), request))
+            del body
+            await turns.pause()
+            handling = handle(parsed)
+            try:
+                with turns.portion():
+                    awaited = handling.send(None)
+            except StopIteration as done:
+                response: Response = done.value
+                return response
+        return await rest_of(handling, awaited)
+
+    def _known_part(self, parsed: Any, request: Request) -> Any:
+        """The body as it is to be validated."""
+        link: ServiceLink = request.app.state.link
+        if not link.settings.ignores_unknown_fields or self.body_field is None:
+            return parsed
+        model = self.body_field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Body), "all bodies are"
+        kept, ignored = without_unknown_fields(parsed, model, model.other_fields())
+        request.app.state.ignored_fields.note(self.path, ignored)
+        return kept
+
+
+class _ParsedRequest(Request):
+    """A request whose body FastAPI need not parse. The bytes are no longer needed: a stream may run for hours."""
+
+    def __init__(self, request: Request, parsed: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._parsed = parsed
+
+    async def body(self) -> bytes:
+        """Returns what FastAPI takes for a body that is there."""
+        return b"parsed"
+
+    async def json(self) -> Any:
+        """Returns the body; not a second time."""
+        parsed, self._parsed = self._parsed, None
+        return parsed
+
+
+async def _of_request(request: Request) -> Caller:  # FastAPI would run a plain function on a thread
+    caller: Caller = request.state.caller
+    return caller
+
+
+CallerDep = Annotated[Caller, Depends(_of_request)]
+"""The parameter of a route that is the request's caller."""
+
+
+@contextmanager
+def _counting_refusals(caller: Caller) -> Iterator[None]:
+    """What is refused here never reaches the service, which counts requests against its tenant's rate."""
+    try:
+        yield
+    except (GatewayError, RequestValidationError, InvalidOption) as error:
+        if not isinstance(error, GatewayError) or error.status in _REFUSED:
+            caller.count_refusal()
+        raise
+
+
+async def _receive_body(request: Request, caller: Caller) -> bytearray:
+    """Returns the body when it is whole. ``Guard`` bounds its size, and it is counted until the request ends, or until
+    less of it is needed."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise GatewayError(415, "send the body as JSON, with the header Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise GatewayError(415, f"Content-Encoding: {shown(coding)} is not supported; send the body uncompressed")
+    held: ExitStack = request.scope[HELD_UNTIL_END]
+    budget: BodyBudget = request.app.state.body_budget
+    counted = caller.body = held.enter_context(budget.body(caller.counted_as))
+    timeout_s, whole = caller.settings.body_timeout_s, bytearray()
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            counted.evict = partial(_end_soon, limit)
+            async for part in request.stream():
+                await counted.add(len(part))
+                whole += part
+    except TimeoutError:
+        if counted.evict is None:
+            raise _evicted() from None
+        raise GatewayError(408, f"the body did not arrive within {timeout_s:g} s; send it faster, or less") from None
+    except NoRoomForBody as error:
+        raise _no_room(error, budget) from None
+    except ClientDisconnect:
+        raise GatewayError(GONE, "the caller went away") from None
+    finally:
+        counted.evict = None
+    return whole
+
+
+def _end_soon(limit: asyncio.Timeout) -> None:
+    if not limit.expired():  # else it ends by itself, and cannot be changed
+        limit.reschedule(0.0)
+
+
+def _evicted() -> GatewayError:
+    message = "the memory for bodies was needed, and this one was the slowest to arrive; try again, or send it faster"
+    return GatewayError(408, message, code="body_too_slow", retry_after_s=_RETRY_S, may_retry=True)
+
+
+def _no_room(error: NoRoomForBody, budget: BodyBudget) -> GatewayError:
+    if error.is_tenants:
+        message = f"all bodies of a tenant may take {budget.max_tenant_bytes:,} bytes at once; send fewer at once"
+        return GatewayError(429, message, code="bodies_full", retry_after_s=_RETRY_S, may_retry=True)
+    message = f"all bodies may take {budget.max_bytes:,} bytes at once; try again"
+    return GatewayError(503, message, code="gateway_full", retry_after_s=_RETRY_S, may_retry=True)

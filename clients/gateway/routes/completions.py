@@ -1,0 +1,277 @@
+"""POST /v1/completions: continues texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.clients.events import Delta, PromptLogprobs
+from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.field_names import caller_name
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
+from penstock.clients.gateway.requests.prompts import Prompt, has_one_prompt, prompt_names, read_prompts
+from penstock.clients.gateway.requests.sampling import check_stream_fields, fill_output, fill_sampling, sampling_names
+from penstock.clients.gateway.requests.start import check_model, new_start
+from penstock.clients.gateway.responses.http_response import AnswerResponse
+from penstock.clients.gateway.responses.logprobs import (
+    CompletionEntries,
+    TokenNames,
+    cut,
+    named_ids,
+    prompt_entries,
+)
+from penstock.clients.gateway.responses.stop_text import finish_reason, stop_reason, stop_token, with_stop
+from penstock.clients.gateway.responses.usage import Tally
+from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas.common import without_texts
+from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, Completion, CompletionRequest
+from penstock.clients.gateway.upstream.exchange import Arrival, Exchange
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.tokenizer_pb2 import TokenDescription
+
+_MAX_STARTS_BYTES = 64 << 20
+"""Of all that one HTTP request asks of the service."""
+
+
+def make_router() -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=CallerRoute, tags=["generation"])
+
+    @router.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses=ERRORS,
+        summary="Continue one or more texts",
+        description="OpenAI's completions, with vLLM's additional fields. With `stream` the answer is server-sent "
+        "events, each a chunk of the same form with what is new, and then `[DONE]`; the chunks put together are the "
+        "answer that comes without it.",
+    )
+    async def complete(body: CompletionRequest, request: Request, caller: CallerDep) -> Response:
+        _check(body)
+        check_model(body.model, caller)
+        prompts = await read_prompts(body, caller)
+        starts = _starts(prompts, body, request.headers, caller)
+        return AnswerResponse(
+            Exchange(caller, starts),
+            CompletionWriter(body, prompts, caller),
+            stream=bool(body.stream),
+            keepalive_s=caller.settings.keepalive_s,
+            caller_name=_namer(body),
+        )
+
+    return router
+
+
+def _namer(body: CompletionRequest) -> Callable[[int, str], str]:
+    """What names the fields of a caller's request. It lives as long as the answer, so the request does not in it."""
+    is_alone, others = has_one_prompt(body), (*constraint_names(body), *sampling_names(body))
+    return lambda index, field: caller_name(field, (*prompt_names(is_alone, index), *others))
+
+
+def _check(body: CompletionRequest) -> None:
+    check_stream_fields(body)
+    if body.suffix:
+        raise invalid("suffix", "is not supported: the model writes on, not in between", code="unsupported_parameter")
+    if body.best_of is not None and body.best_of != body.num_choices:
+        raise invalid("best_of", "must be n or absent: every choice that is made is returned")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "must be at least 1; 0 is for echo alone")
+
+
+def _starts(
+    prompts: Sequence[Prompt], body: CompletionRequest, headers: Mapping[str, str], caller: Caller
+) -> list[pb.Start]:
+    """One for each prompt. Each has all of the options: together they may be many times the body."""
+    starts: list[pb.Start] = []
+    num_bytes = 0
+    for prompt in prompts:
+        starts.append(_start(prompt, body, headers, caller))
+        num_bytes += starts[-1].ByteSize()
+        if num_bytes > _MAX_STARTS_BYTES:
+            message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
+            raise GatewayError(413, message, param="prompt", code="request_too_large")
+    return starts
+
+
+def _start(prompt: Prompt, body: CompletionRequest, headers: Mapping[str, str], caller: Caller) -> pb.Start:
+    start = new_start(body, headers, caller.settings)
+    prompt.put_into(start)
+    # What is only scored costs a token all the same, which is not shown.
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    fill_sampling(start.sampling, body, max_tokens)
+    wanted = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+    fill_output(start.output, body, body.logprobs, max(wanted, default=None))
+    fill_constraint(start, body)
+    return start
+
+
+class _Choice:
+    """How far one choice has come."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.entries = CompletionEntries()
+
+
+class CompletionWriter:
+    """The chunks of a completion's answer."""
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[Prompt], caller: Caller) -> None:
+        self._body = without_texts(body)
+        shows_prompts = body.echo or body.return_token_ids or body.prompt_logprobs is not None
+        self._prompts = prompts if shows_prompts else [Prompt()] * len(prompts)
+        self.num_kept_bytes = sum(each.num_bytes for each in self._prompts)
+        self._caller = caller
+        self._tally = Tally(body, caller, "text_completion", "cmpl-")
+        self._eos = frozenset(caller.model.eos_token_ids)
+        self._shows_ids = bool(body.return_token_ids)
+        self._scores_alone = body.max_tokens == 0
+        n = body.num_choices
+        self._choices = [[_Choice(at * n + i) for i in range(n)] for at in range(len(prompts))]
+        self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
+        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
+        self._begun = False
+
+    def begin(self, request_id: str) -> list[Json]:
+        """Nothing is known yet that a caller would see."""
+        self._tally.begin(request_id)
+        return []
+
+    async def add(self, arrivals: Sequence[Arrival]) -> list[Json]:
+        """The prompts, if they are shown, and what is new."""
+        known = await self._describe(arrivals) if self._names_tokens else {}
+        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
+        chunks: list[Json] = []
+        if not self._begun:
+            self._begun = True
+            chunks = self._show_prompts(names)
+        for at, event in arrivals:
+            self._tally.count(event)
+            if isinstance(event, Delta):
+                chunks += self._delta(self._choices[at][event.choice], event, names)
+            elif isinstance(event, PromptLogprobs):
+                chunks += self._prompt_part(at, event, names)
+        return chunks
+
+    def end(self) -> list[Json]:
+        """The usage."""
+        return self._tally.last_chunk(without_output=self._scores_alone)
+
+    def failed(self, error: GatewayError) -> list[Json]:
+        """As OpenAI's clients understand it."""
+        return [error.body()]
+
+    def whole(self) -> "WholeCompletion":
+        """For an answer in one piece."""
+        return WholeCompletion()
+
+    async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
+        """The tokens that will be named; none, if nothing of the answer names any."""
+        ids: set[int] = set()
+        if not self._begun and self._names_prompts:
+            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
+        for _, event in arrivals:
+            if isinstance(event, Delta):
+                ids |= stop_token(event, self._body)
+                if event.logprobs is not None:
+                    ids |= named_ids(event.token_ids, event.logprobs)
+            elif isinstance(event, PromptLogprobs):
+                ids |= named_ids((), event.logprobs)
+        wanted = ids or self._names_prompts  # those of the prompts are known since the first call
+        return await self._caller.describe(ids) if wanted else {}
+
+    def _show_prompts(self, names: TokenNames) -> list[Json]:
+        if not (self._body.echo or self._shows_ids or self._names_prompts):
+            return []
+        chunks = []
+        for prompt, choices in zip(self._prompts, self._choices, strict=True):
+            for choice in choices:
+                shown = self._empty(choice)
+                if self._body.echo:
+                    shown["text"] = prompt.text
+                    choice.entries.after(prompt.text or "")
+                if self._shows_ids:
+                    shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
+                if self._echoes_logprobs and prompt.token_ids:
+                    shown["logprobs"] = choice.entries.add_prompt(prompt, 0, None, names)
+                if self._body.prompt_logprobs is not None:
+                    shown["prompt_logprobs"] = [None]
+                chunks.append(self._tally.chunk([shown]))
+        return chunks
+
+    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
+        token_ids = self._prompts[at].token_ids
+        assert token_ids is not None, "read_prompts has the ids of prompts whose log-probabilities are asked for"
+        ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
+        chunks = []
+        for choice in self._choices[at]:
+            shown = self._empty(choice)
+            if self._echoes_logprobs:
+                logprobs = cut(part.logprobs, self._body.logprobs or 0)
+                shown["logprobs"] = choice.entries.add_prompt(self._prompts[at], part.start, logprobs, names)
+            if self._body.prompt_logprobs is not None:
+                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
+            chunks.append(self._tally.chunk([shown]))
+        return chunks
+
+    def _delta(self, choice: _Choice, delta: Delta, names: TokenNames) -> list[Json]:
+        shown = self._empty(choice)
+        if delta.end is not None:
+            shown["finish_reason"] = finish_reason(delta.end)
+            shown["stop_reason"] = stop_reason(delta.end, self._eos)
+        if self._scores_alone:
+            return [self._tally.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
+        shown["text"] = with_stop(delta, self._body, names)
+        if delta.logprobs is not None:
+            is_last = delta.end is not None
+            shown["logprobs"] = choice.entries.add(
+                delta.token_ids, delta.logprobs, shown["text"], names, is_last=is_last
+            )
+        if self._shows_ids:
+            shown["token_ids"] = delta.token_ids
+        return [self._tally.chunk([shown])]
+
+    @staticmethod
+    def _empty(choice: _Choice) -> Json:
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+
+class WholeCompletion:
+    """Chunks put together."""
+
+    def __init__(self) -> None:
+        self._answer: Json = {}
+        self._choices: dict[int, Json] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, chunk: Json) -> None:
+        """The next chunk."""
+        self._answer = chunk
+        for part in chunk["choices"]:
+            index = part["index"]
+            self._texts.setdefault(index, []).append(part.pop("text"))
+            _fold(self._choices.setdefault(index, {}), part)
+
+    def result(self) -> Json:
+        """The answer; the last chunk has all that belongs to none of the choices."""
+        choices = [
+            {"index": index, "text": "".join(self._texts[index])} | choice
+            for index, choice in sorted(self._choices.items())
+        ]
+        return {**self._answer, "choices": choices}
+
+
+def _fold(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Adds a part to what it continues: lists grow, those of an object too, and the last word on all else holds."""
+    for name, value in part.items():
+        before = whole.get(name)
+        if isinstance(before, list) and isinstance(value, list):
+            before += value
+        elif isinstance(before, dict) and isinstance(value, dict):
+            _fold(before, value)
+        elif value is not None or name not in whole:
+            whole[name] = value

@@ -1,0 +1,134 @@
+"""POST /v1/embeddings, over ``EmbeddingService.Embed``."""
+
+import asyncio
+import base64
+import re
+import struct
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import GatewayError, from_failure
+from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.requests.sampling import client_request_id
+from penstock.clients.gateway.requests.start import check_model, traceparent
+from penstock.clients.gateway.requests.truncation import fill_truncation
+from penstock.clients.gateway.responses.chunking import encoded
+from penstock.clients.gateway.responses.http_response import until_gone
+from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas.embeddings import Embeddings, EmbeddingsRequest
+from penstock.clients.gateway.traffic import GONE
+from penstock.v1 import embedding_pb2 as pb
+from penstock.v1.generation_pb2 import TokenIds
+
+T = TypeVar("T")
+_RENAMED = {"inputs": "input", "client_request_id": "request_id"}
+"""The callers' names of the contract's fields."""
+_ONE_INPUT = re.compile(r"inputs(\[\d+\])(?:\.[a-z_.]+)?")
+"""Where the contract has an input: what follows is a place in its ids."""
+_VECTORS_AT_ONCE = 16
+"""Encoded before others run: a millisecond's work or two."""
+
+
+def make_router() -> APIRouter:
+    """The endpoint."""
+    router = APIRouter(route_class=CallerRoute, tags=["embeddings"], responses=ERRORS)
+
+    @router.post("/v1/embeddings", response_model=Embeddings)
+    async def embed(body: EmbeddingsRequest, caller: CallerDep, request: Request) -> Response:
+        """Tells a vector for each text."""
+        check_model(body.model, caller)
+        message = embed_request(body, request.headers, caller.tenant)
+        try:
+            embed = caller.call(caller.stubs.embedding.Embed, message, is_short=False)
+            response = await while_connected(request, embed)
+        except RequestFailed as failure:
+            raise from_failure(failure, partial(caller_field, body)) from None
+        answer = await answer_of(response, caller.model.name, body.encoding_format == "base64")
+        headers = {"x-request-id": response.request_id}
+        return Response(await encoded(answer), headers=headers, media_type="application/json")
+
+    return router
+
+
+def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
+    """The contract's form of a request."""
+    given = body.input
+    is_one = isinstance(given, str) or isinstance(given[0], int)  # a text, or the ids of one
+    inputs = [_embed_input(each) for each in ([given] if is_one else given)]
+    request = pb.EmbedRequest(
+        inputs=inputs,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+        priority=body.priority,
+        tenant=tenant,
+        traceparent=traceparent(headers),
+        client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
+    )
+    fill_truncation(request, body)
+    return request
+
+
+def _embed_input(given: Any) -> pb.EmbedInput:
+    if isinstance(given, str):
+        return pb.EmbedInput(text=given)
+    return pb.EmbedInput(token_ids=TokenIds(ids=given))
+
+
+def caller_field(body: EmbeddingsRequest, field: str) -> str:
+    """The caller's path of a field of the contract's: ``input[3][5]`` for an id, ``input[5]`` where the caller's input
+    is one list of them."""
+    found = _ONE_INPUT.match(field)
+    if found is None:
+        return _RENAMED.get(field, field)
+    is_alone = isinstance(body.input, str) or isinstance(body.input[0], int)
+    return f"input{'' if is_alone else found[1]}{field[found.end() :]}"
+
+
+async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:
+    """OpenAI's form of an answer; others run in between."""
+    encode: Callable[[Sequence[float]], object] = as_base64 if in_base64 else as_numbers
+    data: list[Json] = []
+    for index, embedding in enumerate(response.embeddings):
+        if index and index % _VECTORS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        data.append({"object": "embedding", "index": index, "embedding": encode(embedding.values)})
+    num_tokens = response.usage.prompt_tokens
+    return {
+        "object": "list",
+        "id": f"embd-{response.request_id}",
+        "created": int(time.time()),
+        "model": model,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def as_numbers(values: Sequence[float]) -> msgspec.Raw:
+    """A list, as JSON already: few long vectors would be too much to encode together."""
+    return msgspec.Raw(msgspec.json.encode(list(values)))
+
+
+def as_base64(values: Sequence[float]) -> str:
+    """32-bit floats, little-endian, as OpenAI's clients expect them."""
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """What ``work`` gives; it is cancelled when the caller goes away."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(until_gone(request.receive), name="penstock-gateway-watch")
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GatewayError(GONE, "the caller went away")
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()

@@ -1,0 +1,53 @@
+"""GET /v1/models: what is served, and the longest context, which OpenAI's own list lacks and vLLM's has."""
+
+import time
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas.unsupported import model_not_found
+from penstock.v1.model_pb2 import GetModelResponse
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str = Field(description="What requests name it by.")
+    object: str = "model"
+    created: int = Field(description="Since when this gateway has been up, in seconds since 1970.")
+    owned_by: str = "penstock"
+    root: str = Field(description="The same as id.")
+    parent: str | None = None
+    max_model_len: int = Field(description="The most tokens of prompt and output together.")
+
+
+class ModelList(BaseModel):
+    """All models; there is one."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def make_router() -> APIRouter:
+    """The list, and each of its members."""
+    created = int(time.time())
+    router = APIRouter(route_class=CallerRoute, tags=["models"], responses=ERRORS)
+
+    @router.get("/v1/models")
+    async def list_models(caller: CallerDep) -> ModelList:
+        """Lists what is served."""
+        return ModelList(data=[_card(caller.model, created)])
+
+    @router.get("/v1/models/{name:path}")  # a hub's name has a slash
+    async def retrieve_model(name: str, caller: CallerDep) -> ModelCard:
+        """Tells of a model."""
+        if name != caller.model.name:
+            raise model_not_found(name, caller.model.name)
+        return _card(caller.model, created)
+
+    return router
+
+
+def _card(model: GetModelResponse, created: int) -> ModelCard:
+    return ModelCard(id=model.name, created=created, root=model.name, max_model_len=model.max_model_len)

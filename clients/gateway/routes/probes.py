@@ -1,0 +1,36 @@
+"""What load balancers, routers and people ask first, without a key: does it serve, and what version is it."""
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from penstock.clients.gateway.upstream.service_link import ServiceLink
+
+
+class Version(BaseModel):
+    """What runs."""
+
+    version: str
+
+
+def make_router() -> APIRouter:
+    """``/health``, ``/ping``, which is the same under the name that SageMaker asks for, and ``/version``."""
+    this_version = Version(version=version("penstock"))
+    router = APIRouter(tags=["probes"], responses={503: {"description": "The service takes no requests."}})
+
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
+    @router.post("/ping", response_class=Response)
+    async def health(request: Request) -> Response:
+        """200 when the service behind the gateway takes requests."""
+        link: ServiceLink = request.app.state.link
+        return Response(status_code=200 if await link.is_serving() else 503)
+
+    @router.get("/version")
+    async def tell_version() -> Version:
+        """The version of penstock."""
+        return this_version
+
+    return router

@@ -1,0 +1,89 @@
+"""POST /tokenize and /detokenize."""
+
+from functools import partial
+
+from fastapi import APIRouter
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import from_failure, invalid
+from penstock.clients.gateway.field_names import CHAT_NAMES, Names, caller_name
+from penstock.clients.gateway.requests.chat import build_chat
+from penstock.clients.gateway.requests.start import check_model
+from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.tokenizer import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from penstock.clients.gateway.upstream.service_link import Caller
+from penstock.v1 import tokenizer_pb2 as pb
+
+_OF_A_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+"""Fields that mean something with messages alone."""
+_OF_TEXT: Names = ((r"text", "prompt"),)
+_OF_TOKENS: Names = ((r"token_ids", "tokens"),)
+"""The callers' names of the contract's fields."""
+
+
+def make_router() -> APIRouter:
+    """Both endpoints."""
+    router = APIRouter(route_class=CallerRoute, tags=["tokenizer"], responses=ERRORS)
+
+    @router.post("/tokenize")
+    async def tokenize(request: TokenizeRequest, caller: CallerDep) -> TokenizeResponse:
+        """Tells the tokens of a text or of a conversation, exactly as a request would have them."""
+        check_model(request.model, caller)
+        token_ids = await (_of_prompt(request, caller) if request.messages is None else _of_chat(request, caller))
+        return TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=caller.model.max_model_len,
+            tokens=token_ids,
+            token_strs=await _texts(token_ids, caller) if request.return_token_strs else None,
+        )
+
+    @router.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest, caller: CallerDep) -> DetokenizeResponse:
+        """Tells the text of tokens, special ones included."""
+        check_model(request.model, caller)
+        message = pb.DetokenizeRequest(token_ids=request.tokens, include_special_tokens=True)
+        try:
+            response = await caller.call(caller.stubs.tokenizer.Detokenize, message)
+        except RequestFailed as failure:
+            raise from_failure(failure, partial(caller_name, names=_OF_TOKENS)) from None
+        return DetokenizeResponse(prompt=response.text)
+
+    return router
+
+
+async def _of_prompt(request: TokenizeRequest, caller: Caller) -> list[int]:
+    for name in _OF_A_CHAT:
+        if getattr(request, name) is not None:
+            raise invalid(name, "only a conversation has it; send messages instead of prompt")
+    assert request.prompt is not None
+    message = pb.TokenizeRequest(text=request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    try:
+        return list((await caller.call(caller.stubs.tokenizer.Tokenize, message)).token_ids)
+    except RequestFailed as failure:
+        raise from_failure(failure, partial(caller_name, names=_OF_TEXT)) from None
+
+
+async def _of_chat(request: TokenizeRequest, caller: Caller) -> list[int]:
+    if request.add_special_tokens:
+        raise invalid("add_special_tokens", "the chat template has them all; leave it out, or false")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise invalid("continue_final_message", "not with add_generation_prompt: true")
+    chat = build_chat(
+        ChatRequest.model_construct(messages=request.messages, **{name: getattr(request, name) for name in _OF_A_CHAT})
+    )
+    try:
+        return list((await caller.call(caller.stubs.tokenizer.RenderChat, pb.RenderChatRequest(chat=chat))).token_ids)
+    except RequestFailed as failure:
+        raise from_failure(failure, partial(caller_name, names=CHAT_NAMES)) from None
+
+
+async def _texts(token_ids: list[int], caller: Caller) -> list[str]:
+    """What each token adds to a text."""
+    known = await caller.describe(set(token_ids))
+    return [known[token_id].text.decode(errors="replace") for token_id in token_ids]

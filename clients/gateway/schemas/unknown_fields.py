@@ -1,0 +1,93 @@
+"""``--unknown-fields ignore``: what a body has that its schema does not know is removed before it is validated."""
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter
+from pydantic import BaseModel
+
+from penstock.clients.gateway.schemas.unsupported import shown
+
+_LOG_EVERY_S = 60.0
+_MAX_NAMES = 20
+"""In a line of the log."""
+
+_log = logging.getLogger(__name__)
+
+_Models = tuple[type[BaseModel], ...]
+
+
+class IgnoredFields:
+    """Counts and logs what is ignored. Names are logged, values never."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._fields = Counter(
+            "penstock_gateway_unknown_fields", "Fields of requests that were ignored.", ("route",), registry=registry
+        )
+        self._names: dict[str, None] = {}
+        self._next_log = 0.0
+
+    def note(self, route: str, names: Sequence[str]) -> None:
+        """Fields of one request; the log has a line each minute at most."""
+        if not names:
+            return
+        self._fields.labels(route).inc(len(names))
+        self._names |= dict.fromkeys(names[:_MAX_NAMES])
+        now = time.monotonic()
+        if now >= self._next_log:
+            listed = ", ".join(list(self._names)[:_MAX_NAMES])
+            _log.warning("ignored fields that this service does not know: %s", ascii(listed))
+            self._names.clear()
+            self._next_log = now + _LOG_EVERY_S
+        elif len(self._names) > _MAX_NAMES:
+            self._names = dict.fromkeys(list(self._names)[:_MAX_NAMES])
+
+
+def without_unknown_fields(body: Any, model: type[BaseModel], known: Collection[str]) -> tuple[Any, list[str]]:
+    """Returns the body without the fields that ``model`` does not have, at any depth, and their paths, such as
+    ``messages[].foo``. ``known`` are further names that the outermost object may have."""
+    if not isinstance(body, dict):
+        return body, []
+    names: list[str] = []
+    kept = {name: value for name, value in body.items() if name in known}
+    rest = {name: value for name, value in body.items() if name not in known}
+    return kept | _prune(rest, (model,), "", names), names
+
+
+def _prune(value: Any, models: _Models, path: str, names: list[str]) -> Any:
+    if not models:
+        return value
+    if isinstance(value, list):
+        return [_prune(each, models, f"{path}[]", names) for each in value]
+    if not isinstance(value, dict) or any(model.model_config.get("extra") == "allow" for model in models):
+        return value
+    kept = {}
+    for name, member in value.items():
+        found = [_fields(model)[name] for model in models if name in _fields(model)]
+        inner = f"{path}.{shown(name)}" if path else shown(name)
+        if found:
+            kept[name] = _prune(member, tuple(model for each in found for model in each), inner, names)
+        else:
+            names.append(inner)
+    return kept
+
+
+@cache
+def _fields(model: type[BaseModel]) -> Mapping[str, _Models]:
+    """By each name that a body may have: the models of its value."""
+    fields: dict[str, _Models] = {}
+    for name, field in model.model_fields.items():
+        inner = tuple(_models_of(field.annotation))
+        fields[field.alias or name] = inner
+        if model.model_config.get("populate_by_name"):
+            fields[name] = inner
+    return fields
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for each in get_args(annotation) for model in _models_of(each)]

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, TLS, middleware, and the composition of the app."""

@@ -1,0 +1,124 @@
+"""The ASGI app, put together."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from penstock.clients.gateway.errors import install_handlers
+from penstock.clients.gateway.responses import stored_responses
+from penstock.clients.gateway.routes import (
+    api_docs as api_page,
+    chat,
+    chat_page as page,
+    completions,
+    embeddings,
+    metrics,
+    models,
+    probes,
+    responses,
+    tokenizer,
+)
+from penstock.clients.gateway.schemas.chat import ChatChunk
+from penstock.clients.gateway.schemas.unknown_fields import IgnoredFields
+from penstock.clients.gateway.server.exposure import exposure_warning
+from penstock.clients.gateway.server.key_file import KeyFile
+from penstock.clients.gateway.server.middleware import Guard
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.traffic import Traffic
+from penstock.clients.gateway.upstream.body_budget import BodyBudget
+from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.parse_turns import ParseTurns
+
+_PARTS = (
+    completions, chat, responses, stored_responses, embeddings, tokenizer, models, probes, metrics, page, api_page
+)  # fmt: skip
+_DESCRIPTION = """\
+Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields.
+
+Send the service's key as `Authorization: Bearer KEY`, if it wants one. An error is `{"error": {"message", "type",
+"param", "code"}}`; with 429 and 503 the header `Retry-After` says when to try again. Every answer has an
+`x-request-id`, which is the service's own where the request got so far. `traceparent` is passed on.
+"""
+
+
+@asynccontextmanager
+async def _key_watch(link: ServiceLink) -> AsyncIterator[None]:
+    """Has the link send requests under a new key, when its file has one. Those that run end under the old one."""
+    settings = link.settings
+    if settings.api_key_file is None:
+        yield
+        return
+
+    def use(key: str) -> None:
+        link.settings = replace(settings, service=replace(settings.service, api_key=key))
+
+    file = KeyFile(settings.api_key_file, settings.service.api_key, use)
+    watching = asyncio.create_task(file.watch(), name="penstock-gateway-key")
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+class GatewayApp(FastAPI):
+    """Describes what it streams, too: no route returns a chunk, so that nothing else brings its schema in."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description, made when it is first asked for."""
+        if self.openapi_schema is None:
+            described = super().openapi()
+            chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+            parts = chunk.pop("$defs")
+            described["components"]["schemas"] = parts | described["components"]["schemas"] | {"ChatChunk": chunk}
+        assert self.openapi_schema is not None, "made just now"
+        return self.openapi_schema
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The app. Its link to the service (``app.state.link``) opens with the app's lifespan; whoever serves it tells
+    ``app.state.traffic`` of the connections. Routes that speak for a caller are on routers of
+    ``route_class=CallerRoute``, and get theirs by ``CallerDep`` (see ``route``)."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with ServiceLink(settings) as link, _key_watch(link), exposure_warning(link):
+            app.state.link = link
+            yield
+
+    app = GatewayApp(
+        title="penstock",
+        summary="OpenAI's HTTP API in front of a penstock service.",
+        description=_DESCRIPTION,
+        version=version("penstock"),
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages have their scripts from a public network
+        redoc_url=None,
+        redirect_slashes=False,  # it would send callers to http, and to the Host that they named
+    )
+    routes = list(app.routes)
+    for part in _PARTS:
+        router = part.make_router()
+        app.include_router(router)
+        routes += router.routes
+    install_handlers(app, routes)
+    app.state.traffic = Traffic()
+    app.state.parse_turns = ParseTurns()
+    app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
+    app.state.ignored_fields = IgnoredFields(app.state.traffic.registry)
+    app.add_middleware(Guard, settings=settings, traffic=app.state.traffic)
+    if settings.allowed_origins:  # outermost, so that errors have the headers too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "HEAD", "OPTIONS", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),
+        )
+    return app

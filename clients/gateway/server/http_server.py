@@ -1,0 +1,236 @@
+"""Where and how the gateway listens: the socket, the ASGI server, its beginning and its end."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.clients.errors import PenstockError
+from penstock.clients.gateway.server.certificate import Certificate
+from penstock.clients.gateway.server.connection import PatientProtocol
+from penstock.clients.gateway.server.connection_places import ConnectionPlaces
+from penstock.clients.gateway.server.tls_handshake import TlsHandshake
+from penstock.clients.host.event_loop import MemoryWatch, calm_collector, loop_factory
+from penstock.clients.host.socket_lock import PathTaken, socket_lock
+
+_BACKLOG = 2048
+_BEAT_S = 1.0
+_HEAD_S = 30.0
+"""How long the head of a request may take to arrive, the first one of a connection from when that is made."""
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Where and how to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    unix_path: Path | None = None
+    """A Unix socket instead of host and port."""
+    descriptor: int | None = None
+    """A socket that listens already, instead of either."""
+    heartbeat: int | None = None
+    """A descriptor where a byte is written every second, while requests are taken."""
+    certificate: Path | None = None
+    """TLS: the chain, as PEM; ``private_key`` belongs to it."""
+    private_key: Path | None = None
+    keep_alive_s: int = 75
+    """How long an idle connection is kept: longer than proxies keep theirs, so that it is they who close."""
+    max_connections: int = 4096
+    """Idle ones give way to new ones. While none is idle, requests get 503, except for probes."""
+    max_unread_bytes: int = 64 << 20
+    """Of answers that wait in memory for their readers. With more, the tenant that has the most of them loses its
+    largest."""
+    write_timeout_s: int = 60
+    """How long who is sent something may take none of it; then the connection is closed, and its request cancelled."""
+    shutdown_s: int = 10
+    """How long answers may go on after a signal to stop."""
+
+
+def serve(app: FastAPI, http: HttpSettings, what: str) -> int:
+    """Serves until a signal; returns the exit status. ``what`` is served is told when it is. Raises PenstockError."""
+    with _listening(http) as (listener, address):
+        server = HttpServer(app, http, f"penstock gateway: {address}/v1 {what}. Ctrl-C ends it.")
+        calm_collector()
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            MemoryWatch().start(runner.get_loop())
+            runner.run(server.serve([listener]))
+        return 0 if server.started else 1
+
+
+@contextlib.contextmanager
+def _listening(http: HttpSettings) -> Iterator[tuple[socket.socket, str]]:
+    """The socket and its address, bound before anything else so that a port in use is told in one line."""
+    scheme = "http" if http.certificate is None else "https"
+    lock = contextlib.ExitStack()
+    try:
+        if http.unix_path is not None:
+            lock.enter_context(socket_lock(http.unix_path))
+        if http.descriptor is not None:
+            listener = socket.socket(fileno=http.descriptor)
+        elif http.unix_path is not None:
+            listener = _unix_socket(http.unix_path)
+        else:
+            family, _, _, _, where = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+    except PathTaken:
+        lock.close()
+        raise PenstockError(_listen_problem(http, OSError(errno.EADDRINUSE, ""))) from None
+    except OSError as error:
+        lock.close()
+        raise PenstockError(_listen_problem(http, error)) from None
+    with lock, listener:
+        name = listener.getsockname()
+        address = f"{scheme}+unix:{name}" if isinstance(name, str) else f"{scheme}://{_host(name[0])}:{name[1]}"
+        try:
+            yield listener, address
+        finally:
+            if http.unix_path is not None:
+                http.unix_path.unlink(missing_ok=True)
+
+
+def _listen_problem(http: HttpSettings, error: OSError) -> str:
+    # A name that is not found has a number of its own, and Python adds the address to the words of others.
+    why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+    if http.descriptor is not None:
+        return f"cannot listen on --fd {http.descriptor}: {why}; give the number of an open socket"
+    if http.unix_path is not None:
+        return f"cannot listen on {http.unix_path}: {why}; choose another path with --unix-socket"
+    remedies = {
+        errno.EADDRINUSE: "stop what uses it, or choose another with --port",
+        errno.EACCES: "choose a port of 1024 or more with --port",
+    }
+    remedy = remedies.get(error.errno or 0, "choose another with --host, such as 127.0.0.1")
+    return f"cannot listen on {http.host}:{http.port}: {why}; {remedy}"
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Replaces what a gateway left behind that was killed."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.is_socket() and probe.connect_ex(str(path)) != 0:
+            path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class HttpServer(uvicorn.Server):
+    """Ends at the first signal when its answers have ended, and at the second at once; says when it serves."""
+
+    def __init__(self, app: FastAPI, http: HttpSettings, greeting: str = "") -> None:
+        self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
+        super().__init__(_config(app, http, places))
+        app.state.traffic.bound(self.server_state.connections, places.max_connections)
+        self._write_timeout_s = http.write_timeout_s
+        self._greeting = greeting
+        self._heartbeat = http.heartbeat
+        self._watching: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """On the loop; uvicorn's own would raise the signal again at the end, which makes an orderly end look like
+        another."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self._stop)
+        try:
+            yield
+        finally:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(each)
+
+    async def _beat(self, heartbeat: int) -> None:
+        """Writes a byte each second, by the clock: a busy loop turns less often, but is still alive."""
+        while True:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens, which is their business
+                os.write(heartbeat, b".")
+            await asyncio.sleep(_BEAT_S)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it serves, when it does."""
+        for listener in sockets or ():
+            _bound_writes(listener, self._write_timeout_s)
+        if self._heartbeat is not None:
+            os.set_blocking(self._heartbeat, False)
+        context = self._take_over_tls()
+        await super().startup(sockets)
+        if self.started and self._heartbeat is not None:
+            self._beating = asyncio.create_task(self._beat(self._heartbeat), name="penstock-gateway-heartbeat")
+        if self.started and self._greeting:
+            print(self._greeting, flush=True)
+            chain, key = self.config.ssl_certfile, self.config.ssl_keyfile
+            if context is not None and chain and key:
+                self._watching = asyncio.create_task(Certificate(context, Path(chain), Path(key)).watch())
+
+    def _take_over_tls(self) -> ssl.SSLContext | None:
+        """Has connections counted from when they are made, and not when TLS is agreed on."""
+        context, new_protocol = self.config.ssl, self.config.http_protocol_class
+        if context is None:
+            return None
+        self.config.ssl = None
+
+        def protocol(**given: Any) -> TlsHandshake:
+            return TlsHandshake(context, self._places, partial(new_protocol, **given))
+
+        self.config.http_protocol_class = protocol  # type: ignore[assignment]
+        return context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes nothing new, and lets answers end."""
+        for each in (self._watching, self._beating):
+            if each is not None:
+                each.cancel()
+        await super().shutdown(sockets)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _bound_writes(listener: socket.socket, seconds: int) -> None:
+    """Has the kernel end connections whose other side takes nothing for so long, gone or merely slow. They inherit it
+    from the listener. The kernel alone knows what was taken, with TLS too."""
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+
+def _config(app: FastAPI, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
+    protocol = partial(PatientProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
+    return uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]
+        ws="none",
+        interface="asgi3",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_certfile=http.certificate,
+        ssl_keyfile=http.private_key,
+        timeout_keep_alive=http.keep_alive_s,
+        timeout_graceful_shutdown=http.shutdown_s,
+    )

@@ -1,0 +1,143 @@
+"""The outermost layer: an id for every answer, a bound on every body and on all connections, and an end for every error
+of our own."""
+
+import logging
+import secrets
+import traceback
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import GatewayError, as_gateway_error
+from penstock.clients.gateway.paths import as_routed
+from penstock.clients.gateway.schemas.unsupported import shown
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.traffic import HELD_UNTIL_END, Exchanged, Traffic
+from penstock.clients.gateway.upstream.service_link import ServiceLink
+from penstock.clients.host.error_frames import release_frames
+from penstock.clients.host.log_rate import LOG_KIND
+
+_METRICS = "/metrics"
+_PROBES = frozenset({"/health", "/ping", "/version", _METRICS})
+"""Answered at any load: a balancer that is refused takes the gateway out when it is needed most."""
+_SAY_NOTHING = _PROBES - {_METRICS}
+"""Balancers ask these under any name."""
+_FULL = "the gateway has as many connections as it may have; try again"
+_FULL_RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Guard:
+    """ASGI middleware. An exception's text may hold what a caller wrote, so neither logs nor callers get it."""
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, traffic: Traffic) -> None:
+        self._app = app
+        self._max_body_bytes = settings.max_body_bytes
+        self._allowed_hosts = settings.allowed_hosts
+        self._traffic = traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        routed = as_routed(scope)
+        with self._traffic.request(routed) as exchanged, ExitStack() as held:
+            routed[HELD_UNTIL_END] = held
+            await self._pass_on(
+                routed, receive, _without_bodies(send) if scope["method"] == "HEAD" else send, exchanged
+            )
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, exchanged: Exchanged) -> None:
+        has_begun = False
+        is_refused = self._traffic.is_full and scope["path"] not in _PROBES
+        num_bytes = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                exchanged.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
+            await send(message)
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        try:
+            if is_refused:
+                raise GatewayError(503, _FULL, code="gateway_full", retry_after_s=_FULL_RETRY_S, may_retry=True)
+            headers = Headers(scope=scope)
+            _check_host(headers, scope["http_version"])
+            await self._check_host_is_ours(headers.get("host"), scope)
+            if int(headers.get("content-length") or 0) > self._max_body_bytes:
+                raise self._too_large()
+            await self._app(scope, receive_bounded, send_with_id)
+        except Exception as error:
+            if not isinstance(error, GatewayError | RequestFailed):
+                _log_without_text(error)
+            release_frames(error)
+            if has_begun:  # the server cuts the connection, which tells the caller that the answer is not whole
+                raise _Cut from None
+            response = as_gateway_error(error).response()
+            if is_refused:
+                response.headers["connection"] = "close"  # which makes room
+            await response(scope, receive, send_with_id)
+
+    async def _check_host_is_ours(self, host: str | None, scope: Scope) -> None:
+        """Where callers need no key, the name that a browser was given is all that keeps other pages out. Metrics never
+        need one."""
+        hosts = self._allowed_hosts
+        if hosts is None or host is None or hosts.allows(host) or scope["path"] in _SAY_NOTHING:
+            return
+        link: ServiceLink = scope["app"].state.link
+        if scope["path"] == _METRICS or not await link.needs_key():
+            message = (
+                f"Host: {shown(host)} is not a name of this gateway; use its address, or start it with --allowed-hosts"
+            )
+            raise GatewayError(421, message, code="invalid_host")
+
+    def _too_large(self) -> GatewayError:
+        return GatewayError(
+            413, f"the body may have {self._max_body_bytes:,} bytes; send less at once", code="request_too_large"
+        )
+
+
+def _check_host(headers: Headers, http_version: str) -> None:
+    """RFC 9112, 3.2: a request of HTTP/1.1 names its host, and none names two."""
+    num_hosts = len(headers.getlist("host"))
+    if num_hosts > 1 or (num_hosts == 0 and http_version != "1.0"):
+        raise GatewayError(400, f"send the header Host once; there are {num_hosts}", code="invalid_host")
+
+
+def _without_bodies(send: Send) -> Send:
+    """What HEAD gets of an answer."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
+
+
+class _Cut(Exception):
+    """Ends an answer that has begun; the cause was logged."""
+
+
+def _log_without_text(error: Exception) -> None:
+    name = type(error).__name__
+    frames = [
+        f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__)[-12:])
+    ]
+    kind = f"{name} {frames[0] if frames else ''}"
+    _log.error("%s in the gateway: %s", name, " < ".join(frames), extra={LOG_KIND: kind})

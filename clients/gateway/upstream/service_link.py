@@ -1,0 +1,390 @@
+"""Connects to the gRPC service by one multiplexed stream for each tenant, which all HTTP requests under its keys share.
+
+A Generate stream belongs to the tenant that opened it. The service says which tenant a key is, so all its keys share
+one, however many they are: tokens of an identity provider change by the hour. A tenant gets its stream with its first
+request and loses it after a minute without one, and a bounded number are open at once. Where the gateway has a key of
+its own, all requests travel on one stream, and each may name its tenant.
+"""
+
+import asyncio
+import copy
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from starlette.datastructures import Headers
+
+from penstock.clients.channel import call_metadata, open_channel
+from penstock.clients.errors import RequestFailed, failure_from_call
+from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.upstream.body_budget import BodyInMemory
+from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
+from penstock.clients.gateway.upstream.places import Identity, Metadata, Place, PlaceName
+from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
+from penstock.clients.gateway.upstream.service_state import ServiceState
+from penstock.clients.requests import MAX_START_BYTES
+from penstock.clients.stream import GenerateStream, Receiver
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
+from penstock.v1.model_pb2 import GetModelRequest, GetModelResponse
+from penstock.v1.model_pb2_grpc import ModelServiceStub
+from penstock.v1.tokenizer_pb2 import DescribeTokensRequest, RenderChatResponse, TokenDescription
+from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
+
+T = TypeVar("T")
+_FULL_RETRY_S = 1.0
+_MAX_DESCRIBED = 1 << 16
+_MAX_TEXTS = 64
+_MAX_TEXT_LENGTH = 1 << 16
+_RENDERED_S = 60.0
+"""How long a rendered text is believed: a service that restarts may have another template under the same name."""
+_MAX_REQUEST_BYTES = 8 << 20
+"""Of one call: more is refused by the service's transport, in words and with a code that are not for callers."""
+
+
+class _Stubs:
+    """The service's methods on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.generation = GenerationServiceStub(channel)
+        self.model = ModelServiceStub(channel)
+        self.tokenizer = TokenizerServiceStub(channel)
+        self.embedding = EmbeddingServiceStub(channel)
+
+
+class _Memory:
+    """What is known of a model, so that it need not be asked again."""
+
+    def __init__(self, of: tuple[str, str, int]) -> None:
+        self.of = of
+        self.tokens: dict[int, TokenDescription] = {}
+        """Grows to the vocabulary at most."""
+        self.rendered = LatestPrompts()
+        self.rendered_since = time.monotonic()
+
+
+class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
+    """The last few that were put in, but for long ones."""
+
+    def __setitem__(self, key: bytes, prompt: RenderChatResponse) -> None:
+        if len(prompt.text) <= _MAX_TEXT_LENGTH:
+            super().__setitem__(key, prompt)
+        while len(self) > _MAX_TEXTS:
+            self.popitem(last=False)
+
+
+class Caller:
+    """Who made an HTTP request, as the service knows it. Made by ``ServiceLink.caller``."""
+
+    def __init__(self, link: "ServiceLink", identity: Identity, place: Place) -> None:
+        self._link = link
+        self._identity = identity
+        self._place = place
+        self._carried: list[tuple[Callable[[], None], Receiver]] = []
+        """All requests, each with the function that cancels it."""
+        self._num_live = 0
+        self.body: BodyInMemory | None = None
+        """Of the request, as far as it is counted."""
+
+    @property
+    def tenant(self) -> str:
+        """What the header named; empty: the key's own."""
+        return self._identity.tenant
+
+    @property
+    def counted_as(self) -> str:
+        """The tenant whose share of the gateway's resources the request uses."""
+        return self._identity.tenant or self._place.of[0]
+
+    @property
+    def model(self) -> GetModelResponse:
+        """What is served, as of at most half a minute ago."""
+        return self._identity.model
+
+    @property
+    def rendered(self) -> LatestPrompts:
+        """What the chat template made of conversations that tell of the template, by a hash of theirs."""
+        return self._link.rendered_of(self.model)
+
+    @property
+    def settings(self) -> GatewaySettings:
+        """The gateway's."""
+        return self._link.settings
+
+    @property
+    def stubs(self) -> _Stubs:
+        """The service's methods, for ``call``."""
+        return self._link.stubs
+
+    async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
+        """One call in the caller's name, such as ``call(caller.stubs.tokenizer.Tokenize, request)``; one that is not
+        short has the deadline of a generation. Raises RequestFailed, and GatewayError for one that is too large."""
+        return await self._link.call(method, request, self._identity.metadata, is_short=is_short)
+
+    def carry(self, start: pb.Start, receiver: Receiver) -> Callable[[], None]:
+        """Sends a request on the stream of the caller's tenant; what is returned cancels it. Each ``carry`` needs one
+        ``done``."""
+        if self.tenant:
+            start.tenant = self.tenant
+        if start.ByteSize() > MAX_START_BYTES:  # the transport's refusal would end the stream that others share
+            raise GatewayError(413, "the prompt is too long for one request", code="request_too_large")
+        cancel = self._place.carry(self._identity, start, receiver)
+        self._carried.append((cancel, receiver))
+        self._num_live += 1
+        self._identity.running.add(self)
+        return cancel
+
+    def done(self) -> None:
+        """A request that was carried has ended."""
+        self._num_live -= 1
+        if not self._num_live:
+            self._carried.clear()
+            self._identity.running.discard(self)
+        self._place.done()
+
+    def fail(self, failure: RequestFailed) -> None:
+        """Ends the running requests, since the service no longer accepts the key. Ended requests ignore it."""
+        for cancel, receiver in list(self._carried):
+            cancel()
+            receiver.fail(copy.copy(failure))
+
+    def keep_of_body(self, num_bytes: int) -> None:
+        """Counts only ``num_bytes`` of the request's body from now on: the part that the answer still needs."""
+        if self.body is not None:
+            self.body.shrink_to(num_bytes)
+
+    def check_rate(self) -> None:
+        """Raises GatewayError if too many of the tenant's requests were refused; called before a body is read."""
+        wait_s = self._link.refusals.wait_s(self.counted_as)
+        if wait_s > 0:
+            message = f"this tenant sends requests faster than it may; try again in {wait_s:.3g} s"
+            raise GatewayError(429, message, code="tenant_rate", retry_after_s=wait_s, may_retry=True)
+
+    def count_refusal(self) -> None:
+        """Counts a request that the gateway refused against the tenant's rate."""
+        self._link.refusals.count(self.counted_as)
+
+    async def describe(self, token_ids: set[int]) -> Mapping[int, TokenDescription]:
+        """What tokens stand for, at least these. Raises RequestFailed."""
+        known = self._link.memory_of(self.model).tokens
+        if unknown := sorted(token_ids - known.keys()):
+            for begin in range(0, len(unknown), _MAX_DESCRIBED):
+                part = unknown[begin : begin + _MAX_DESCRIBED]
+                response = await self.call(self.stubs.tokenizer.DescribeTokens, DescribeTokensRequest(token_ids=part))
+                known.update(zip(part, response.tokens, strict=True))
+        return known
+
+
+class ServiceLink:
+    """The channel, and the streams on it. Use it from one event loop, by ``async with``."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.refusals = RefusalRates()
+        self._places: dict[PlaceName, Place] = {}
+        self._identities: dict[bytes, Identity] = {}
+        """The identities that places remember: only those that the service has accepted."""
+        self._leaving: set[Place] = set()
+        """Places that take no further requests, but on which some still run."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._memory = _Memory(("", "", 0))
+
+    async def __aenter__(self) -> "ServiceLink":
+        # The channel is made here, since it belongs to the loop that runs.
+        self._channel = open_channel(self.settings.service.target, self.settings.service.tls)
+        self.stubs = _Stubs(self._channel)
+        self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
+        self._sweeper = asyncio.create_task(self._sweep(), name="penstock-gateway-sweeper")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sweeper.cancel()
+        for place in (*self._places.values(), *self._leaving):
+            self._close(place)
+        if self._closing:
+            await asyncio.wait(self._closing)
+        await self._channel.close()
+
+    @property
+    def num_callers(self) -> int:
+        """Tenants that have a stream."""
+        return len(self._places)
+
+    async def caller(self, given: Mapping[str, str]) -> Caller:
+        """Who made a request with these headers; the service has taken the key. Raises RequestFailed, and
+        GatewayError."""
+        headers = given if isinstance(given, Headers) else Headers(given)
+        shown = bearer_key(headers)
+        key = self.settings.service.api_key or shown
+        tenant = named_tenant(headers, self.settings)
+        name = hashlib.sha256(f"{key or ''}\n{tenant}".encode()).digest()
+        identity = self._identities.get(name) or Identity(name, key, tenant)
+        if not self._is_fresh(identity):
+            await self._check(identity)
+            identity = self._identities.get(name, identity)  # another request may have brought it just now
+        place = self._place_of(identity)
+        place.last_used = time.monotonic()
+        return Caller(self, identity, place)
+
+    async def is_serving(self) -> bool:
+        """Whether the service takes requests; not if it does not answer."""
+        return await self._state.is_serving()
+
+    async def needs_key(self) -> bool:
+        """Whether callers must show a key. Raises RequestFailed where the service never said."""
+        return self.settings.service.api_key is None and await self._state.needs_key()
+
+    async def call(
+        self, method: Callable[..., Awaitable[T]], request: Message, metadata: object, *, is_short: bool = True
+    ) -> T:
+        """One call; what is not short has the deadline of a generation. Raises RequestFailed, and GatewayError for one
+        that is too large."""
+        if request.ByteSize() > _MAX_REQUEST_BYTES:
+            raise GatewayError(413, "the request is too large; send less at once", code="request_too_large")
+        timeout_s = self.settings.call_timeout_s if is_short else self.settings.request_timeout_s
+        try:
+            return await method(request, timeout=timeout_s, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise failure_from_call(error, self.settings.service.target) from None
+
+    def memory_of(self, model: GetModelResponse) -> "_Memory":
+        """What is remembered of a model."""
+        of = (model.name, model.architecture, model.vocab_size)
+        if self._memory.of != of:
+            self._memory = _Memory(of)
+        return self._memory
+
+    def rendered_of(self, model: GetModelResponse) -> LatestPrompts:
+        """What its template made of conversations in the last minute."""
+        memory = self.memory_of(model)
+        if time.monotonic() - memory.rendered_since >= _RENDERED_S:
+            memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
+        return memory.rendered
+
+    def _is_fresh(self, identity: Identity) -> bool:
+        """Whether the service accepted the key recently, and its place's stream is not broken."""
+        if identity.place is not None and identity.place.is_broken:
+            return False
+        return time.monotonic() - identity.checked_at < self.settings.recheck_caller_s
+
+    async def _check(self, identity: Identity) -> None:
+        try:
+            await identity.check(self._ask)
+        except RequestFailed as failure:
+            if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
+                raise
+            if self.settings.service.api_key is not None:
+                failure = _own_key_refused()
+            ended = copy.copy(failure)
+            ended.request_id = ""  # the check's; what ends has its own
+            self._withdraw(identity, ended)
+            raise failure from None
+
+    async def _ask(self, identity: Identity) -> GetModelResponse:
+        request = GetModelRequest(tenant=identity.tenant)
+        model = await self.call(self.stubs.model.GetModel, request, identity.metadata)
+        rate = model.requests_per_second if model.HasField("requests_per_second") else None
+        self.refusals.set(identity.tenant or model.tenant, rate)
+        return model
+
+    def _place_of(self, identity: Identity) -> Place:
+        """Returns the tenant's place, a new one if its own has gone to another tenant."""
+        # A service that names no tenant is an older one: then keys share nothing.
+        of = identity.model.tenant or identity.name.hex(), identity.model.may_act_for_others
+        place = self._places.get(of)
+        if place is not None and self.settings.service.api_key is not None and not place.was_opened_with(identity):
+            self._drop(place)  # the gateway's key has changed
+            place = None
+        if place is None:
+            self._make_room()
+            place = self._places[of] = Place(of, self._open_stream, self._close_if_left)
+        self._identities[identity.name] = identity
+        if (forgotten := place.remember(identity)) is not None:
+            del self._identities[forgotten.name]
+        return place
+
+    def _open_stream(self, metadata: Metadata) -> GenerateStream:
+        return GenerateStream(lambda: self.stubs.generation.Generate(metadata=metadata), self.settings.service.target)
+
+    def _make_room(self) -> None:
+        if len(self._places) < self.settings.max_callers:
+            return
+        idle = [place for place in self._places.values() if not place.num_live]
+        if not idle:
+            raise GatewayError(
+                503,
+                "too many tenants at once; try again",
+                code="gateway_full",
+                retry_after_s=_FULL_RETRY_S,
+                may_retry=True,
+            )
+        self._drop(min(idle, key=lambda place: place.last_used))
+
+    def _withdraw(self, identity: Identity, failure: RequestFailed) -> None:
+        """Ends what runs under a key that the service no longer accepts, and uses no stream any more that was opened
+        with it."""
+        if (place := identity.place) is not None and self._identities.get(identity.name) is identity:
+            place.identities.pop(identity.name)
+            del self._identities[identity.name]
+            if place.was_opened_with(identity) or not place.identities:
+                self._drop(place)
+        identity.withdraw(failure)
+
+    def _drop(self, place: Place) -> None:
+        """Sends further requests elsewhere; those that run on the place end on it."""
+        del self._places[place.of]
+        for name in place.identities:
+            del self._identities[name]
+        place.identities.clear()
+        place.is_left = True
+        self._leaving.add(place)
+        self._close_if_left(place)
+
+    def _close_if_left(self, place: Place) -> None:
+        """Closes the stream of a place that takes no further requests, when the last one has ended."""
+        if place.is_left and not place.num_live:
+            self._close(place)
+
+    def _close(self, place: Place) -> None:
+        """Takes the stream away at once: a request that arrives before it is closed gets another."""
+        self._leaving.discard(place)
+        if (stream := place.take_stream()) is None:
+            return
+        closing = asyncio.create_task(stream.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _sweep(self) -> None:
+        """Closes streams that nobody uses."""
+        idle_s = self.settings.idle_caller_s
+        while True:
+            await asyncio.sleep(idle_s / 4)
+            oldest = time.monotonic() - idle_s
+            for place in list(self._places.values()):
+                if not place.num_live and place.last_used < oldest:
+                    self._drop(place)
+
+
+async def service_needs_key(link: ServiceLink) -> bool:
+    """Whether the service refuses a call without a key. Raises RequestFailed where it says neither."""
+    try:
+        await link.call(link.stubs.model.GetModel, GetModelRequest(), call_metadata(None))
+    except RequestFailed as failure:
+        if failure.code is not grpc.StatusCode.UNAUTHENTICATED:
+            raise
+        return True
+    return False
+
+
+def _own_key_refused() -> RequestFailed:
+    """No fault of the callers', and none that passes by itself."""
+    message = "the service does not take the key of this gateway; tell its operator"
+    failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
+    failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True
+    return failure

@@ -1,0 +1,53 @@
+"""Caches what the gateway asks the service for callers without a key, so that they cannot make it ask often."""
+
+import copy
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.upstream.recent import Recent
+from penstock.clients.health import is_serving
+
+_HEALTH_S = 0.5
+"""How long an answer about the service's health is used. The service limits how many health checks run at a time."""
+
+
+class ServiceState:
+    """Knows whether the service accepts requests, and whether callers need a key."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, settings: GatewaySettings, ask_for_keys: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """``ask_for_keys`` raises RequestFailed if the service does not answer."""
+        self._channel = channel
+        self._timeout_s = settings.call_timeout_s
+        self._health = Recent(self._ask_for_health, _HEALTH_S)
+        self._was_serving = False
+        self._keys = Recent(ask_for_keys, settings.recheck_caller_s)
+        self._needed_key: bool | None = None
+        """The service's last answer."""
+
+    async def is_serving(self) -> bool:
+        """Returns whether the service accepts requests, as of half a second ago. False if it does not answer."""
+        return await self._health.get()
+
+    async def needs_key(self) -> bool:
+        """Returns whether callers must show a key. The service is asked again after a while; if it does not answer, its
+        last answer holds. Raises RequestFailed if it has never answered."""
+        try:
+            needs_key = self._needed_key = await self._keys.get()
+        except RequestFailed as failure:
+            if self._needed_key is None:
+                raise copy.copy(failure) from None  # every task raises its own copy
+            needs_key = self._needed_key
+        return needs_key
+
+    async def _ask_for_health(self) -> bool:
+        try:
+            self._was_serving = await is_serving(self._channel, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            # The service had too many health checks at once, which says nothing about its health.
+            self._was_serving = self._was_serving and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return self._was_serving

@@ -1,0 +1,1 @@
+"""Paged attention in Triton: prefill, decode, and the merge of split KV."""

@@ -1,0 +1,194 @@
+"""Attention of sequences with few queries each, over a fixed number of programs: decoding, verification of drafts.
+
+Each program takes a contiguous share of all units (attention_plan tells what these are), and may begin and end within a
+part. What it has of a part that others have too goes to a workspace, and attention_join joins it.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.cuda.attention.common import (
+    NUMBERS,
+    PagedKV,
+    RaggedRows,
+    attend,
+    final_weight,
+    find_sequence,
+    lowest_seen,
+    query_offsets,
+    score_factor,
+    shared_arguments,
+    shared_values,
+)
+from penstock.kernels.cuda.attention.merge import join_variant
+from penstock.kernels.cuda.attention.plan import DecodeShape, extent
+from penstock.kernels.cuda.core.launch import Variant
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Partial results. All layers of a model may use the same, one after another."""
+
+    num_programs: int
+    """Over which the reading is divided: the GPU's multiprocessors times ``shape.tiles.programs``."""
+    mixed: Tensor
+    """(num_partials, block_m, D) fp32: the values that a part of the keys weighs."""
+    weights: Tensor
+    """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
+
+    @classmethod
+    def allocate(cls, shape: DecodeShape, num_programs: int, device: torch.device) -> "DecodeWorkspace":
+        """For any step: a program may begin and end within a part."""
+        rows = (2 * num_programs, shape.tiles.block_m)
+        mixed = torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device)
+        return cls(num_programs, mixed, torch.empty(rows, dtype=torch.float32, device=device))
+
+    def check(self, shape: DecodeShape) -> None:
+        """Our own bugs."""
+        rows = (2 * self.num_programs, shape.tiles.block_m)
+        assert self.mixed.shape == (*rows, shape.attention.head_dim)
+        assert self.weights.shape == rows
+        assert self.mixed.is_contiguous()
+        assert self.weights.is_contiguous()
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS)
+def decode_kernel(
+    query,
+    out,
+    pages,
+    key_scales,
+    value_scales,
+    sinks,
+    tables,
+    rows,
+    query_starts,
+    contexts,
+    max_pages,
+    num_sequences,
+    unit_starts,
+    partials,
+    partial_weights,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A program's share of the units: of each part that it has all of, the result; of others, what it has."""
+    dims = tl.arange(0, BLOCK_D)
+    units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
+    share = tl.cdiv(units, tl.num_programs(0))
+    unit = tl.program_id(0) * share
+    units = tl.minimum(units, unit + share)
+    while unit < units:
+        sequence = find_sequence(unit_starts, num_sequences, unit // NUM_KV_HEADS)
+        begin = tl.load(query_starts + sequence)
+        num_queries = tl.load(query_starts + sequence + 1) - begin
+        context = tl.load(contexts + sequence)
+        table = tables + tl.load(rows + sequence).to(tl.int64) * max_pages
+        first, part_units = extent(context, num_queries, WINDOW, BLOCK_N)
+        within = unit - tl.load(unit_starts + sequence) * NUM_KV_HEADS
+        part = within // part_units
+        offset = within % part_units
+        taken = tl.minimum(part_units - offset, units - unit)
+        head = part % NUM_KV_HEADS
+        index, query_rows, live = query_offsets(
+            begin, part // NUM_KV_HEADS, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M
+        )
+        at = query_rows[:, None] * HEAD_DIM + dims[None, :]
+        there = live[:, None] & (dims < HEAD_DIM)[None, :]
+        maximum, total, mixed = attend(
+            tl.load(query + at, mask=there, other=0.0).to(PRODUCT),
+            context - num_queries + index,
+            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_M,), tl.float32),
+            tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+            pages,
+            table,
+            head,
+            score_factor(tl.load(key_scales + head), SCALE, CAP),
+            (first + offset) * BLOCK_N,
+            tl.minimum((first + offset + taken) * BLOCK_N, context),
+            lowest_seen(context - num_queries, WINDOW),
+            True,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            CAP,
+            WINDOW,
+            BLOCK_N,
+        )
+        value_scale = tl.load(value_scales + head)
+        if taken == part_units:
+            sink = tl.load(sinks + head * GROUP + query_rows % GROUP)
+            result = mixed * (final_weight(maximum, total, sink) * value_scale)[:, None]
+            tl.store(out + at, result.to(out.dtype.element_ty), mask=there)
+        else:
+            partial = 2 * tl.program_id(0) + (offset == 0).to(tl.int32)
+            lines = partial.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            # of a query that saw nothing here, 0 and -inf
+            total = tl.where(total > 0.0, total, 1.0)
+            result = mixed * (value_scale / total)[:, None]
+            tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], result, mask=there)
+            tl.store(partial_weights + lines, maximum + tl.log2(total), mask=live)
+        unit += taken
+
+
+@functools.cache
+def decode_variant(shape: DecodeShape) -> Variant:
+    """For a layer of that shape."""
+    return Variant(
+        decode_kernel,
+        {
+            **shared_arguments(shape.attention),
+            "unit_starts": torch.int32,
+            **dict.fromkeys(("partials", "partial_weights"), torch.float32),
+        },
+        {**shape.attention.constants(), **shape.constants()},
+        num_warps=4,
+        num_stages=shape.tiles.num_stages,
+    )
+
+
+def decode_attention(
+    shape: DecodeShape,
+    query: Tensor,
+    kv: PagedKV,
+    batch: RaggedRows,
+    unit_starts: Tensor,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+) -> None:
+    """Attention of the sequences that have units in ``unit_starts`` (B + 1,) int32.
+
+    The rest is as for ``attention.paged_attention``, which checks it.
+    """
+    workspace.check(shape)
+    decode_variant(shape).launch(
+        (workspace.num_programs,),
+        *shared_values(query, out, kv, batch),
+        unit_starts,
+        workspace.mixed,
+        workspace.weights,
+    )
+    join_variant(shape).launch(
+        (workspace.num_programs, min(shape.tiles.block_m, shape.max_rows)),
+        batch.query_starts,
+        batch.contexts,
+        unit_starts,
+        kv.sinks,
+        out,
+        workspace.mixed,
+        workspace.weights,
+        batch.num_sequences,
+    )

@@ -1,0 +1,177 @@
+"""How a step's attention is divided, which the device computes once a step from the lengths that lie there.
+
+A sequence of few queries is *decoded*: bound by reading its keys and values, so that the reading is divided evenly,
+whatever the batch looks like. Its *parts* are its KV heads times its tiles of BLOCK_M rows (queries times heads of a
+group), each of them a walk over the same positions. A *unit* is what is not divided further: a block of BLOCK_N
+positions of a part.
+
+A sequence of more queries is *prefilled*: bound by products; its tiles are divided. Where a query's result must be the
+same bits in every batch and chunk, all sequences are.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.cuda.attention.common import AttentionShape, RaggedRows, lowest_seen
+from penstock.kernels.cuda.attention.prefill import prefill_tiles
+from penstock.kernels.cuda.core.launch import Variant
+
+BLOCK_PLANNED = tl.constexpr(128)
+"""Sequences that are planned together."""
+MAX_DECODED = 64
+"""Queries of a sequence that is decoded; with more, reading is not what it waits for."""
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Sizes that keep reading under way while a block is computed, and fit shared memory and registers."""
+
+    block_m: int
+    """Rows, queries times heads of a group, that are computed together."""
+    block_n: int
+    """Positions that are read together."""
+    num_stages: int
+    programs: int
+    """On a multiprocessor."""
+
+
+def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
+    """For that shape, and at most so many rows of a sequence and KV head."""
+    wide = shape.block_dim > 128 or shape.dtype == torch.float32
+    block_m = min(max(triton.next_power_of_2(max_rows), 16), 32 if wide else 64)
+    if wide:
+        return DecodeTiles(block_m, 32, 3, 2)
+    if shape.kv_dtype == torch.float8_e4m3fn:  # half the bytes, and more registers
+        return DecodeTiles(block_m, 64, 4 if block_m < 64 else 3, 2)
+    if block_m > 16:
+        return DecodeTiles(block_m, 64, 3, 2)
+    return DecodeTiles(block_m, 64 if shape.block_dim > 64 else 128, 3, 3)
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How a layer's attention is compiled for a bucket of steps."""
+
+    attention: AttentionShape
+    max_queries: int
+    """Of a sequence that is decoded; 0: all are prefilled, and a query's result is the same bits in every step."""
+
+    def __post_init__(self) -> None:
+        """Our own bugs."""
+        assert 0 <= self.max_queries <= MAX_DECODED
+
+    @property
+    def max_rows(self) -> int:
+        """Queries times heads of a group, at most."""
+        return self.max_queries * self.attention.group
+
+    @property
+    def tiles(self) -> DecodeTiles:
+        """The sizes for this."""
+        return decode_tiles(self.attention, self.max_rows)
+
+    def constants(self) -> dict[str, object]:
+        """What both kernels are told."""
+        return {
+            "NUM_KV_HEADS": self.attention.num_kv_heads,
+            "GROUP": self.attention.group,
+            "HEAD_DIM": self.attention.head_dim,
+            "BLOCK_D": self.attention.block_dim,
+            "WINDOW": self.attention.window,
+            "BLOCK_M": self.tiles.block_m,
+            "BLOCK_N": self.tiles.block_n,
+        }
+
+
+@dataclass(frozen=True)
+class WorkStarts:
+    """Where each sequence's work begins, in the order of sequences, for layers of one shape."""
+
+    units: Tensor
+    """(B + 1,) int32: units of decoding, for each KV head."""
+    tiles: Tensor
+    """(B + 1,) int32: tiles of prefill."""
+
+    @classmethod
+    def allocate(cls, num_sequences: int, device: torch.device) -> "WorkStarts":
+        """For B sequences."""
+        units, tiles = torch.empty((2, num_sequences + 1), dtype=torch.int32, device=device)
+        return cls(units, tiles.clone())
+
+    def check(self, num_sequences: int) -> None:
+        """Our own bugs."""
+        assert self.units.shape == self.tiles.shape == (num_sequences + 1,)
+
+
+@triton.jit
+def extent(context, num_queries, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What each part of a sequence walks over: its first block, its number of blocks."""
+    first = lowest_seen(context - num_queries, WINDOW) // BLOCK_N
+    return first, tl.cdiv(context, BLOCK_N) - first
+
+
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
+def plan_kernel(
+    query_starts,
+    contexts,
+    unit_starts,
+    tile_starts,
+    num_sequences,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFILL_BLOCK_M: tl.constexpr,
+):
+    """One program. A sequence of at most MAX_QUERIES queries has units, one of more has tiles."""
+    units_before = 0
+    tiles_before = 0
+    tl.store(unit_starts, 0)
+    tl.store(tile_starts, 0)
+    for begin in range(0, num_sequences, BLOCK_PLANNED):
+        at = begin + tl.arange(0, BLOCK_PLANNED)
+        there = at < num_sequences
+        start = tl.load(query_starts + at, mask=there, other=0)
+        num_queries = tl.load(query_starts + at + 1, mask=there, other=0) - start
+        context = tl.load(contexts + at, mask=there, other=0)
+        _, units = extent(context, num_queries, WINDOW, BLOCK_N)
+        units *= tl.cdiv(num_queries * GROUP, BLOCK_M)  # 0 without queries
+        units = tl.where(num_queries <= MAX_QUERIES, units, 0)
+        tiles = tl.where(num_queries > MAX_QUERIES, tl.cdiv(num_queries * GROUP, PREFILL_BLOCK_M), 0)
+        tl.store(unit_starts + 1 + at, units_before + tl.cumsum(units, axis=0), mask=there)
+        tl.store(tile_starts + 1 + at, tiles_before + tl.cumsum(tiles, axis=0), mask=there)
+        units_before += tl.sum(units, axis=0)
+        tiles_before += tl.sum(tiles, axis=0)
+
+
+@functools.cache
+def plan_variant(shape: DecodeShape) -> Variant:
+    """For layers of that shape."""
+    names = ("query_starts", "contexts", "unit_starts", "tile_starts")
+    return Variant(
+        plan_kernel,
+        {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"},
+        {
+            "GROUP": shape.attention.group,
+            "WINDOW": shape.attention.window,
+            "MAX_QUERIES": shape.max_queries,
+            "BLOCK_M": shape.tiles.block_m,
+            "BLOCK_N": shape.tiles.block_n,
+            "PREFILL_BLOCK_M": prefill_tiles(shape.attention).block_m,
+        },
+        num_warps=4,
+    )
+
+
+def plan_attention(shape: DecodeShape, batch: RaggedRows, starts: WorkStarts) -> None:
+    """Divides a step's work, into ``starts``. Once a step for all layers that have the same shape."""
+    starts.check(batch.num_sequences)
+    plan_variant(shape).launch(
+        (1,), batch.query_starts, batch.contexts, starts.units, starts.tiles, batch.num_sequences
+    )

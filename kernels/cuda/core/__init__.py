@@ -1,0 +1,1 @@
+"""How Triton kernels are compiled and launched, and what they share."""

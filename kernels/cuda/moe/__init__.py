@@ -1,0 +1,1 @@
+"""Mixture of experts in Triton: routing and grouped matrix products."""

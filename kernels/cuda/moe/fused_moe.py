@@ -1,0 +1,130 @@
+"""A mixture of experts behind its router: what stands in the place of a layer's MLP.
+
+No number of tiles is known on the host: there are programs for as many as there can be, so that one CUDA graph is good
+for whatever the router says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.kernels.cuda.core.common import check
+from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.moe.gemm import down_variant, gate_up_variant, sum_variant
+from penstock.kernels.cuda.moe.routing import Routes, group_variant, route, route_variant
+from penstock.kernels.cuda.moe.shapes import ExpertsShape
+
+
+@dataclass(frozen=True)
+class ExpertsWeights:
+    """Of a layer's E experts, in the model's dtype."""
+
+    gate_up: Tensor
+    """(E, 2I, H): gate, then up."""
+    down: Tensor
+    """(E, H, I)."""
+    gate_up_bias: Tensor | None = None
+    """(E, 2I); both or none."""
+    down_bias: Tensor | None = None
+    """(E, H)."""
+
+    def check(self, shape: ExpertsShape) -> None:
+        """Our own bugs."""
+        experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
+        check(self.gate_up, (experts, 2 * inner, hidden), shape.dtype)
+        check(self.down, (experts, hidden, inner), shape.dtype)
+        for bias, width in ((self.gate_up_bias, 2 * inner), (self.down_bias, hidden)):
+            assert (bias is not None) == shape.mixture.biased
+            if bias is not None:
+                check(bias, (experts, width), shape.dtype)
+
+
+@dataclass(frozen=True)
+class ExpertsRoom:
+    """What lies between the kernels. All layers of a model may use the same, one after another."""
+
+    routes: Routes
+    activations: Tensor
+    """(P, I) in the model's dtype, in the order of ``routes.pairs``."""
+    parts: Tensor
+    """(P, H) in the model's dtype: weighted results, those of a token together."""
+
+    @classmethod
+    def allocate(cls, shape: ExpertsShape, max_tokens: int, device: torch.device) -> "ExpertsRoom":
+        """For steps of up to so many tokens."""
+        pairs = shape.num_pairs(max_tokens)
+        return cls(
+            routes=Routes.allocate(shape, max_tokens, device),
+            activations=torch.empty((pairs, shape.intermediate_size), dtype=shape.dtype, device=device),
+            parts=torch.empty((pairs, shape.hidden_size), dtype=shape.dtype, device=device),
+        )
+
+    def check(self, shape: ExpertsShape, num_tokens: int) -> None:
+        """Our own bugs."""
+        max_pairs = self.parts.shape[0]
+        assert shape.num_pairs(num_tokens) <= max_pairs
+        assert shape.max_tiles(num_tokens, shape.tiles(num_tokens).block_m) <= self.routes.tiles.shape[0]
+        check(self.activations, (max_pairs, shape.intermediate_size), shape.dtype)
+        check(self.parts, (max_pairs, shape.hidden_size), shape.dtype)
+
+
+def experts_variants(shape: ExpertsShape) -> Iterator[Variant]:
+    """All that ``mix_experts`` launches, for any number of tokens."""
+    mixture = shape.mixture
+    yield route_variant(mixture, shape.logits_dtype)
+    yield group_variant(mixture.num_experts, mixture.per_token)
+    for tiles in shape.all_tiles:
+        yield gate_up_variant(shape, tiles)
+        yield down_variant(shape, tiles)
+    yield sum_variant(shape.dtype, shape.hidden_size, mixture.per_token)
+
+
+def mix_experts(
+    shape: ExpertsShape,
+    x: Tensor,
+    logits: Tensor,
+    weights: ExpertsWeights,
+    query_starts: Tensor,
+    room: ExpertsRoom,
+    out: Tensor,
+) -> None:
+    """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), g and u being gate_e(x_t) and up_e(x_t).
+
+    ``x`` and ``out`` are (T, H) in the model's dtype and may be the same; ``logits`` (T, E) are the router's. A token's
+    experts are those of its k largest logits, and p_te their softmax, as ``experts_route.route`` says. Each p_te times
+    what it weighs is rounded to the model's dtype; they are summed in fp32, from the likeliest expert on. The token's
+    result depends on no other token, and with ``shape.deterministic``, or the same ``shape.tiles``, neither do its
+    bits. ``query_starts`` (B + 1,) int32 ends with the number of tokens that count; ``out`` is kept for the others.
+    """
+    num_tokens = x.shape[0]
+    check(x, (num_tokens, shape.hidden_size), shape.dtype)
+    check(out, (num_tokens, shape.hidden_size), shape.dtype)
+    check(logits, (num_tokens, shape.mixture.num_experts), shape.logits_dtype)
+    weights.check(shape)
+    room.check(shape, num_tokens)
+    tiles = shape.tiles(num_tokens)
+    routes = room.routes
+    route(shape.mixture, tiles.block_m, logits, query_starts, routes)
+
+    max_tiles = shape.max_tiles(num_tokens, tiles.block_m)
+    inner_blocks = triton.cdiv(shape.intermediate_size, tiles.gate_up.block_n)
+    biases = [(bias,) if bias is not None else () for bias in (weights.gate_up_bias, weights.down_bias)]
+    gate_up_variant(shape, tiles).launch(
+        (max_tiles * inner_blocks,), x, weights.gate_up, *biases[0], *routes.grouped, room.activations
+    )
+    hidden_blocks = triton.cdiv(shape.hidden_size, tiles.down.block_n)
+    down_variant(shape, tiles).launch(
+        (max_tiles * hidden_blocks,),
+        room.activations,
+        weights.down,
+        *biases[1],
+        routes.weights,
+        *routes.grouped,
+        room.parts,
+    )
+    variant = sum_variant(shape.dtype, shape.hidden_size, shape.mixture.per_token)
+    grid = (num_tokens, triton.cdiv(shape.hidden_size, variant.constants["BLOCK"]))
+    variant.launch(grid, room.parts, query_starts, out, query_starts.shape[0] - 1)

@@ -1,0 +1,218 @@
+"""The experts' two products, for tiles of pairs that go to one expert, and the sum of each token's results.
+
+Rows of both matrices are read along their columns, BLOCK_K at a time and in order, so that a row's result depends on
+no other row.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.activation import activated, clamped_gate
+from penstock.kernels.cuda.core.common import load_wide, num_warps, product_dtype
+from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.moe.routing import GROUPED
+from penstock.kernels.cuda.moe.shapes import ExpertsShape, ExpertsTiles, ProductTiles
+
+TILES_TOGETHER = tl.constexpr(16)
+"""Tiles that are multiplied with some columns of the weights, one after another, before they are with the next: what
+an expert's tiles read of weights, and what a tile reads of its rows, then comes from cache."""
+BLOCK_SUMMED = 1024
+"""Columns of a sum that a program makes, at most."""
+
+
+@triton.jit
+def _place(made, COLUMN_BLOCKS: tl.constexpr):
+    """This program's tile and block of columns, where ``made`` tiles are; at least ``made`` if it has none."""
+    program = tl.program_id(0)
+    together: tl.constexpr = TILES_TOGETHER * COLUMN_BLOCKS
+    first = program // together * TILES_TOGETHER
+    tiles = tl.maximum(tl.minimum(made - first, TILES_TOGETHER), 1)
+    return first + program % together % tiles, program % together // tiles
+
+
+@triton.jit
+def _multiplied(
+    left,
+    live,
+    right,
+    SIZE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """In fp32, the products of the rows of SIZE elements at ``left`` (BLOCK_M,), those that are ``live``, with those at
+    ``right`` (BLOCK_N,)."""
+    inner = tl.arange(0, BLOCK_K)
+    left = left[:, None] + inner[None, :]
+    right = right[:, None] + inner[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        if SIZE % BLOCK_K == 0:
+            rows = tl.load(left + start, mask=live[:, None], other=0.0)
+            columns = tl.load(right + start)
+        else:
+            there = (inner < SIZE - start)[None, :]
+            rows = tl.load(left + start, mask=live[:, None] & there, other=0.0)
+            columns = tl.load(right + start, mask=there, other=0.0)
+        sums = tl.dot(rows.to(PRODUCT), tl.trans(columns.to(PRODUCT)), sums, input_precision="tf32x3")
+    return sums
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    weight,
+    bias,
+    pairs,
+    tiles,
+    num_tiles,
+    out,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A program makes BLOCK_N columns of the activations of a tile's pairs: of gate and up as many each."""
+    made = tl.load(num_tiles)
+    tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
+    if (tile >= made) | (block * BLOCK_N >= INNER):
+        return
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    live = at < tl.load(tiles + 3 * tile + 2)
+    token = tl.load(pairs + at, mask=live, other=0) // PER_TOKEN
+
+    # Gate and up by turns: a column's two are then in one thread. Behind the last column, it is read again.
+    turn = tl.arange(0, 2 * BLOCK_N)
+    row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
+    made = _multiplied(
+        x + token.to(tl.int64) * HIDDEN, live, weight + row * HIDDEN, HIDDEN, PRODUCT, BLOCK_M, 2 * BLOCK_N, BLOCK_K
+    )
+    if bias is not None:
+        made += tl.load(bias + row).to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(made, (BLOCK_M, BLOCK_N, 2)))
+    if ALPHA is not None:
+        result = clamped_gate(gate, up, ALPHA, LIMIT)
+    else:
+        result = activated(gate, ACTIVATION) * up
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = out + at.to(tl.int64)[:, None] * INNER + column[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (column < INNER)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    x,
+    weight,
+    bias,
+    pair_weights,
+    pairs,
+    tiles,
+    num_tiles,
+    out,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A program makes BLOCK_N columns of the weighted results of a tile's pairs."""
+    made = tl.load(num_tiles)
+    tile, block = _place(made, tl.cdiv(HIDDEN, BLOCK_N))
+    if (tile >= made) | (block * BLOCK_N >= HIDDEN):
+        return
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    live = at < tl.load(tiles + 3 * tile + 2)
+    pair = tl.load(pairs + at, mask=live, other=0)
+
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = expert * HIDDEN + tl.minimum(column, HIDDEN - 1)
+    made = _multiplied(
+        x + at.to(tl.int64) * INNER, live, weight + row * INNER, INNER, PRODUCT, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    if bias is not None:
+        made += tl.load(bias + row).to(tl.float32)[None, :]
+    result = made * tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (column < HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
+def sum_kernel(
+    parts, query_starts, out, num_sequences, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program makes BLOCK columns of a token's sum, in the order of its experts."""
+    token = tl.program_id(0).to(tl.int64)
+    if token >= tl.load(query_starts + num_sequences):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        total += load_wide(parts + (token * PER_TOKEN + place) * HIDDEN + columns, inside)
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _product_variant(
+    kernel: object,
+    shape: ExpertsShape,
+    names: tuple[str, ...],
+    constants: dict[str, object],
+    block_m: int,
+    tiles: ProductTiles,
+) -> Variant:
+    """Of one of the two products; ``names`` are those of the tensors that are neither matrices nor of tiles."""
+    arguments: dict[str, torch.dtype | str] = dict.fromkeys(("x", "weight"), shape.dtype)
+    constants = {"HIDDEN": shape.hidden_size, "INNER": shape.intermediate_size, **constants}
+    if shape.mixture.biased:
+        arguments["bias"] = shape.dtype
+    else:
+        constants["bias"] = None
+    arguments |= dict.fromkeys(names, torch.float32)
+    arguments |= dict.fromkeys(GROUPED, torch.int32)
+    arguments["out"] = shape.dtype
+    constants |= {
+        "PRODUCT": product_dtype(shape.dtype),
+        "BLOCK_M": block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k * 2 // shape.dtype.itemsize,
+    }
+    return Variant(kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+@cache
+def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> Variant:
+    """The variant of the first product with those tiles."""
+    alpha, limit = shape.clamped_gate or (None, None)
+    constants = {"PER_TOKEN": shape.mixture.per_token, "ACTIVATION": shape.activation, "ALPHA": alpha, "LIMIT": limit}
+    return _product_variant(gate_up_kernel, shape, (), constants, tiles.block_m, tiles.gate_up)
+
+
+@cache
+def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> Variant:
+    """The variant of the second product with those tiles."""
+    return _product_variant(down_kernel, shape, ("pair_weights",), {}, tiles.block_m, tiles.down)
+
+
+@cache
+def sum_variant(dtype: torch.dtype, hidden_size: int, per_token: int) -> Variant:
+    """The variant of the sum of a token's results."""
+    block = min(BLOCK_SUMMED, triton.next_power_of_2(hidden_size))
+    return Variant(
+        sum_kernel,
+        {"parts": dtype, "query_starts": torch.int32, "out": dtype, "num_sequences": "i32"},
+        {"HIDDEN": hidden_size, "PER_TOKEN": per_token, "BLOCK": block},
+        num_warps=num_warps(block),
+    )

@@ -1,0 +1,226 @@
+"""Products with weights that are quantised, y = x W^T + bias, of few tokens and of many; and with weights that are not,
+where a token's bits must not depend on the batch.
+
+Nothing here waits for the device, so that a CUDA graph captures it; what is needed besides is allocated once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.cuda.core.common import check, num_warps, product_dtype
+from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.quantized.gemm_kernels import join_kernel, product_kernel
+from penstock.kernels.cuda.quantized.inputs import gather_inputs, gather_variant, narrow_inputs, narrow_variant
+from penstock.kernels.cuda.quantized.tiles import (
+    PART_TOKENS,
+    STEADY_PART_TOKENS,
+    ProductTiles,
+    all_tiles,
+    num_parts,
+)
+from penstock.kernels.cuda.quantized.weights import Codes, QuantizedWeight, WeightLayout
+
+BLOCK_JOINED = 1024
+"""Outputs of a program that joins parts, at most."""
+
+
+@dataclass(frozen=True)
+class ProductRoom:
+    """What products write and read again. Those that run one after another may share one."""
+
+    deterministic: bool
+    """Whether a token's results are the same bits in every batch."""
+    partials: Tensor
+    """Flat, fp32: what parts have of sums."""
+    inputs: Tensor
+    """Flat, uint8: inputs made narrow, or put in order."""
+    input_scales: Tensor
+    """Flat, fp32."""
+
+    @classmethod
+    def allocate(
+        cls,
+        layouts: Iterable[WeightLayout],
+        dtype: torch.dtype,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        deterministic: bool,
+    ) -> "ProductRoom":
+        """For products with those weights, of at most so many tokens of that dtype."""
+        part_tokens = min(max_tokens, STEADY_PART_TOKENS if deterministic else PART_TOKENS)
+        num_partials, input_bytes, num_scales = 0, 0, 0
+        for layout in layouts:
+            if num_parts(layout) > 1:
+                num_partials = max(num_partials, num_parts(layout) * part_tokens * layout.rows)
+            if layout.is_ordered or layout.narrows_inputs:
+                itemsize = 1 if layout.narrows_inputs else dtype.itemsize
+                input_bytes = max(input_bytes, max_tokens * layout.columns * itemsize)
+            if layout.narrows_inputs:
+                num_scales = max(num_scales, max_tokens * layout.num_groups)
+        return cls(
+            deterministic,
+            torch.empty(num_partials, dtype=torch.float32, device=device),
+            torch.empty(input_bytes, dtype=torch.uint8, device=device),
+            torch.empty(num_scales, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens that are multiplied at a time where their sums have parts."""
+        return STEADY_PART_TOKENS if self.deterministic else PART_TOKENS
+
+    def inputs_as(self, dtype: torch.dtype, tokens: int, columns: int) -> Tensor:
+        """(tokens, columns)."""
+        return self.inputs[: tokens * columns * dtype.itemsize].view(dtype).view(tokens, columns)
+
+
+def _finish(layout: WeightLayout, is_biased: bool) -> tuple[dict[str, torch.dtype | str], dict[str, object]]:
+    """Of what a sum is multiplied with, and what is added to it: the types of what there is, None for the rest."""
+    wanted = {"input_scales": layout.narrows_inputs and not layout.narrows_groups, "bias": is_biased}
+    there: dict[str, torch.dtype | str] = {name: torch.float32 for name, is_there in wanted.items() if is_there}
+    return there, {name: None for name, is_there in wanted.items() if not is_there}
+
+
+@cache
+def product_variant(layout: WeightLayout, dtype: torch.dtype, tiles: ProductTiles, is_biased: bool) -> Variant:
+    """The variant that multiplies."""
+    is_int4 = layout.codes is Codes.INT4
+    finish, absent = _finish(layout, is_biased)
+    if tiles.parts > 1:  # which are another kernel's to finish
+        finish, absent = {}, dict.fromkeys(("input_scales", "bias"))
+    if layout.narrows_groups:  # whose scales each sum of a group needs
+        finish = {"input_scales": torch.float32, **finish}
+        absent.pop("input_scales")
+    arguments: dict[str, torch.dtype | str] = {
+        "x": layout.codes.value if layout.narrows_inputs else dtype,
+        "codes": layout.codes.value,
+        **({} if layout.codes.are_floats else {"scales": torch.float32}),
+        **({"zeros": torch.uint8} if is_int4 else {}),
+        **finish,
+        "out": torch.float32 if tiles.parts > 1 else dtype,
+        "num_tokens": "i32",
+    }
+    constants: dict[str, object] = {
+        **({"scales": None} if layout.codes.are_floats else {}),
+        **({} if is_int4 else {"zeros": None}),
+        **absent,
+        "ROWS": layout.rows,
+        "COLUMNS": layout.columns,
+        "ROW_SIZE": layout.row_size,
+        "GROUP": layout.group,
+        "PARTS": tiles.parts,
+        "PRODUCT": None if layout.narrows_inputs else product_dtype(dtype),
+        "SUM": tl.int32 if layout.narrows_inputs and layout.codes is Codes.INT8 else tl.float32,
+        "BLOCK_T": tiles.block_t,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": layout.block,
+    }
+    return Variant(product_kernel, arguments, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+@cache
+def join_variant(layout: WeightLayout, dtype: torch.dtype, is_biased: bool) -> Variant:
+    """The variant that adds up the parts."""
+    has_scales = not (layout.codes is Codes.INT4 or layout.codes.are_floats or layout.group)
+    finish, absent = _finish(layout, is_biased)
+    block = min(triton.next_power_of_2(layout.rows), BLOCK_JOINED)
+    return Variant(
+        join_kernel,
+        {
+            "partials": torch.float32,
+            **({"scales": torch.float32} if has_scales else {}),
+            **finish,
+            "out": dtype,
+            "num_tokens": "i32",
+        },
+        {
+            **({} if has_scales else {"scales": None}),
+            **absent,
+            "ROWS": layout.rows,
+            "PARTS": num_parts(layout),
+            "BLOCK": block,
+        },
+        num_warps=num_warps(block),
+    )
+
+
+def product_variants(
+    layout: WeightLayout, dtype: torch.dtype, max_tokens: int, *, deterministic: bool, is_biased: bool
+) -> Iterator[Variant]:
+    """All that ``product`` launches for such a weight and 1 to ``max_tokens`` tokens."""
+    if layout.is_ordered:
+        yield gather_variant(dtype, layout.columns)
+    if layout.narrows_inputs:
+        yield narrow_variant(dtype, layout.codes.value, layout.columns, layout.group)
+    for tiles in all_tiles(layout, dtype, max_tokens, deterministic=deterministic):
+        yield product_variant(layout, dtype, tiles, is_biased)
+    if num_parts(layout) > 1:
+        yield join_variant(layout, dtype, is_biased)
+
+
+def product(x: Tensor, weight: QuantizedWeight, out: Tensor, room: ProductRoom, bias: Tensor | None = None) -> None:
+    """out = x W^T + bias, summed in fp32; where the weight narrows inputs, x is what ``narrow_inputs`` leaves of it.
+
+    ``x`` is (T, K) and ``out`` (T, N), of one dtype, that of a weight of floats; ``bias`` is (N,) fp32. Where the room
+    is ``deterministic``, a token's results depend on no other token, in every bit: the columns are summed in the same
+    order, by the same instructions, however many tokens there are.
+    """
+    layout, tokens = weight.layout, x.shape[0]
+    check(x, (tokens, layout.columns), x.dtype)
+    check(out, (tokens, layout.rows), x.dtype)
+    if bias is not None:
+        check(bias, (layout.rows,), torch.float32)
+    dtype, input_scales = x.dtype, None
+    if weight.order is not None:
+        ordered = room.inputs_as(dtype, tokens, layout.columns)
+        gather_inputs(x, weight.order, ordered)
+        x = ordered
+    if layout.narrows_inputs:
+        narrow = room.inputs_as(layout.codes.value, tokens, layout.columns)
+        input_scales = room.input_scales[: tokens * layout.num_groups]
+        if layout.group:
+            input_scales = input_scales.view(tokens, layout.num_groups)
+        narrow_inputs(x, narrow, input_scales, layout.group)
+        x = narrow
+    tiles = all_tiles(layout, dtype, tokens, deterministic=room.deterministic)[-1]
+    step = room.part_tokens if tiles.parts > 1 else tokens
+    for begin in range(0, tokens, step):
+        taken = slice(begin, begin + step)
+        taken_scales = None if input_scales is None else input_scales[taken]
+        _multiply(x[taken], weight, out[taken], room, taken_scales, bias, tiles)
+
+
+def _multiply(
+    x: Tensor,
+    weight: QuantizedWeight,
+    out: Tensor,
+    room: ProductRoom,
+    input_scales: Tensor | None,
+    bias: Tensor | None,
+    tiles: ProductTiles,
+) -> None:
+    """Of tokens for whose parts there is room."""
+    layout, tokens, is_biased = weight.layout, x.shape[0], bias is not None
+    finish = [tensor for tensor in (input_scales, bias) if tensor is not None]
+    grid = (triton.cdiv(tokens, tiles.block_t) * triton.cdiv(layout.rows, tiles.block_n), tiles.parts)
+    variant = product_variant(layout, out.dtype, tiles, is_biased)
+    operands = [tensor for tensor in (x, weight.codes, weight.scales, weight.zeros) if tensor is not None]
+    if layout.narrows_groups:
+        operands.append(finish.pop(0))
+    if tiles.parts == 1:
+        variant.launch(grid, *operands, *finish, out, tokens)
+        return
+    assert room.partials.numel() >= tiles.parts * tokens * layout.rows
+    variant.launch(grid, *operands, room.partials, tokens)
+    joined = join_variant(layout, out.dtype, is_biased)
+    has_scales = weight.scales is not None and weight.zeros is None and not layout.group
+    scales = [weight.scales] if has_scales else []
+    blocks = triton.cdiv(layout.rows, joined.constants["BLOCK"])
+    joined.launch((tokens, blocks), room.partials, *scales, *finish, out, tokens)

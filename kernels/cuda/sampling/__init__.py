@@ -1,0 +1,1 @@
+"""Sampling in Triton, from logits to tokens and log-probabilities."""

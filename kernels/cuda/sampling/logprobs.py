@@ -1,0 +1,206 @@
+"""Log-probabilities of a token and of the likeliest ones, from the model's own logits."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.cuda.core.common import check, order_of, value_of
+from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.sampling.tensors import SamplerShape
+
+MAX_TOP = 20
+"""Likeliest tokens of a line."""
+BLOCK_TOP = tl.constexpr(32)
+"""The same, as a power of 2."""
+TAKEN = tl.constexpr(-(1 << 31))
+"""Below every order."""
+
+
+@dataclass(frozen=True)
+class LogprobsRoom:
+    """What the kernels hand on to each other, for N lines."""
+
+    bests: Tensor
+    """(N, slices) float32: the largest logit; a NaN counts as infinite."""
+    sums: Tensor
+    """(N, slices) float32: of e^(x - best)."""
+    orders: Tensor
+    """(N, slices, 20) int32: bits of the largest logits, so that they are ordered as integers."""
+    ids: Tensor
+    """(N, slices, 20) int32."""
+
+
+@triton.jit
+def _rank(
+    logits,
+    num_lines,
+    num_top,
+    bests,
+    sums,
+    orders,
+    ids,
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SLICE: tl.constexpr,
+    MAX_TOP: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if line >= tl.load(num_lines):
+        return
+    wanted = tl.load(num_top + line)
+    if wanted < 0:
+        return
+    at = line * ((VOCAB + SLICE - 1) // SLICE) + part
+    lanes = tl.arange(0, SLICE)
+    own = part * SLICE + lanes
+    x = tl.load(logits + line * STRIDE + own, mask=own < VOCAB, other=-float("inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))
+    best = tl.max(x, axis=0)
+    tl.store(bests + at, best)
+    # Of infinities no sum is asked for.
+    base = tl.where((best > -float("inf")) & (best < float("inf")), best, 0.0)
+    tl.store(sums + at, tl.sum(tl.exp(tl.minimum(x - base, 0.0)), axis=0))
+    order = tl.where(own < VOCAB, order_of(x), TAKEN)
+    taken = 0
+    while taken < wanted:
+        largest, first = tl.max(order, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(orders + at * MAX_TOP + taken, largest)
+        tl.store(ids + at * MAX_TOP + taken, part * SLICE + first)
+        order = tl.where(lanes == first, TAKEN, order)
+        taken += 1
+
+
+@triton.jit
+def _gather(
+    logits,
+    num_lines,
+    num_top,
+    token_ids,
+    bests,
+    sums,
+    orders,
+    ids,
+    chosen,
+    top_ids,
+    top,
+    VOCAB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
+    MAX_TOP: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    if line >= tl.load(num_lines):
+        return
+    wanted = tl.load(num_top + line)
+    if wanted < 0:
+        return
+    BLOCK_SLICES: tl.constexpr = triton.next_power_of_2(SLICES)
+    parts = tl.arange(0, BLOCK_SLICES)
+    inside = parts < SLICES
+    slice_best = tl.load(bests + line * SLICES + parts, mask=inside, other=-float("inf"))
+    best = tl.max(slice_best, axis=0)
+    whole = (best > -float("inf")) & (best < float("inf"))
+    base = tl.where(whole, best, 0.0)
+    weights = tl.exp(tl.minimum(slice_best - base, 0.0).to(tl.float64))
+    mass = tl.sum(tl.load(sums + line * SLICES + parts, mask=inside, other=0.0).to(tl.float64) * weights, axis=0)
+    # Of logits that are no finite numbers all is NaN.
+    log_sum = tl.where(whole, tl.log(tl.where(whole, mass, 1.0)), float("nan"))
+    base = base.to(tl.float64)
+    token = tl.load(token_ids + line)
+    x = tl.load(logits + line * STRIDE + token).to(tl.float64)
+    tl.store(chosen + line, (x - base - log_sum).to(tl.float32))
+
+    flat = tl.arange(0, BLOCK_SLICES * BLOCK_TOP)
+    place, rank = flat // BLOCK_TOP, flat % BLOCK_TOP
+    there = (place < SLICES) & (rank < wanted)
+    source = (line * SLICES + place) * MAX_TOP + rank
+    order = tl.load(orders + source, mask=there, other=TAKEN)
+    taken = 0
+    while taken < wanted:
+        largest, first = tl.max(order, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        at = (line * SLICES + first // BLOCK_TOP) * MAX_TOP + first % BLOCK_TOP
+        value = value_of(largest).to(tl.float64)
+        tl.store(top_ids + line * MAX_TOP + taken, tl.where(whole, tl.load(ids + at), taken))
+        tl.store(top + line * MAX_TOP + taken, (value - base - log_sum).to(tl.float32))
+        order = tl.where(flat == first, TAKEN, order)
+        taken += 1
+
+
+ARGUMENTS = {
+    "num_lines": torch.int32,
+    "num_top": torch.int32,
+    "token_ids": torch.int32,
+    "bests": torch.float32,
+    "sums": torch.float32,
+    "orders": torch.int32,
+    "ids": torch.int32,
+    "chosen": torch.float32,
+    "top_ids": torch.int32,
+    "top": torch.float32,
+}
+"""Of the kernels, but for logits."""
+
+
+@cache
+def logprobs_variants(shape: SamplerShape) -> tuple[Variant, Variant]:
+    """The variants of what ranks the tokens of each slice, and of what ranks those of all."""
+    constants = {"VOCAB": shape.vocab_size, "STRIDE": shape.stride, "SLICE": shape.slice, "MAX_TOP": MAX_TOP}
+    partial = {name: ARGUMENTS[name] for name in ("num_lines", "num_top", "bests", "sums", "orders", "ids")}
+    logits = {"logits": shape.dtype}
+    return (
+        Variant(_rank, logits | partial, constants, num_warps=shape.num_warps),
+        Variant(_gather, logits | ARGUMENTS, {**constants, "SLICES": shape.slices}, num_warps=8),
+    )
+
+
+def make_logprobs_room(shape: SamplerShape, num_lines: int, device: torch.device) -> LogprobsRoom:
+    """For so many lines."""
+
+    def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.empty(num_lines, shape.slices, *sizes, dtype=dtype, device=device)
+
+    return LogprobsRoom(
+        empty(torch.float32), empty(torch.float32), empty(torch.int32, MAX_TOP), empty(torch.int32, MAX_TOP)
+    )
+
+
+def logprobs(
+    shape: SamplerShape,
+    logits: Tensor,
+    num_lines: Tensor,
+    num_top: Tensor,
+    token_ids: Tensor,
+    room: LogprobsRoom,
+    chosen: Tensor,
+    top_ids: Tensor,
+    top: Tensor,
+) -> None:
+    """x - ln sum e^x over the first V of each line of (N, stride) ``logits``, of which ``num_lines`` (1,) int32 count.
+
+    ``num_top`` (N,) int32 is negative where a line wants none. Of the others ``chosen`` (N,) float32 gets that of the
+    line's token, one of ``token_ids`` (N,) int32, and ``top_ids`` (N, 20) int32 and ``top`` (N, 20) float32 get the
+    ``num_top`` likeliest, at most 20 and V, from the likeliest on, of equal ones the lowest ids first. All are NaN
+    where the best logit is no finite number.
+    """
+    (lines,) = num_top.shape
+    check(logits, (lines, shape.stride), shape.dtype)
+    check(num_lines, (1,), torch.int32)
+    for tensor in (num_top, token_ids):
+        check(tensor, (lines,), torch.int32)
+    check(room.bests, (lines, shape.slices), torch.float32)
+    check(room.sums, (lines, shape.slices), torch.float32)
+    check(room.orders, (lines, shape.slices, MAX_TOP), torch.int32)
+    check(room.ids, (lines, shape.slices, MAX_TOP), torch.int32)
+    check(chosen, (lines,), torch.float32)
+    check(top_ids, (lines, MAX_TOP), torch.int32)
+    check(top, (lines, MAX_TOP), torch.float32)
+    partial = (room.bests, room.sums, room.orders, room.ids)
+    rank, gather = logprobs_variants(shape)
+    rank.launch((lines, shape.slices), logits, num_lines, num_top, *partial)
+    gather.launch((lines,), logits, num_lines, num_top, token_ids, *partial, chosen, top_ids, top)

@@ -1,0 +1,129 @@
+"""Chooses a token for each line of logits as ``kernels.reference_sampling``, and what calls it, do on the CPU: the
+meaning, the order and the precision of each step are theirs, and so is the token.
+
+Eight kernels, on fixed grids, of which those that a line has no use for return at once:
+
+    forbid          lines           bits of stops that come too early, and of ends of bad words
+    survey          lines x slices  penalties, biases, masks; the best of each slice
+    weigh           lines x slices  ln of the sum of e^score, for top-p
+    bin_weights     lines x slices  a histogram of the first filter's weights over scores
+    list_keys       lines x slices  what is in the bin where the filter ends
+    find_threshold  lines           where filters end, among these
+    draw            lines x slices  min-p, noise; the best of each slice
+    choose          lines           the best of all
+
+A slice of the vocabulary is the same in every batch, and sums that slices share are of integers: a line's token depends
+on nothing but its own logits, row and position.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.core.common import check
+from penstock.kernels.cuda.core.launch import Variant
+from penstock.kernels.cuda.sampling.draw import choose, draw
+from penstock.kernels.cuda.sampling.logits import survey
+from penstock.kernels.cuda.sampling.tensors import (
+    NUM_INTEGERS,
+    NUM_NUMBERS,
+    ROOM,
+    Lines,
+    SamplerRoom,
+    SamplerRows,
+    SamplerShape,
+    sizes_of,
+)
+from penstock.kernels.cuda.sampling.token_masks import forbid
+from penstock.kernels.cuda.sampling.top_k_top_p import bin_weights, find_threshold, list_keys, weigh
+
+OF_LINES = (forbid, find_threshold, choose)
+"""Kernels with one program a line, the others having one a slice."""
+KERNELS = (forbid, survey, weigh, bin_weights, list_keys, find_threshold, draw, choose)
+"""In their order."""
+
+GIVEN = {
+    "num_lines": torch.int32,
+    "rows": torch.int32,
+    "positions": torch.int32,
+    "num_drafts": torch.int32,
+    "masks": torch.int32,
+    "mask_words": torch.int32,
+    "numbers": torch.float64,
+    "integers": torch.int64,
+    "histories": torch.int32,
+    "counts": torch.int32,
+    "biases": torch.float32,
+    "word_starts": torch.int32,
+    "word_tokens": torch.int32,
+    "token_ids": torch.int32,
+}
+"""Kernels' arguments, but for logits, and those in ``SamplerRoom``."""
+
+
+def sampling_variants(shape: SamplerShape) -> list[Variant]:
+    """Those of ``KERNELS``."""
+    return [_variant(kernel, shape) for kernel in KERNELS]
+
+
+@cache
+def _variant(kernel: Any, shape: SamplerShape) -> Variant:
+    kinds = {**GIVEN, **{name: kind for name, (kind, *_) in ROOM.items()}, "logits": shape.dtype}
+    constants = {
+        "VOCAB": shape.vocab_size,
+        "STRIDE": shape.stride,
+        "MAX_HISTORY": shape.max_history,
+        "SLICE": shape.slice,
+        "SLICES": shape.slices,
+        "BINS": shape.bins,
+        "LISTED": shape.listed,
+    }
+    names = kernel.arg_names
+    return Variant(
+        kernel,
+        {name: kinds[name] for name in names if name not in constants},
+        {name: value for name, value in constants.items() if name in names},
+        num_warps=4 if kernel in (forbid, choose) else shape.num_warps,
+    )
+
+
+def sample(
+    shape: SamplerShape, logits: Tensor, rows: SamplerRows, lines: Lines, room: SamplerRoom, token_ids: Tensor
+) -> None:
+    """Writes the token of each line to ``token_ids`` (N,) int32.
+
+    ``logits`` is (N, stride), of which the first V of a line count. They are not changed. A line whose best logit is no
+    finite number, as a broken model computes, gets the lowest token that its mask allows, or 0.
+    """
+    num_lines = len(lines.rows)
+    check(logits, (num_lines, shape.stride), shape.dtype)
+    _check(shape, rows, lines)
+    for name, (kind, *sizes) in ROOM.items():
+        check(getattr(room, name), (num_lines, *sizes_of(shape, sizes)), kind)
+    check(token_ids, (num_lines,), torch.int32)
+    values = {"logits": logits, **vars(rows), **vars(lines), **vars(room)}
+    values["token_ids"] = token_ids
+    for kernel in KERNELS:
+        variant = _variant(kernel, shape)
+        grid = (num_lines,) if kernel in OF_LINES else (num_lines, shape.slices)
+        variant.launch(grid, *(values[name] for name in variant.arguments))
+
+
+def _check(shape: SamplerShape, rows: SamplerRows, lines: Lines) -> None:
+    (num_lines,), (num_rows, _) = lines.rows.shape, rows.integers.shape
+    shapes: dict[str, tuple[int, ...]] = {
+        "numbers": (num_rows, NUM_NUMBERS.value),
+        "integers": (num_rows, NUM_INTEGERS.value),
+        "histories": (num_rows, shape.max_history),
+        "counts": (len(rows.counts), shape.vocab_size),
+        "biases": (len(rows.biases), shape.vocab_size),
+        "word_starts": (len(rows.word_starts),),
+        "word_tokens": (len(rows.word_tokens),),
+        "num_lines": (1,),
+        "mask_words": (len(lines.mask_words), shape.mask_words),
+        **dict.fromkeys(("rows", "positions", "num_drafts", "masks"), (num_lines,)),
+    }
+    for name, tensor in (vars(rows) | vars(lines)).items():
+        check(tensor, shapes[name], GIVEN[name])

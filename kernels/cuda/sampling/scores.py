@@ -1,0 +1,77 @@
+"""Scores and keys: what is left of a line's logits once it is known which token is best.
+
+A token's score is (x - best) / temperature, in float32, so the best has 0. Its key is a number that rises with the
+score and, of equal scores, falls with the id: no two tokens have the same key, so one tells what a filter keeps.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.cuda.sampling.tensors import NUM_NUMBERS, TEMPERATURE
+
+ID_BITS = tl.constexpr(20)
+"""The lowest ones of a key."""
+MAX_ID = tl.constexpr((1 << 20) - 1)
+MAX_BITS = tl.constexpr(0x7FFFFFFF)
+"""Of a float32 but its sign."""
+
+
+@triton.jit
+def line_of(num_lines, rows):
+    """A program's line, and its row: negative for a line that only fills a graph's buffers."""
+    line = tl.program_id(0).to(tl.int64)
+    return line, tl.load(rows + line, mask=line < tl.load(num_lines), other=-1).to(tl.int64)
+
+
+@triton.jit
+def bits_of(mask, ids, inside):
+    """Whether each id's bit of a mask is set."""
+    words = tl.load(mask + ids // 32, mask=inside, other=0)
+    return ((words >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def best_of_line(best, best_ids, num_forbidden, line, SLICES: tl.constexpr):
+    """The best logit, its token, and whether what is forbidden is left out: not where nothing else is left."""
+    parts = tl.arange(0, triton.next_power_of_2(SLICES))
+    inside = parts < SLICES
+    every = tl.load(best + (line * 2 + 1) * SLICES + parts, mask=inside, other=-float("inf"))
+    allowed = tl.load(best + line * 2 * SLICES + parts, mask=inside, other=-float("inf"))
+    forbids = (tl.load(num_forbidden + line) > 0) & (tl.max(allowed, axis=0) > -float("inf"))
+    top, part = tl.max(
+        tl.where(forbids, allowed, every), axis=0, return_indices=True, return_indices_tie_break_left=True
+    )
+    top_id = tl.load(best_ids + (line * 2 + tl.where(forbids, 0, 1)) * SLICES + part)
+    return top, top_id, forbids
+
+
+@triton.jit
+def is_number(x):
+    """Neither NaN nor infinite."""
+    return (x > -float("inf")) & (x < float("inf"))
+
+
+@triton.jit
+def load_scores(scores, forbidden, line, part, top, forbids, numbers, row, VOCAB: tl.constexpr, SLICE: tl.constexpr):
+    """Ids of a slice, and their scores: minus infinity for what is masked, or no token."""
+    ids = part * SLICE + tl.arange(0, SLICE)
+    inside = ids < VOCAB
+    x = tl.load(scores + line * VOCAB + ids, mask=inside, other=-float("inf"))
+    if forbids:
+        x = tl.where(bits_of(forbidden + line * ((VOCAB + 31) // 32), ids, inside), -float("inf"), x)
+    temperature = tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE).to(tl.float32)
+    return ids, tl.div_rn(x - top, temperature + tl.zeros_like(x))
+
+
+@triton.jit
+def key_of(score, ids):
+    """int64, at least 1. Scores are not positive, so their bits but the sign fall as they rise."""
+    rank = MAX_BITS - (score.to(tl.int32, bitcast=True) & MAX_BITS)
+    return (rank.to(tl.int64) << ID_BITS) | (MAX_ID - ids)
+
+
+@triton.jit
+def score_of(key):
+    """The score of a key."""
+    bits = MAX_BITS - (key >> ID_BITS).to(tl.int32)
+    return -(bits.to(tl.float32, bitcast=True))

@@ -1,0 +1,1 @@
+"""Every kernel in plain torch: what the fast ones must compute."""

@@ -1,0 +1,103 @@
+"""Torch references of what CUDA kernels do in one, and of what is only done there. T, H, K, D and S are those of
+``penstock.kernels.reference.ops``; pages are (pages, 2, K, S, D), keys before values."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.ops import rms_norm, rotate
+from penstock.kernels.reference.wide import widened
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, eps: float, delta_weight: Tensor | None = None) -> Tensor:
+    """x + delta; with a ``delta_weight``, x + norm(delta) * delta_weight. Of the shape and dtype of ``x``."""
+    return x + (delta if delta_weight is None else rms_norm(delta, delta_weight, eps))
+
+
+def rope_kv(
+    qkv: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Norms and rotates queries and keys, stores keys and values in ``pages`` and returns the queries (T, H, D). What
+    each argument is, ``cuda.rope_kv`` says."""
+    _, _, num_kv_heads, page_slots, head_dim = pages.shape
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    query, key, value = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None:
+        query_weight, key_weight, eps = norm
+        query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
+    at = positions.long()
+    query, key = rotate(query, cosines[at], sines[at]), rotate(key, cosines[at], sines[at])
+    stored = slots >= 0
+    page, slot = slots[stored] // page_slots, slots[stored] % page_slots
+    for which, made in enumerate((key, value)):
+        if scales is not None:
+            limit = torch.finfo(pages.dtype).max
+            made = (widened(made) / scales[which].unsqueeze(1)).clamp(-limit, limit)
+        pages[page, which, :, slot] = made[stored].to(pages.dtype)
+    return query
+
+
+def prepare(
+    rows: list[int],
+    num_queries: list[int],
+    given: list[int],
+    tables: list[list[int]],
+    lengths: list[int],
+    next_tokens: list[int],
+    page_slots: int,
+    vocab_size: int,
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Token ids, positions, slots, query starts and contexts of a step. ``cuda.prepare`` says what each argument is."""
+    token_ids, positions, slots = [0] * len(given), [0] * len(given), [-1] * len(given)
+    query_starts, contexts = [0], []
+    for row, count in zip(rows, num_queries, strict=True):
+        start, capacity = query_starts[-1], len(tables[0]) * page_slots
+        for index in range(count):
+            token = start + index
+            token_id = given[token] if given[token] >= 0 else next_tokens[row]
+            token_ids[token] = min(max(token_id, 0), vocab_size - 1)
+            position = lengths[row] + index
+            positions[token] = min(position, capacity - 1)
+            page = tables[row][position // page_slots] if position < capacity else -1
+            slots[token] = page * page_slots + position % page_slots if page >= 0 else -1
+        query_starts.append(start + count)
+        contexts.append(min(lengths[row] + count, capacity) if count else 0)
+    return token_ids, positions, slots, query_starts, contexts
+
+
+def commit(
+    rows: list[int], num_kept: list[int], sampled: list[int], lengths: list[int], next_tokens: list[int]
+) -> None:
+    """Moves rows on, in place. What each argument is, ``cuda.prepare`` says."""
+    for row, kept, token in zip(rows, num_kept, sampled, strict=True):
+        if kept:
+            lengths[row] += kept
+            if token >= 0:
+                next_tokens[row] = token
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, order: Tensor | None) -> Tensor:
+    """W = (code - zero) * scale (N, K), its columns as they stand, in at least fp32. What each argument is,
+    ``cuda.quantized_weight.pack_int4`` says."""
+    columns = codes.shape[1]
+    groups = torch.arange(columns, device=codes.device) // (group or columns)
+    wide = codes.to(scales.dtype) if zeros is None else codes.to(scales.dtype) - zeros.to(scales.dtype)[:, groups]
+    wide = wide * scales[:, groups]
+    return wide if order is None else wide[:, torch.argsort(order)]
+
+
+def narrow_inputs(x: Tensor, dtype: torch.dtype, group: int = 0) -> tuple[Tensor, Tensor]:
+    """Bytes of that dtype, int8 or float8_e4m3fn, and scales (T, groups), whose products are x (T, K), nearly."""
+    limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    parts = widened(x).split(group or x.shape[1], dim=1)
+    largest = torch.stack([part.abs().amax(1) for part in parts], dim=1)
+    scales = torch.where(largest == 0, 1.0, largest / limit)
+    scaled = [part / scales[:, index : index + 1] for index, part in enumerate(parts)]
+    narrow = torch.cat(scaled, dim=1).clamp(-limit, limit)
+    return (narrow.round() if dtype == torch.int8 else narrow).to(dtype), scales

@@ -1,0 +1,198 @@
+"""Torch references of the kernels: what each computes, in the plainest form. Faster kernels are compared with these.
+
+T is the tokens of a step, H the query heads, K the key heads (K divides H), D the head size, S the slots of a page.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.reference.wide import widened
+
+MAX_SCORES = 1 << 18
+"""Scores of one product in ``attention``: what stays in a CPU's cache."""
+MIN_QUERIES = 16
+"""... but not fewer queries at a time than make a product worth calling."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension, computed in at least fp32.
+
+    ``x`` is (..., D), ``weight`` broadcasts against it, and is multiplied in its own dtype; returns the shape and dtype
+    of ``x``.
+    """
+    wide = widened(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of pairs (i, i + N) of the first 2N dimensions, N at most D/2; the others are kept:
+    y_i = x_i cos_i - x_j sin_i,  y_j = x_j cos_i + x_i sin_i.
+
+    ``x`` is (T, heads, D); ``cos`` and ``sin`` are (T, N) in at least fp32; returns the shape and dtype of ``x``.
+    """
+    half = cos.shape[1]
+    assert cos.shape == sin.shape == (x.shape[0], half)
+    low, high = widened(x[..., :half]), widened(x[..., half : 2 * half])
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """y = act(g) * u, where ``gate_up`` is (T, 2N) with g in the first N columns and u in the rest; returns (T, N).
+
+    ``activation`` is silu: g sigmoid(g); gelu: g Phi(g); or gelu_tanh: its approximation by tanh.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    assert activation in ("gelu", "gelu_tanh"), activation
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """y = g sigmoid(alpha g) (u + 1), g being at most ``limit`` and u from -limit to limit; shapes as those of
+    ``gated_activation``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """y = cap tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap
+
+
+def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The likeliest ``num_chosen`` experts by a router's ``logits`` (T, E), equal ones by lowest number, and their
+    probabilities in at least fp32, both (T, num_chosen); ``normalise`` divides the chosen probabilities by their
+    sum."""
+    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    probabilities = widened(logits).softmax(-1).gather(-1, chosen)
+    return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
+
+
+def write_kv(pages: Tensor, slots: Tensor, values: Tensor) -> None:
+    """pages[k, slots[t] // S, slots[t] % S] = values[t, k], in place.
+
+    ``pages`` is (K, pages, S, D) and contiguous, ``slots`` (T,) int64 without repetition, ``values`` (T, K, D).
+    """
+    num_heads, _, _, head_dim = pages.shape
+    assert values.shape == (slots.shape[0], num_heads, head_dim)
+    pages.view(num_heads, -1, head_dim).index_copy_(1, slots, values.transpose(0, 1))
+
+
+def gather_kv(pages: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copies pages into rows: ``pages`` (K, pages, S, D), ``table`` (B, N) int64 of page ids; returns (K, B, N * S, D).
+
+    ``out``, of K * B * N * S * D elements, takes the copy if it is given.
+    """
+    num_heads, _, slots, head_dim = pages.shape
+    rows, num_pages = table.shape
+    if out is not None:
+        out = out.view(num_heads, rows * num_pages, slots, head_dim)
+    gathered = torch.index_select(pages, 1, table.flatten(), out=out)
+    return gathered.view(num_heads, rows, num_pages * slots, head_dim)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    reach: int | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v for each query head h with its key head, h * K // H; the softmax in at least fp32.
+
+    ``query`` is (B, Q, H, D), ``key`` and ``value`` (K, B, L, D), ``mask`` (B, Q, L) bool: true where the query sees
+    the key; None: everything. Masked values must be finite. ``reach`` promises that query i of every row sees no key
+    from ``reach + i`` on, which need not be computed then. ``scale`` is 1 / sqrt(D) unless it is given, ``cap`` a soft
+    cap of the scores, and ``sinks`` (H,) a score of each head that takes part in the softmax and has no value. Returns
+    (B, Q, H, D).
+    """
+    rows, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, _, num_keys, _ = key.shape
+    group = num_heads // num_kv_heads
+    hidden = torch.zeros((), dtype=torch.bool, device=query.device) if mask is None else ~mask
+    # (K, B, G, Q, D): the queries of all heads of a group are multiplied with their keys at once.
+    scaled = query * (head_dim**-0.5 if scale is None else scale)
+    scaled = scaled.view(rows, num_queries, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
+    sinks = None if sinks is None else widened(sinks).view(num_kv_heads, 1, group, 1)
+    if num_queries == 1:
+        scores = _capped(widened(torch.matmul(scaled.squeeze(3), key.transpose(2, 3))), cap)
+        weights = _softmax(scores.masked_fill_(hidden, -math.inf), sinks)
+        return torch.matmul(weights.to(value.dtype), value).transpose(0, 1).reshape(query.shape)
+    hidden = hidden.expand(rows, num_queries, num_keys).unsqueeze(1)
+    out = torch.empty_like(scaled, memory_format=torch.contiguous_format)
+    step = max(MIN_QUERIES, MAX_SCORES // (rows * group * num_keys))
+    for head, begin in itertools.product(range(num_kv_heads), range(0, num_queries, step)):
+        queries = slice(begin, min(begin + step, num_queries))
+        seen = slice(num_keys if reach is None else min(num_keys, reach + queries.stop - 1))
+        part = scaled[head, :, :, queries].reshape(rows, -1, head_dim)
+        # Keys times queries: a product packs its right side, which for few queries would be most of the work.
+        scores = widened(torch.matmul(key[head, :, seen], part.transpose(1, 2))).transpose(1, 2).contiguous()
+        scores = _capped(scores, cap).view(rows, group, -1, scores.shape[-1])
+        scores.masked_fill_(hidden[:, :, queries, seen], -math.inf)
+        weights = _softmax(scores, None if sinks is None else sinks[head, :, :, None]).to(value.dtype)
+        mixed = torch.matmul(weights.flatten(1, 2), value[head, :, seen])
+        out[head, :, :, queries] = mixed.view(rows, group, -1, head_dim)
+    return out.permute(1, 3, 0, 2, 4).reshape(query.shape)
+
+
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    return scores if cap is None else soft_cap(scores, cap)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, with one more score in ``sinks`` (..., 1), which takes its share and is left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)), dim=-1).softmax(-1)[..., :-1]
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tables: list[list[int]],
+    query_spans: list[tuple[int, int]],
+    starts: list[int],
+    window: int | None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Ragged causal attention over paged KV, a row at a time: the reference for every batched form of it.
+
+    Row r's queries are ``query[begin:end]`` with (begin, end) = ``query_spans[r]``, at positions ``starts[r]`` onward;
+    its keys lie in the pages ``tables[r]``. Query position p sees key positions s with s <= p and, with a window w,
+    s > p - w. ``query`` is (T, H, D), pages are (K, pages, S, D); returns (T, H, D). The rest is as for ``attention``.
+    """
+    out = torch.empty_like(query)
+    for table, (begin, end), start in zip(tables, query_spans, starts, strict=True):
+        length = start + end - begin
+        ids = torch.tensor([table], device=query.device)
+        keys = gather_kv(key_pages, ids)[:, :, :length]
+        values = gather_kv(value_pages, ids)[:, :, :length]
+        at = torch.arange(start, length, device=query.device).unsqueeze(1)
+        seen = torch.arange(length, device=query.device).unsqueeze(0)
+        mask = visible(at, seen, window).unsqueeze(0)
+        rows = query[begin:end].unsqueeze(0)
+        out[begin:end] = attention(rows, keys, values, mask, scale=scale, cap=cap, sinks=sinks)[0]
+    return out
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees: ``key <= query``, and ``key > query - window`` where there is a window. Broadcasts."""
+    mask = key_positions <= query_positions
+    return mask if window is None else mask & (key_positions > query_positions - window)

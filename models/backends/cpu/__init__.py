@@ -1,0 +1,1 @@
+"""The CPU backend: the C++ kernels, their weights and memory."""

@@ -1,0 +1,351 @@
+"""The backend for CPUs: a step is a call into the library, which runs the model and chooses the tokens. Imports no
+tensor library."""
+
+import ctypes
+import logging
+import math
+
+import numpy as np
+
+from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
+from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
+from penstock.models.backends.base import AtOnce
+from penstock.models.backends.cpu.cpu_cores import choose_cores
+from penstock.models.backends.cpu.memory import FirstPages, allocate_pages
+from penstock.models.backends.cpu.model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.sampling import SamplingRows
+from penstock.models.backends.cpu.weights import open_tensors
+from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
+from penstock.models.batch.batch import Batch, BatchResult, Ids, Sampled
+from penstock.models.batch.lines import Line
+from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.batch.rows import Row
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.errors import ModelError
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": Format.F32, "bfloat16": Format.BF16}
+"""What a model can be held in."""
+
+NARROW = {"float16": "bfloat16", "float64": "float32"}
+"""What ``auto`` makes of a checkpoint in another dtype."""
+
+SMALL_STEP = 1 << 26
+"""Parameters times tokens. In a smaller step a second thread gains less than the service's loop, with which it shares
+the cores, loses: a guess, not measured."""
+
+STEP_S = 0.15
+OPERATIONS_PER_S = {"amx": 800e9}
+"""Of a thread, about: an order of magnitude is enough."""
+OTHER_OPERATIONS_PER_S = 250e9
+"""With any other instruction set."""
+MIN_BATCHED_TOKENS = 64
+"""Products of fewer rows are not as fast, and each row that decodes needs one."""
+MOST_BATCHED_TOKENS = 256
+"""Products of more rows are no faster."""
+
+TILE_TOKENS = 32
+"""Products go by tiles of so many rows, or a part of it."""
+
+
+class CpuBackend(AtOnce):
+    """A ``Backend`` over the CPU library."""
+
+    def __init__(
+        self,
+        model: CpuModel,
+        pages: Memory,
+        program: Program,
+        facts: WorkerFacts,
+        num_parameters: int,
+        num_logits: int,
+        num_threads: int,
+    ) -> None:
+        self.facts = facts
+        self.model = model
+        self._first_pages = FirstPages(pages, model.model.kv.page_bytes)
+        self._program = program
+        self._num_logits = num_logits
+        self._num_threads = num_threads
+        self._small_step = SMALL_STEP // num_parameters
+        self._sampling = SamplingRows()
+        # Of most steps: made once.
+        self._no_scores, self._not_pooled = _Scores([], num_logits), _Pooled([])
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Nothing is to be done: whoever writes a page first zeroes what is masked."""
+
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """There is no host tier, so that no plan has copies."""
+        raise AssertionError("the device's memory is the host's")
+
+    copy_in = copy_out
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs the layers and chooses the next tokens: in one call, or in two where masks are awaited in between."""
+        sampling = self._sampling.gather(batch.lines)
+        sampled = batch.line_tokens
+        tokens = (SampledToken * len(sampled))()
+        room = sampling.num_top
+        top_ids = np.empty((len(sampled), room), dtype=np.int32)
+        tops = np.empty((len(sampled), room), dtype=np.float32)
+        spans, pooled_spans = list(batch.prompt_spans()), list(batch.pooled_spans())
+        scores = _Scores(spans, self._num_logits) if spans else self._no_scores
+        pooled = _Pooled(pooled_spans) if pooled_spans else self._not_pooled
+        features = _Features(batch, self.facts.hidden_size) if batch.feature_layers else None
+        tables = np.ascontiguousarray(batch.tables)
+        step = Step(
+            num_tokens=len(batch.token_ids),
+            num_rows=len(batch.rows),
+            num_sampled=len(sampled),
+            token_ids=address(batch.token_ids),
+            starts=address(batch.starts),
+            ends=address(batch.ends),
+            token_starts=address(batch.token_starts),
+            tables=address(tables),
+            table_stride=tables.shape[1],
+            sampled=address(sampled),
+            sampling=sampling.address,
+            tokens=ctypes.addressof(tokens),
+            room=room,
+            top_ids=address(top_ids),
+            tops=address(tops),
+            **scores.fields,
+            **pooled.fields,
+            **(features.fields if features else {}),
+        )
+        num_threads = 1 if len(batch.token_ids) <= self._small_step else self._num_threads
+        with self._first_pages.left_alone():
+            if batch.masks is None:
+                self._program.run(step, num_threads)
+            else:
+                self._program.begin(step, num_threads)
+                masks = batch.masks.words.result()
+                assert 32 * masks.shape[1] >= self._num_logits, "a mask has a bit for every token"
+                sampling.mask(batch.masks.lines, masks)
+                self._program.finish()
+        recorded = None if features is None else features.array
+        return BatchResult(_sampled(batch.lines, tokens, top_ids, tops), scores.parts(), recorded)
+
+    def take_memory(self) -> None:
+        """Of the first pages."""
+        self._first_pages.take()
+
+    def seconds(self) -> dict[str, float]:
+        """Spent in each stage of a step so far."""
+        return self._program.seconds()
+
+
+def _sampled(
+    lines: list[Line],
+    tokens: "ctypes.Array[SampledToken]",
+    top_ids: "np.ndarray[tuple[int, int], np.dtype[np.int32]]",
+    tops: "np.ndarray[tuple[int, int], np.dtype[np.float32]]",
+) -> list[Sampled]:
+    results = []
+    for index, (line, token) in enumerate(zip(lines, tokens, strict=True)):
+        logprobs = None
+        if line.sampling.logprobs is not None:
+            top = token.num_top
+            logprobs = TokenLogprobs(top, [token.logprob], top_ids[index, :top].tolist(), tops[index, :top].tolist())
+        results.append(Sampled(token.token_id, logprobs))
+    return results
+
+
+class _Scores:
+    """The log-probabilities of prompt tokens that come out of a batch: what is asked, and room for the answers."""
+
+    def __init__(self, spans: list[tuple[Row, int, int, int]], num_logits: int) -> None:
+        self._spans = spans
+        parts = [np.arange(first, first + count) for _, first, count, _ in self._spans]
+        told = [row.history[position : position + count] for row, _, count, position in self._spans]
+        for part in told:
+            assert max(part) < num_logits, "prompts' ids are checked against the tokenizer's vocabulary"
+        tops = [min(row.sampling.prompt_logprobs or 0, num_logits) for row, _, _, _ in self._spans]
+        self._tops = tops
+        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        targets: Ids = np.array([token for part in told for token in part], dtype=np.int64)
+        num_tops: Ids = np.repeat(np.array(tops, dtype=np.int64), [len(part) for part in told])
+        room = max(tops, default=0)
+        self._chosen = np.empty(len(tokens), dtype=np.float32)
+        self._top_ids = np.empty((len(tokens), room), dtype=np.int32)
+        self._log_probabilities = np.empty((len(tokens), room), dtype=np.float32)
+        self._kept = (tokens, targets, num_tops)
+        self.fields = {
+            "num_scored": len(tokens), "scored": address(tokens), "targets": address(targets),
+            "num_tops": address(num_tops), "scored_room": room, "chosen": address(self._chosen),
+            "scored_top_ids": address(self._top_ids), "scored_tops": address(self._log_probabilities),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
+
+    def parts(self) -> list[PromptLogprobsPart]:
+        """The answers, a part for each row."""
+        parts = []
+        begin = 0
+        for (row, _, count, position), top in zip(self._spans, self._tops, strict=True):
+            end = begin + count
+            logprobs = TokenLogprobs(
+                top,
+                self._chosen[begin:end].tolist(),
+                self._top_ids[begin:end, :top].ravel().tolist(),
+                self._log_probabilities[begin:end, :top].ravel().tolist(),
+            )
+            parts.append(PromptLogprobsPart(row.number, row.epoch, position, logprobs))
+            begin = end
+        return parts
+
+
+class _Pooled:
+    """The tokens of a batch whose hidden states are added to vectors, and where these lie."""
+
+    def __init__(self, spans: list[tuple[PooledRow, int, int]]) -> None:
+        parts = [np.arange(first, first + count) for _, first, count in spans]
+        tokens: Ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        starts: Ids = np.cumsum([0, *(count for _, _, count in spans)], dtype=np.int64)
+        # Addresses; the rows keep what they point to.
+        vectors: Ids = np.array([address(row.total) for row, _, _ in spans], dtype=np.int64)
+        self._kept = (tokens, starts, vectors)
+        self.fields = {
+            "num_vectors": len(vectors), "num_pooled": len(tokens), "pooled": address(tokens),
+            "pooled_starts": address(starts), "vectors": address(vectors),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
+
+
+class _Features:
+    """Room for what is wanted of a batch's hidden states."""
+
+    def __init__(self, batch: Batch, hidden_size: int) -> None:
+        layers = np.array(batch.feature_layers, dtype=np.int32)
+        self.array = np.empty((len(batch.token_ids), len(layers) * hidden_size), dtype=np.float32)
+        self._kept = layers
+        self.fields = {
+            "num_features": len(layers), "feature_layers": address(layers), "features": address(self.array),
+        }  # fmt: skip
+        """Of the step; what they point to is alive while this is."""
+
+
+def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    if config.device != "cpu":
+        return f"--device is {config.device}, and it is for CPUs: give --device cpu, or leave --backend out"
+    if config.dtype not in ("auto", *DTYPES):
+        return f"--dtype is {config.dtype}, and it has bfloat16 and float32: give one of them, or leave --dtype out"
+    if config.tensor_parallel_size > 1:
+        return (
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and it computes with all cores in one process: "
+            "leave that out"
+        )
+    if info.at_load(config.quantization) == "fp8":
+        return "--quantization fp8 is for the backend cuda: give int8, which takes the same bytes"
+    if config.block_size % LANES:
+        return f"--block-size is {config.block_size}, and its pages hold {LANES} tokens: give a multiple of that"
+    if _experts_differ(info):
+        return "its experts are quantised differently, or by act-order: use a checkpoint with desc_act or actorder off"
+    try:
+        typed_library()
+    except LibraryMissing as error:
+        return str(error)
+    return None
+
+
+def _experts_differ(info: CheckpointInfo) -> bool:
+    """Whether experts differ in what their inputs must be prepared for: they are prepared for all of them at once."""
+    experts = [name.removesuffix(".weight") for name, shape in info.spec.tensors() if ".experts." in name and shape[1:]]
+    linears = [info.quantized.get(name) for name in experts]
+    schemes = {None if linear is None or linear.scheme.is_float else linear.scheme for linear in linears}
+    return len(schemes) > 1 or any(scheme is not None and scheme.is_ordered for scheme in schemes)
+
+
+def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
+    """The factory of the backend registry; there must be no ``objection``. Raises ModelError."""
+    spec = info.spec
+    dtype = NARROW.get(info.dtype, info.dtype) if config.dtype == "auto" else config.dtype
+    if dtype != info.dtype and config.dtype == "auto":
+        logger.info("the checkpoint is in %s, which this backend computes in %s", info.dtype, dtype)
+    quantization = info.choose_quantization(config.quantization)
+    _check_tiers(config)
+    formats = _formats(config, dtype, quantization)
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ModelError(
+            f"--max-model-len {max_model_len}: the model was made for {spec.max_positions}; give at most that"
+        )
+    kernels = find_kernels()
+    assert kernels is not None, "every machine runs the generic kernels"
+    cores = choose_cores(config.cpu_pinning, config.num_threads)
+    if cores is not None:
+        logger.info("each thread that computes stays on a core of its own, of %s", ", ".join(map(str, cores)))
+    library = Library(config.num_threads, cores)
+    max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
+    check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
+    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    tensors = open_tensors(info, config.load_format)
+    try:
+        model = load_model(spec, formats, tensors, library, kernels, max_bytes, num_logits, config.block_size)
+    except MemoryError as error:
+        raise ModelError(
+            f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a smaller "
+            "--dtype, --quantization int8 or int4 or a smaller model, or raise the process's limit (ulimit -v)"
+        ) from error
+    if not math.isfinite(model.error.squared_weights):
+        raise ModelError(f"{spec.architecture}: a weight is no finite number: download the weights again")
+    if model.error.squared_weights:
+        logger.info("%s: the weights' relative error is %.2f %%", quantization, 100 * model.error.relative)
+    num_bytes = block_bytes(spec, formats.kv, config.block_size)
+    num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
+    pages = allocate_pages(library, num_blocks, num_bytes)
+    instruction_set = kernels.name.decode()
+    budget = _default_budget(spec, instruction_set, config.num_threads)
+    facts = WorkerFacts(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or budget,
+        architecture=spec.architecture,
+        backend="cpu",
+        device=config.device,
+        dtype=dtype,
+        kv_cache_dtype="int8" if formats.kv is Format.INT8 else dtype,
+        weight_bytes=model.weight_bytes,
+        kv_bytes=num_blocks * num_bytes,
+        quantization=quantization,
+        instruction_set=instruction_set,
+        num_threads=config.num_threads,
+        hidden_size=spec.hidden_size,
+    )
+    program = model.program(pages)
+    return CpuBackend(model, pages, program, facts, spec.num_parameters, num_logits, config.num_threads)
+
+
+def _check_tiers(config: WorkerConfig) -> None:
+    if config.host_kv_cache_bytes:
+        raise ModelError(
+            "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "
+            "these bytes to --kv-cache-memory-bytes"
+        )
+
+
+def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
+    """Tokens that a step computes in about ``STEP_S``: whoever arrives waits so long, and products are nearly as fast
+    as with more."""
+    per_token = 2 * max(1, spec.num_parameters - spec.vocab_size * spec.hidden_size)
+    tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
+    return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
+
+
+def _formats(config: WorkerConfig, dtype: str, quantization: str) -> Formats:
+    if config.kv_cache_dtype not in ("auto", "int8"):
+        raise ModelError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: is for the backend cuda; here it must be auto or int8"
+        )
+    plain = DTYPES[dtype]
+    weights = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
+    # The head decides between tokens whose logits are close: it keeps eight bits where the layers have four.
+    head = Format.INT8 if quantization in ("int8", "int4") else plain
+    return Formats(weights, head, plain, Format.INT8 if config.kv_cache_dtype == "int8" else plain)

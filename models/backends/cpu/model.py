@@ -1,0 +1,261 @@
+"""Makes a ``ModelSpec`` and a checkpoint into the CPU library's model: data, and addresses of packed weights."""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.kernels.cpu import LANES, Format, Gate, Kernels, KvLayout
+from penstock.kernels.cpu_program import (
+    Expert,
+    Layer,
+    Library,
+    Linear,
+    Memory,
+    Model,
+    Program,
+    QkNorm,
+    Rope,
+    Source,
+)
+from penstock.models.backends.cpu.weights import (
+    ALIGNMENT,
+    Packer,
+    Tensors,
+    group_made,
+    narrowed,
+    stored_format,
+    widened,
+)
+from penstock.models.checkpoint import spec as decoder
+from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, HeadSpec
+from penstock.models.checkpoint.quantization_error import QuantizationError
+from penstock.models.checkpoint.quantized_layout import QuantizedLinear
+from penstock.models.checkpoint.rope import attention_factor, inverse_frequencies
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.errors import ModelError
+
+GATES = {
+    decoder.Activation.SILU: Gate.SILU,
+    decoder.Activation.GELU: Gate.GELU,
+    decoder.Activation.GELU_TANH: Gate.GELU_TANH,
+}
+QK_NORMS = {
+    decoder.QkNorm.NONE: QkNorm.NONE,
+    decoder.QkNorm.HEAD: QkNorm.HEAD,
+    decoder.QkNorm.ALL: QkNorm.ALL,
+}
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ROUTER = "mlp.gate"
+
+ELEMENT_BYTES = {Format.F32: 4, Format.BF16: 2, Format.INT8: 1, Format.INT4: 1}
+"""Of a weight, at most."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a model is held in."""
+
+    weights: Format
+    """Of the layers' products."""
+    head: Format
+    table: Format
+    """Of an embedding that isn't the head's matrix: F32 or BF16."""
+    kv: Format
+
+
+@dataclass(frozen=True)
+class CpuModel:
+    """A model in the library's memory; everything that its addresses point to lives as long as this."""
+
+    model: Model
+    library: Library
+    weights: Memory
+    weight_bytes: int
+    """Of the packed weights."""
+    error: QuantizationError
+    """What quantising at load cost."""
+    parts: tuple[object, ...]
+
+    def program(self, pages: Memory) -> Program:
+        """What runs the model's steps over KV pages."""
+        self.model.pages = pages.address
+        self.library.loaded()
+        return self.library.program(self.model)
+
+
+def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
+    """A page of one layer, as ``csrc/kernels.h`` draws it. Those of the same tokens lie side by side for all layers:
+    memory that is written for the first time comes evenly then, and not for all layers at once."""
+    padded = -(-spec.head_dim // LANES) * LANES
+    section = padded * LANES * ELEMENT_BYTES[format]
+    head_bytes = 2 * section + (2 * LANES * 4 if format is Format.INT8 else 0)
+    page_bytes = spec.num_layers * spec.num_kv_heads * head_bytes
+    return KvLayout(format, spec.num_kv_heads, spec.head_dim, head_bytes, page_bytes)
+
+
+def block_bytes(spec: ModelSpec, format: Format, block_size: int) -> int:
+    """Of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
+    return int(kv_layout(spec, format).page_bytes) * (block_size // LANES)
+
+
+def max_weight_bytes(
+    spec: ModelSpec, formats: Formats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
+) -> int:
+    """What the packed weights need at most. They need hardly less: linears that become one save a panel at most."""
+    total = 0
+    for name, shape in spec.tensors():
+        if len(shape) == 1:
+            total += 4 * shape[0]
+        elif name == EMBEDDING and not spec.tied_embeddings:
+            total += math.prod(shape) * ELEMENT_BYTES[formats.table]
+        else:
+            rows, columns = shape
+            kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
+            kind, group = (Format.F32, 0) if name.endswith(f"{ROUTER}.weight") else (kind, group_made(kind))
+            linear = quantized.get(name.removesuffix(".weight"))
+            if linear is not None and not linear.scheme.is_float:
+                kind, group = stored_format(linear.scheme.bits, linear.scheme.group, columns)
+            total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
+        total += ALIGNMENT
+    return total
+
+
+def load_model(
+    spec: ModelSpec,
+    formats: Formats,
+    tensors: Tensors,
+    library: Library,
+    kernels: Kernels,
+    max_bytes: int,
+    num_logits: int,
+    block_size: int,
+) -> CpuModel:
+    """Packs the weights into ``max_bytes``, what ``max_weight_bytes`` says. Raises ModelError and MemoryError."""
+    memory = library.memory(max_bytes)
+    packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
+    ropes = list(dict.fromkeys(spec.ropes))
+    rope_array = (Rope * len(ropes))(
+        *(Rope(packer.keep(inverse_frequencies(rope, spec.rotary_dim)), attention_factor(rope)) for rope in ropes)
+    )
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    # The largest matrices go first: a matrix's pages of the file count as this process's memory while it is packed.
+    name = EMBEDDING if spec.tied_embeddings else HEAD
+    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, False, format=formats.head)
+    wide = formats.table is Format.F32
+    table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
+    experts: list[object] = []
+    layers = (Layer * spec.num_layers)(
+        *(_layer(packer, spec, index, ropes, experts) for index in range(spec.num_layers))
+    )
+    clamped = spec.experts.gate if spec.experts else None
+    kv = kv_layout(spec, formats.kv)
+    model = Model(
+        kernels=ctypes.pointer(kernels),
+        vocab_size=vocab,
+        num_logits=num_logits,
+        hidden_size=hidden,
+        intermediate_size=spec.intermediate_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary_dim,
+        num_ropes=len(ropes),
+        num_experts=spec.experts.num_experts if spec.experts else 0,
+        experts_per_token=spec.experts.per_token if spec.experts else 0,
+        expert_size=spec.experts.intermediate_size if spec.experts else 0,
+        normalise_experts=bool(spec.experts and spec.experts.normalise),
+        expert_activation=GATES[spec.activation] if clamped is None else Gate.CLAMPED,
+        gate_alpha=clamped.alpha if clamped else 0.0,
+        gate_limit=clamped.limit if clamped else 0.0,
+        qk_norm=QK_NORMS[spec.qk_norm],
+        activation=GATES[spec.activation],
+        block_size=block_size,
+        norm_eps=spec.norm_eps,
+        embedding_scale=_rounded(spec.embedding_scale, formats),
+        attention_scale=spec.attention_scale,
+        attention_soft_cap=spec.attention_soft_cap or 0.0,
+        logit_soft_cap=spec.logit_soft_cap or 0.0,
+        embedding_format=formats.table,
+        embedding=table,
+        packed_embedding=head.parts[0],
+        head=head,
+        norm=packer.vector("model.norm.weight", hidden, spec.norm_offset),
+        layers=ctypes.addressof(layers),
+        ropes=ctypes.addressof(rope_array),
+        kv=kv,
+        layer_bytes=kv.kv_heads * kv.head_bytes,
+    )
+    if isinstance(spec, HeadSpec):
+        model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
+        layers[0].hidden_norm = packer.vector(HIDDEN_NORM, hidden)
+    tensors.done()
+    used = packer.address - memory.address
+    return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
+
+
+def _layer(packer: Packer, spec: ModelSpec, index: int, ropes: list[decoder.Rope], experts: list[object]) -> Layer:
+    prefix = f"model.layers.{index}."
+    attention, hidden, inner = f"{prefix}self_attn.", spec.hidden_size, spec.intermediate_size
+    norms = [
+        None if name is None else packer.vector(f"{prefix}{name}.weight", hidden, spec.norm_offset)
+        for name in spec.layer_norms
+    ]
+    query_norm = key_norm = None
+    if spec.qk_norm is not decoder.QkNorm.NONE:
+        whole = spec.qk_norm is decoder.QkNorm.ALL
+        sizes = (spec.query_size, spec.kv_size) if whole else (spec.head_dim, spec.head_dim)
+        query_norm = packer.vector(f"{attention}q_norm.weight", sizes[0], spec.norm_offset)
+        key_norm = packer.vector(f"{attention}k_norm.weight", sizes[1], spec.norm_offset)
+    qkv = [f"{attention}{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    layer = Layer(
+        attention_norm=norms[0],
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp_post_norm=norms[3],
+        query_norm=query_norm,
+        key_norm=key_norm,
+        sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
+        window=spec.windows[index] or 0,
+        rope=ropes.index(spec.ropes[index]),
+        qkv=packer.linear(qkv, [spec.query_size, spec.kv_size, spec.kv_size], spec.qkv_columns, spec.qkv_bias),
+        output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
+    )
+    if spec.experts is None or not spec.has_experts(index):
+        layer.gate_up, layer.down = _mlp(packer, f"{prefix}mlp.", hidden, inner, spec.mlp_bias)
+        return layer
+    kinds = spec.experts
+    # In float32: the router's choice turns on small differences, and it costs next to nothing.
+    layer.router = packer.linear([prefix + ROUTER], [kinds.num_experts], hidden, kinds.biased, format=Format.F32)
+    array = (Expert * kinds.num_experts)(
+        *(
+            Expert(*_mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased))
+            for expert in range(kinds.num_experts)
+        )
+    )
+    for expert in array:
+        if expert.gate_up.num_parts != 1 or expert.gate_up.parts[0].order or expert.down.parts[0].order:
+            raise ModelError(
+                f"{prefix}mlp: its experts take their inputs in orders of their own (g_idx), though config.json says "
+                "desc_act or actorder is off: give --backend reference, or use a checkpoint without them"
+            )
+    experts.append(array)
+    layer.experts = ctypes.addressof(array)
+    return layer
+
+
+def _mlp(packer: Packer, prefix: str, hidden: int, inner: int, biased: bool) -> tuple[Linear, Linear]:
+    gate_up = packer.linear([f"{prefix}gate_proj", f"{prefix}up_proj"], [inner, inner], hidden, biased, gated=True)
+    return gate_up, packer.linear([f"{prefix}down_proj"], [hidden], inner, biased)
+
+
+def _rounded(scale: float, formats: Formats) -> float:
+    """The embeddings' scale in the model's dtype."""
+    if formats.table is Format.F32:
+        return scale
+    return float(widened(narrowed(np.array([scale], dtype=np.float32)), Source.BF16)[0])

@@ -1,0 +1,168 @@
+"""Rows as the CPU library samples them: a table of ``SamplingRow``, a line of it filled once for each row, from which a
+step's rows are copied. Knows no tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu import SamplingRow, address
+from penstock.models.batch.forbidden import forbidden_ids
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import Row
+from penstock.models.batch.token_counts import TokenCounts
+from penstock.models.batch.token_lists import TokenLists
+
+Words = NDArray[np.uint64]
+
+
+class SamplingBatch(NamedTuple):
+    """The lines of a step, one after another. Arrays that they point into are alive while the batch is."""
+
+    address: int
+    """Of the first ``SamplingRow``."""
+    num_rows: int
+    num_top: int
+    """The most likeliest tokens that any of the rows wants log-probabilities of: room for a row's results."""
+    rows: Words
+    """(num_rows, WIDTH): what lies at the address."""
+    kept: tuple[object, ...]
+    """Only so that it is not freed."""
+
+    def mask(self, lines: list[int], masks: NDArray[np.uint32]) -> None:
+        """Sets what grammars allow of some of the rows, in place of all else that says what is allowed. ``masks`` must
+        be kept as long as the batch is used."""
+        assert masks.flags.c_contiguous, "masks lie one after another"
+        self.rows[lines, MASK] = address(masks) + np.arange(len(lines)) * masks.strides[0]
+
+
+def _column(name: str) -> int:
+    """Every field is of 8 bytes, so a row is a line of 64-bit words."""
+    return int(getattr(SamplingRow, name).offset) // 8
+
+
+WIDTH = ctypes.sizeof(SamplingRow) // 8
+POSITION = _column("position")
+SEEN = (_column("seen_ids"), _column("seen_counts"), _column("num_seen"))
+FORBIDDEN = (_column("forbidden"), _column("num_forbidden"))
+MASK = _column("mask")
+NUM_LOGPROBS = _column("num_logprobs")
+
+
+class _Counts:
+    """Where a row's counts lie. They move when they outgrow their arrays, and only then."""
+
+    __slots__ = ("_arrays", "_counts", "_place")
+
+    def __init__(self, counts: TokenCounts) -> None:
+        self._counts = counts
+        self._arrays: tuple[object, object] | None = None
+        self._place = (0, 0)
+
+    def locate(self) -> tuple[tuple[int, int, int], object]:
+        """The values of SEEN; and what is to be held as long as they are used."""
+        ids = self._counts.ids
+        if self._arrays is None or ids.base is not self._arrays[0]:
+            output = self._counts.output
+            self._arrays, self._place = (ids.base, output.base), (address(ids), address(output))
+        return (*self._place, len(ids)), self._arrays
+
+
+class SamplingRows:
+    """Makes batches of rows.
+
+    A row is filled in when it is first seen; another one of the same number takes its place. In each step only what
+    changes is written: positions, where penalties' counts lie, and what is forbidden.
+    """
+
+    def __init__(self) -> None:
+        self._table: Words = np.zeros((16, WIDTH), dtype=np.uint64)
+        self._lists: list[TokenLists | None] = [None] * 16
+        """Of the row that a line of the table is filled with: a row has one of its own, and the line points into it."""
+        self._counts: dict[int, _Counts] = {}
+        self._restrained: set[int] = set()
+        """Rows of which something may be forbidden."""
+
+    def gather(self, lines: list[Line]) -> SamplingBatch:
+        """The lines' rows as they stand now. Valid until a token is appended to one of them."""
+        numbers = [line.row.number for line in lines]
+        self._grow(max(numbers, default=0) + 1)
+        known = self._lists
+        for line, number in zip(lines, numbers, strict=True):
+            if known[number] is not line.row.lists:
+                self._fill(line.row)
+        # One copy: lines of a table would be overwritten while another thread still reads the last batch.
+        words = self._table[numbers]
+        words[:, POSITION] = [line.position for line in lines]
+        kept: list[object] = [[known[number] for number in numbers]]
+        if self._counts:
+            self._point_to_counts(words, lines, kept)
+        if self._restrained:
+            self._point_to_forbidden(words, lines, kept)
+        num_top = int(words[:, NUM_LOGPROBS].view(np.int64).max(initial=0))
+        return SamplingBatch(address(words), len(lines), num_top, words, tuple(kept))
+
+    def _point_to_counts(self, words: Words, lines: list[Line], kept: list[object]) -> None:
+        known = self._counts
+        penalised = [
+            (index, _Counts(counts) if line.drafts and (counts := line.counts) else known[line.row.number])
+            for index, line in enumerate(lines)
+            if line.row.number in known
+        ]
+        if penalised:
+            located = [counts.locate() for _, counts in penalised]
+            kept += [arrays for _, arrays in located]
+            _write(words, SEEN, [index for index, _ in penalised], [values for values, _ in located])
+
+    def _point_to_forbidden(self, words: Words, lines: list[Line], kept: list[object]) -> None:
+        restrained = [
+            (index, ids[0] if len(ids) == 1 else np.concatenate(ids))
+            for index, line in enumerate(lines)
+            if line.row.number in self._restrained and (ids := tuple(forbidden_ids(line)))
+        ]
+        if restrained:
+            arrays = [ids for _, ids in restrained]
+            kept += arrays
+            _write(words, FORBIDDEN, [index for index, _ in restrained], [(address(ids), len(ids)) for ids in arrays])
+
+    def _fill(self, row: Row) -> None:
+        sampling, lists, number = row.sampling, row.lists, row.number
+        line = SamplingRow(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            top_k=sampling.top_k,
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            bias_ids=address(lists.bias_ids),
+            biases=address(lists.bias),
+            num_biases=len(lists.bias),
+        )
+        if lists.allowed is not None:
+            line.allowed, line.num_allowed = address(lists.allowed), len(lists.allowed)
+        self._table[number] = np.frombuffer(bytes(line), dtype=np.uint64)
+        self._lists[number] = lists
+        self._counts.pop(number, None)
+        if row.counts is not None:
+            self._counts[number] = _Counts(row.counts)
+        self._restrained.discard(number)
+        if sampling.min_tokens > 0 or sampling.bad_words:
+            self._restrained.add(number)
+
+    def _grow(self, num_rows: int) -> None:
+        have = len(self._table)
+        if num_rows > have:
+            grown = np.zeros((max(num_rows, 2 * have), WIDTH), dtype=np.uint64)
+            grown[:have] = self._table
+            self._table = grown
+            self._lists += [None] * (len(grown) - have)
+
+
+def _write(words: Words, columns: tuple[int, ...], at: list[int], values: Sequence[tuple[int, ...]]) -> None:
+    """Some columns of some lines."""
+    words[np.array(at)[:, None], columns] = np.array(values, dtype=np.uint64)

@@ -1,0 +1,347 @@
+"""Packs a checkpoint's weights for the CPU library as they are read: each goes from the file's pages to its place, with
+no copy between. Knows numpy and the library, no torch."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu import LANES, Format, Kernels, Matrix
+from penstock.kernels.cpu_program import Library, Linear, Source
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.quantization_error import QuantizationError
+from penstock.models.checkpoint.quantized_reader import QuantizedMatrix, read_matrix
+from penstock.models.errors import ModelError
+
+Floats = NDArray[np.float32]
+Addresses = NDArray[np.uint64]
+
+SOURCES = {"F32": Source.F32, "BF16": Source.BF16, "F16": Source.F16, "F64": Source.F64}
+"""What the library calls the dtypes on disk."""
+
+DUMMY_SEED = 0
+DUMMY_STD = 0.02
+ALIGNMENT = 64
+GROUP = 128
+"""Columns that share a scale where int4 is made at load."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix as they lie in memory."""
+
+    array: NDArray[np.generic]
+    """(rows, columns)."""
+    source: Source
+
+    @property
+    def addresses(self) -> Addresses:
+        """Of each row."""
+        rows = np.arange(len(self.array), dtype=np.uint64)
+        return np.uint64(self.array.ctypes.data) + rows * np.uint64(self.array.strides[0])
+
+
+class Tensors(Protocol):
+    """Where a model's tensors come from."""
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """The linear's weight where the checkpoint holds it quantised to whole numbers."""
+        ...
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """A matrix, or a vector as one row."""
+        ...
+
+    def done(self) -> None:
+        """What was read so far is not needed again."""
+        ...
+
+
+class FileTensors:
+    """The tensors of a checked checkpoint, in the pages of its files."""
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        """Raises ModelError."""
+        self._info = info
+        self._files = TensorFiles(entry.file for entry in info.tensors.values())
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """Reads the whole matrix."""
+        linear = self._info.quantized.get(name)
+        return None if linear is None or linear.scheme.is_float else read_matrix(linear)
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """Nothing is read before somebody looks at it, but for weights in fp8, which are multiplied out."""
+        linear = self._info.quantized.get(name.removesuffix(".weight"))
+        if linear is not None:
+            return Rows(read_matrix(linear).dequantized(), Source.F32)
+        entry = self._info.tensors[name]
+        array = self._files.array(entry)
+        return Rows(array if array.ndim == 2 else array[None], SOURCES[entry.dtype])
+
+    def done(self) -> None:
+        """Gives the pages back."""
+        self._files.forget()
+
+
+class DummyTensors:
+    """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
+    every time."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.Generator(np.random.SFC64(DUMMY_SEED))
+
+    def quantized(self, name: str) -> QuantizedMatrix | None:
+        """None is."""
+        return None
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
+        """Random numbers for a matrix, ones for a norm, zeros for a bias or a sink."""
+        if len(shape) == 2:
+            drawn = self._generator.standard_normal(shape, dtype=np.float32)
+            drawn *= np.float32(DUMMY_STD)
+            return Rows(drawn, Source.F32)
+        return Rows(np.full((1, *shape), 1.0 if name.endswith("norm.weight") else 0.0, dtype=np.float32), Source.F32)
+
+    def done(self) -> None:
+        """Nothing is kept."""
+
+
+def open_tensors(info: CheckpointInfo, load_format: str) -> Tensors:
+    """The tensors that a load format names: auto or dummy. Raises ModelError."""
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"--load-format {load_format}: must be auto or dummy")
+    return DummyTensors() if load_format == "dummy" else FileTensors(info)
+
+
+@dataclass
+class Packer:
+    """Puts weights into the library's memory, one after another."""
+
+    library: Library
+    kernels: Kernels
+    tensors: Tensors
+    format: Format
+    """Of the products."""
+    address: int
+    end: int
+    error: QuantizationError = field(default_factory=QuantizationError)
+    kept: list[NDArray[np.generic]] = field(default_factory=list)
+    """What the library reads where it lies."""
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> int:
+        """The address of a vector in float32, ``offset`` added to each entry."""
+        return self.keep(self._floats(name, (size,))[0] + np.float32(offset))
+
+    def keep(self, array: NDArray[np.generic]) -> int:
+        """The address of an array that will stay."""
+        self.kept.append(np.ascontiguousarray(array))
+        return self.kept[-1].ctypes.data
+
+    def table(self, name: str, shape: tuple[int, int], wide: bool) -> int:
+        """The address of a matrix whose rows are looked up: float32 if ``wide``, else bfloat16."""
+        rows = self.tensors.rows(name, shape)
+        itemsize = 4 if wide else 2
+        address = self._take(shape[0] * shape[1] * itemsize)
+        out = np.ndarray(shape, "<f4" if wide else "<u2", _memory(address, shape[0] * shape[1] * itemsize))
+        for begin in range(0, shape[0], 4096):
+            part = rows.array[begin : begin + 4096]
+            if wide:
+                out[begin : begin + 4096] = widened(part, rows.source)
+            else:
+                kept = part if rows.source is Source.BF16 else narrowed(widened(part, rows.source))
+                out[begin : begin + 4096] = kept
+        self.tensors.done()
+        return address
+
+    def linear(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        biased: bool,
+        *,
+        gated: bool = False,
+        format: Format | None = None,
+    ) -> Linear:
+        """The products of several linears on the same inputs, as one where they are alike: their rows one above the
+        other, or panel by panel in turn if ``gated``; ``format`` instead of the usual one."""
+        quantized = [self.tensors.quantized(name) for name in names]
+        biases = [
+            self._floats(f"{name}.bias", (n,))[0] if biased else None for name, n in zip(names, rows, strict=True)
+        ]
+        kind = self.format if format is None else format
+        if all(part is None for part in quantized):
+            sources = [self.tensors.rows(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
+            return _joined([self._float_matrix(sources, columns, biases, gated, kind)])
+        codes = [part for part in quantized if part is not None]
+        if len(codes) == len(names) and all(_are_alike(codes[0], part) for part in codes):
+            return _joined([_Codes.of(codes, biases, gated).pack(self)])
+        parts = []
+        for name, part, n, bias in zip(names, quantized, rows, biases, strict=True):
+            if part is None:
+                source = self.tensors.rows(f"{name}.weight", (n, columns))
+                parts.append(self._float_matrix([source], columns, [bias], False, kind))
+            else:
+                parts.append(_Codes.of([part], [bias], False).pack(self))
+        return _joined(parts)
+
+    def _float_matrix(
+        self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: Format
+    ) -> Matrix:
+        order = _order([len(part.array) for part in parts], gated)
+        matrix = self.matrix(kind, len(order), columns, group_made(kind), _rearranged(biases, order))
+        if len({(part.source, part.array.strides[1]) for part in parts}) > 1:  # a checkpoint in several dtypes
+            parts = [Rows(np.ascontiguousarray(widened(part.array, part.source)), Source.F32) for part in parts]
+        addresses = np.concatenate([part.addresses for part in parts])
+        errors = self.library.pack(
+            self.kernels, matrix, _placed(addresses, order), parts[0].source, parts[0].array.strides[1]
+        )
+        self.error.squared_error += errors[0]
+        self.error.squared_weights += errors[1]
+        self.tensors.done()
+        return matrix
+
+    def matrix(self, format: Format, rows: int, columns: int, group: int, bias: Floats | None) -> Matrix:
+        """An empty matrix in the library's memory."""
+        panels = -(-rows // LANES)
+        panel_bytes = self.kernels.panel_bytes(format, columns, group)
+        address = self._take(panels * panel_bytes)
+        padded = None
+        if bias is not None:
+            padded = np.zeros(panels * LANES, dtype=np.float32)
+            padded[: len(bias)] = bias
+        return Matrix(
+            format=format, rows=rows, columns=columns, group=group, panel_bytes=panel_bytes, panels=address,
+            bias=None if padded is None else self.keep(padded), order=None,
+        )  # fmt: skip
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> Floats:
+        rows = self.tensors.rows(name, shape)
+        return np.array(widened(rows.array, rows.source))
+
+    def _take(self, num_bytes: int) -> int:
+        address = -(-self.address // ALIGNMENT) * ALIGNMENT
+        self.address = address + num_bytes
+        assert self.address <= self.end, "more room was set aside than weights can need"
+        return address
+
+
+@dataclass
+class _Codes:
+    """A quantised matrix on its way into panels; the arrays' rows are in the order of the checkpoint."""
+
+    bits: int
+    group: int
+    codes: NDArray[np.uint8]
+    scales: Floats
+    zeros: Floats
+    order: NDArray[np.int32] | None
+    rows: NDArray[np.int64]
+    """Which of them each row of the matrix is, as ``_order`` says."""
+    bias: Floats | None
+
+    @classmethod
+    def of(cls, parts: list[QuantizedMatrix], biases: Sequence[Floats | None], gated: bool) -> "_Codes":
+        order = _order([len(part.codes) for part in parts], gated)
+        return cls(
+            parts[0].bits,
+            parts[0].group,
+            np.concatenate([part.codes for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate([part.zeros for part in parts]),
+            parts[0].order,
+            order,
+            _rearranged(biases, order),
+        )
+
+    def pack(self, packer: Packer) -> Matrix:
+        columns = self.codes.shape[1]
+        kind, group = stored_format(self.bits, self.group, columns)
+        matrix = packer.matrix(kind, len(self.rows), columns, group, self.bias)
+        if self.order is not None:
+            matrix.order = packer.keep(self.order)
+        packer.library.pack_codes(
+            packer.kernels,
+            matrix,
+            *(_placed(Rows(part, Source.F32).addresses, self.rows) for part in (self.codes, self.scales, self.zeros)),
+        )
+        packer.tensors.done()
+        return matrix
+
+
+def group_made(format: Format) -> int:
+    """Columns that share a scale where a matrix is quantised at load."""
+    return GROUP if format is Format.INT4 else 0
+
+
+def stored_format(bits: int, group: int, columns: int) -> tuple[Format, int]:
+    """What a matrix that a checkpoint holds quantised is packed as, and the group of its panels."""
+    if bits == 8:
+        return Format.INT8, 0
+    return Format.INT4, group or -(-columns // 32) * 32
+
+
+def _are_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    """Whether the two can be one matrix."""
+    if (one.bits, one.group) != (other.bits, other.group):
+        return False
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return np.array_equal(one.order, other.order)
+
+
+def _order(sizes: Sequence[int], gated: bool) -> NDArray[np.int64]:
+    """Which row of the parts, one above the other, each row of the matrix is; -1 for a row of zeros, which fills up a
+    panel."""
+    if not gated:
+        return np.arange(sum(sizes))
+    gate, up = sizes
+    assert gate == up, "a gate for each"
+    padded = np.full((2, -(-gate // LANES) * LANES), -1, dtype=np.int64)
+    padded[0, :gate] = np.arange(gate)
+    padded[1, :gate] = gate + np.arange(gate)
+    return padded.reshape(2, -1, LANES).swapaxes(0, 1).reshape(-1)
+
+
+def _placed(addresses: Addresses, order: NDArray[np.int64]) -> Addresses:
+    """Addresses in the matrix's order, 0 where there is no row, to the end of the last panel."""
+    placed = np.zeros(-(-len(order) // LANES) * LANES, dtype=np.uint64)
+    placed[: len(order)] = np.where(order < 0, np.uint64(0), addresses[order])
+    return placed
+
+
+def _rearranged(biases: Iterable[Floats | None], order: NDArray[np.int64]) -> Floats | None:
+    parts = [bias for bias in biases if bias is not None]
+    if not parts:
+        return None
+    joined = np.concatenate(parts)
+    return np.where(order < 0, np.float32(0.0), joined[order]).astype(np.float32)
+
+
+def _joined(parts: list[Matrix]) -> Linear:
+    linear = Linear(num_parts=len(parts))
+    for index, part in enumerate(parts):
+        linear.parts[index] = part
+    return linear
+
+
+def widened(array: NDArray[np.generic], source: Source) -> Floats:
+    """As float32."""
+    if source is Source.BF16:
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32)
+
+
+def narrowed(array: Floats) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))

@@ -1,0 +1,313 @@
+"""The backend for NVIDIA GPUs: kernels in Triton, products by cuBLAS where bits may depend on the batch. A step goes to
+the device as a whole, as a CUDA graph where it is small, and the next one may be there before it ends.
+
+With TRITON_INTERPRET=1 all of it runs on a CPU, a thousand times slower: so it is tested where there is no GPU.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
+from penstock.kernels.cuda.core.launch import interpreted, launches, shared_bytes
+from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
+from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
+from penstock.kernels.reference.wide import widened
+from penstock.models.backends.base import Finish
+from penstock.models.backends.cuda.features import DeviceLines
+from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
+from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
+from penstock.models.backends.cuda.model import CudaModel, Hidden
+from penstock.models.backends.cuda.rows import CudaRows
+from penstock.models.backends.cuda.sampler import CudaSampler
+from penstock.models.backends.cuda.shapes import max_drafts, shape_of
+from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
+from penstock.models.backends.distributed import join
+from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
+from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.torch_common.device import allocated, context_of, torch_device
+from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
+from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts, num_row_numbers
+
+logger = logging.getLogger(__name__)
+
+SHARED_BYTES = 227 << 10
+"""Of a program: what tiles are made for."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {"fp8": torch.float8_e4m3fn}
+"""Besides that of the activations."""
+
+
+class StepMemory:
+    """What steps need besides weights and pages; taken before the KV cache gets what is left."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        sampler, sequences, lines = shape.sampler(), shape.max_sequences, shape.max_lines
+        self.shape = shape
+        self.sampler = CudaSampler(sampler, lines, device)
+        self.rows = CudaRows(sampler, num_row_numbers(sequences), sequences, lines, shape.max_pages, device)
+        self.inputs = StepInputs(sequences, shape.max_tokens, lines, device)
+        self.outputs = StepOutputs(sequences, lines, device)
+
+
+class CudaBackend:
+    """A ``Backend`` whose rows stand on the device."""
+
+    runs_ahead = True
+
+    def __init__(
+        self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts
+    ) -> None:
+        self.facts = facts
+        self._spec = spec
+        self._model = model
+        self._memory = memory
+        self._host_pages = host_pages
+        self._device = model.device
+        self._graphs = StepGraphs(self._forward, self._choose, self._device)
+        memory.rows.on_moved = self._graphs.clear
+        self._copies: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._warm()
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Nothing is to be done: what is no token of a row is never read."""
+
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """Has blocks copied to slots of the host tier, after the steps that have begun."""
+        self._host_pages.copy_out(copies)
+
+    def copy_in(self, copies: list[tuple[int, int]]) -> None:
+        """Has slots of the host tier copied to blocks, before the next step."""
+        self._host_pages.copy_in(copies)
+
+    def take_memory(self) -> None:
+        """The device's is all there."""
+
+    @torch.inference_mode()
+    def _warm(self) -> None:
+        """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
+        graphs."""
+        with launches.warming():
+            for size in self._warm_sizes():
+                self._choose(size, self._forward(size))
+            self._graphs.capture(graph_sizes(self._memory.shape, self._device))
+
+    def _warm_sizes(self) -> Iterator[Size]:
+        """Of steps of every form, besides those of the graphs."""
+        shape = self._memory.shape
+        most, tokens, verified = shape.max_sequences, shape.max_tokens, shape.max_queries[-1]
+        wanted = {number for number in (2, verified + 1, *self._model.changes()) if number <= tokens}
+        if self._device.type == "cuda":
+            wanted.add(tokens)  # which also takes the memory that so large a step needs
+            # ``prepare`` has a form for each power of 2.
+            for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
+                yield Size(sequences, tokens, shape.max_lines, tokens)
+        for number in sorted(wanted):
+            yield Size(1, number, 1, number)
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch) -> Finish:
+        """Has the device compute the batch, after those before it."""
+        memory, size = self._memory, Size.of(batch)
+        reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
+        graph = None if reads_hidden else self._graphs.find(size)
+        memory.rows.update(batch)
+        memory.inputs.write(batch, graph or size, memory.rows)
+        parts = []
+        if graph:
+            made = self._graphs.run(graph, lambda: self._await_masks(batch))
+        else:
+            made = self._forward(size)
+            self._await_masks(batch)
+            self._choose(size, made)
+            add_to_vectors(batch, made.states)
+            parts = prompt_parts(batch, made.states, self._wide_logits, self._spec.vocab_size)
+        features = None
+        if batch.feature_layers:
+            # A copy, as the next step has its own there.
+            features = DeviceLines.of(made.features[: size.tokens].flatten(1).clone())
+        with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
+        told, ready = self._to_host(memory.outputs.snapshot(size.lines, with_tops=with_tops))
+
+        def finish() -> BatchResult:
+            if ready is not None:
+                ready.synchronize()
+            return BatchResult(memory.outputs.read(batch.lines, told.numpy(), memory.rows.num_top), parts, features)
+
+        return finish
+
+    def _to_host(self, snapshot: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+        """A copy on the host, and what tells when it is there; beside the next step's computing."""
+        if self._copies is None:
+            return snapshot, None
+        host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(snapshot, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        snapshot.record_stream(self._copies)
+        return host, ready
+
+    def _await_masks(self, batch: Batch) -> None:
+        """While the layers run. They may follow from tokens of the step before, which another thread learns."""
+        if batch.masks is not None:
+            self._memory.rows.write_masks(batch.masks.words.result())
+            self._memory.rows.forget(batch.masks.late)
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._model.embedding
+
+    def _forward(self, size: Size) -> Hidden:
+        """Launches the layers of a step of that size on what the inputs hold."""
+        rows = self._memory.rows.rows
+        step = self._memory.inputs.step(size)
+        prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
+        ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
+        return self._model.forward(step, ragged, size.longest)
+
+    def _choose(self, size: Size, hidden: Hidden) -> None:
+        """Launches the rest of it: tokens are chosen, and rows move on by what they keep."""
+        memory = self._memory
+        rows, inputs, outputs = memory.rows, memory.inputs, memory.outputs
+        kept = inputs.part("kept_before", size.sequences)
+        last = outputs.part("last", size.sequences).fill_(-1)
+        if size.lines:
+            logits = self._model.logits(hidden.states.index_select(0, inputs.part("line_tokens", size.lines)))
+            accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
+            kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
+        commit(rows.rows, inputs.step(size), kept, last)
+
+    def _wide_logits(self, hidden: Tensor) -> Tensor:
+        # A copy, as a part of the hidden states may begin where no kernel reads.
+        return widened(self._model.logits(hidden.clone()))
+
+
+def objection(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    """Why this backend cannot run the model as the config asks, with the remedy; None if it can."""
+    spec = info.spec
+    if not config.device.startswith("cuda") and not interpreted():
+        return f"--device is {config.device}, and it is for GPUs: give --device cuda, or leave --backend out"
+    if config.device.startswith("cuda"):
+        shared = shared_bytes(torch_device(config.device))
+        if shared < SHARED_BYTES:
+            return (
+                f"its kernels are made for GPUs like Hopper's, where a program has {SHARED_BYTES} bytes of "
+                f"shared memory, and this one has {shared}"
+            )
+    dtype = _dtype_name(config, info)
+    if dtype not in DTYPES:
+        return f"--dtype is {config.dtype}, which is {dtype} here, and it has {', '.join(DTYPES)}: give one of them"
+    if config.block_size != PAGE_SLOTS:
+        return f"--block-size is {config.block_size}, and its pages hold {PAGE_SLOTS} tokens: give that"
+    if spec.head_dim % 8 or not MIN_HEAD_DIM <= spec.head_dim <= MAX_HEAD_DIM:
+        return f"its heads are of {spec.head_dim} dimensions, and this runs multiples of 8 from 16 to 256"
+    if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
+        return f"its vocabulary is of {spec.vocab_size} tokens, and this samples from up to {MAX_VOCAB}"
+    if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
+        return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
+    return None
+
+
+def _dtype_name(config: WorkerConfig, info: CheckpointInfo) -> str:
+    return info.dtype if config.dtype == "auto" else config.dtype
+
+
+def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
+    """The factory of the backend registry. Raises ModelError."""
+    spec = info.spec.divided(config.tensor_parallel_size)
+    dtype_name = _dtype_name(config, info)
+    dtype, device = DTYPES[dtype_name], torch_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    max_model_len = context_of(config, spec)
+    quantization = info.choose_quantization(config.quantization)
+    parallel = join(config)
+    wanted = dtype_name if quantization == "none" else quantization
+    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
+    at_load = info.at_load(config.quantization)
+    linears = CudaLinears(info, at_load, device, deterministic=config.deterministic)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel, linears.make)
+    if at_load is not None:
+        logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
+    max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
+    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    shape = shape_of(
+        spec,
+        dtype,
+        kv_dtype,
+        num_logits,
+        max_model_len,
+        config.max_num_seqs,
+        # A row of a block is what the runner warms up with.
+        max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
+        deterministic=config.deterministic,
+        max_drafts=max_drafts(config),
+    )
+    memory = StepMemory(shape, device)
+    linears.take_room(dtype, shape.max_tokens)
+    pages = _take_pages(config, spec, kv_dtype, max_model_len, device, parallel)
+    by_block = pages.movedim(1, 0)
+    host_pages = take_host_pages(config, [by_block], by_block[0].nbytes, pages.nbytes)
+    facts = WorkerFacts(
+        num_blocks=pages.shape[1],
+        block_size=PAGE_SLOTS,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_batched_tokens,
+        architecture=spec.architecture,
+        backend="cuda",
+        device=config.device,
+        dtype=dtype_name,
+        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
+        weight_bytes=weights.num_bytes,
+        kv_bytes=pages.nbytes,
+        quantization=quantization,
+        hidden_size=spec.hidden_size,
+        tensor_parallel_size=parallel.size,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
+    )
+    model = CudaModel(spec, weights, pages, shape, parallel, linears, config.feature_layers)
+    return CudaBackend(spec, model, memory, host_pages, facts)
+
+
+def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:
+    """About what the weights of a rank take: embedding, head, routers and experts are not quantised."""
+    spec, at_load = info.spec.divided(config.tensor_parallel_size), info.at_load(config.quantization)
+    total = spec.num_loaded(num_logits, config.tensor_parallel_size) * dtype.itemsize
+    for name, shape in spec.tensors():
+        if len(shape) == 2 and "_proj." in name and ".experts." not in name:
+            # Of a checkpoint's own, a rank's parts are multiplied out.
+            linear = info.quantized.get(name.removesuffix(".weight")) if config.tensor_parallel_size == 1 else None
+            stored = stored_bytes(*shape, at_load, None if linear is None else linear.scheme)
+            if stored is not None:
+                total += stored - math.prod(shape) * dtype.itemsize
+    return total
+
+
+def _take_pages(
+    config: WorkerConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device,
+    parallel: TensorParallel,
+) -> Tensor:  # fmt: skip
+    """The KV cache: (layers, blocks, 2, KV heads, 16, head size)."""
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * PAGE_SLOTS
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
+    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
+    with allocated(num_blocks, device):
+        return torch.empty(shape, dtype=dtype, device=device)

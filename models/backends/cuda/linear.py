@@ -1,0 +1,161 @@
+"""Linears that the CUDA backend multiplies by its own kernels: of eight or four bits, made at load or as the checkpoint
+has them, and, where a token's bits must not depend on the batch, of floats. Otherwise those are torch's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.cuda.quantized.gemm import ProductRoom, product
+from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
+from penstock.kernels.cuda.quantized.tiles import changes
+from penstock.kernels.cuda.quantized.weights import (
+    Codes,
+    QuantizedWeight,
+    WeightLayout,
+    keep_floats,
+    multiplied_out,
+    pack_bytes,
+    pack_int4,
+)
+from penstock.models.backends.torch_common.weights import DenseLinear, Linear
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.quantization_config import Scheme
+from penstock.models.checkpoint.quantization_error import QuantizationError
+from penstock.models.checkpoint.quantized_reader import QuantizedMatrix, read_matrix
+
+AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": quantize_int8,
+    "int4": quantize_int4,
+    "fp8": quantize_fp8,
+}
+
+
+class CudaLinears:
+    """Makes a model's linears, and gives them the room that they share."""
+
+    def __init__(self, info: CheckpointInfo, at_load: str | None, device: torch.device, *, deterministic: bool) -> None:
+        """``at_load``: what is made of float weights, one of AT_LOAD; None: they stay so."""
+        self.error = QuantizationError()
+        self._info = info
+        self._quantize = None if at_load is None else AT_LOAD[at_load]
+        self._device = device
+        self._deterministic = deterministic
+        self._made: list[QuantizedWeight] = []
+        self._dtype = torch.float32
+        self._room: ProductRoom | None = None
+
+    def make(
+        self,
+        names: tuple[str, ...],
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        *,
+        is_whole: bool,
+        may_quantize: bool,
+    ) -> Linear:
+        """A ``loader.MakeLinear``."""
+        made = self._checkpoints_own(names) if is_whole and may_quantize else None
+        if made is None and may_quantize and self._quantize is not None:
+            whole = weight()
+            made = self._quantize(whole)
+            self._add_error(whole, made)
+        if made is None and self._deterministic:
+            made = keep_floats(weight())
+        if made is None:
+            return DenseLinear(weight(), bias)
+        self._made.append(made)
+        return CudaLinear(made, None if bias is None else bias.float(), self)
+
+    def _checkpoints_own(self, names: tuple[str, ...]) -> QuantizedWeight | None:
+        """None if there is no such; and if they were quantised so differently that they cannot be one."""
+        linears = [self._info.quantized.get(name) for name in names]
+        known = [linear for linear in linears if linear is not None]
+        if len(known) < len(names) or len({linear.scheme.narrows_inputs for linear in known}) > 1:
+            return None
+        scheme = known[0].scheme
+        if not has_products(scheme):
+            return None
+        matrices = [read_matrix(linear) for linear in known]
+        first = matrices[0]
+        if not all(_is_alike(matrix, first) for matrix in matrices):
+            return None
+        codes, scales, zeros = (
+            torch.from_numpy(np.concatenate(parts)).to(self._device)
+            for parts in zip(*((matrix.codes, matrix.scales, matrix.zeros) for matrix in matrices), strict=True)
+        )
+        if first.bits == 8:
+            kind = torch.float8_e4m3fn if first.is_float else torch.int8
+            return pack_bytes(codes.view(kind), scales, group=first.group, narrows_inputs=scheme.narrows_inputs)
+        order = None if first.order is None else torch.from_numpy(first.order).to(self._device)
+        return pack_int4(codes, scales, zeros, group=first.group, order=order)
+
+    def _add_error(self, whole: Tensor, quantized: QuantizedWeight) -> None:
+        for begin in range(0, len(whole), CHUNK):
+            part = whole[begin : begin + CHUNK].float()
+            off = multiplied_out(quantized, begin, begin + len(part)) - part
+            self.error.squared_error += off.square_().sum(dtype=torch.float64).item()
+            self.error.squared_weights += part.square().sum(dtype=torch.float64).item()
+
+    def take_room(self, dtype: torch.dtype, max_tokens: int) -> None:
+        """For steps of at most so many tokens; when all are made."""
+        layouts = [weight.layout for weight in self._made]
+        self._dtype = dtype
+        self._room = ProductRoom.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
+
+    def changes(self) -> list[int]:
+        """Numbers of tokens from which on other kernels run."""
+        return [
+            number
+            for layout in {weight.layout for weight in self._made}
+            for number in changes(layout, self._dtype, deterministic=self._deterministic)
+        ]
+
+    @property
+    def room(self) -> ProductRoom:
+        """Of all products, one after another."""
+        assert self._room is not None
+        return self._room
+
+
+@dataclass(frozen=True, eq=False)
+class CudaLinear:
+    """y = x W^T + b."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+    """(N,) fp32."""
+    owner: CudaLinears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, K) -> (T, N)."""
+        out = x.new_empty(len(x), self.weight.layout.rows)
+        product(x, self.weight, out, self.owner.room, self.bias)
+        return out
+
+
+def has_products(scheme: Scheme) -> bool:
+    """Whether there is a kernel for weights quantised so; else they are multiplied out."""
+    return scheme.narrows_inputs or not (scheme.is_float and scheme.group)
+
+
+def stored_bytes(rows: int, columns: int, at_load: str | None, scheme: Scheme | None) -> int | None:
+    """What a matrix takes that is quantised at load, or so in the checkpoint; None: it is held as floats."""
+    bits, group = 8, 0
+    if at_load is None:
+        if scheme is None or not has_products(scheme):
+            return None
+        bits, group = scheme.bits, scheme.group
+    elif at_load == "int4":
+        bits, group = 4, GROUP
+    codes = Codes.INT4 if bits == 4 else Codes.FP8  # int8 takes the same
+    return WeightLayout(codes, rows, columns, group, narrows_inputs=bits == 8).num_bytes
+
+
+def _is_alike(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    forms = [(matrix.bits, matrix.is_float, matrix.group, matrix.order is None) for matrix in (one, other)]
+    if forms[0] != forms[1]:
+        return False
+    return one.order is None or other.order is None or np.array_equal(one.order, other.order)

@@ -1,0 +1,261 @@
+"""A model's layers by the kernels for CUDA: the tokens of a step in, their hidden states out. Products are those
+of the linears that it is given.
+
+Nothing here waits for the device or looks at what lies there, so that a CUDA graph can hold all of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.cuda.activation import gated_activation
+from penstock.kernels.cuda.attention.common import PagedKV, RaggedRows
+from penstock.kernels.cuda.attention.decode import DecodeWorkspace
+from penstock.kernels.cuda.attention.paged import paged_attention
+from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.moe.fused_moe import ExpertsRoom, ExpertsWeights, mix_experts
+from penstock.kernels.cuda.moe.shapes import ExpertsShape
+from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
+from penstock.kernels.cuda.rope_kv import rope_kv
+from penstock.kernels.cuda.step import StepTensors
+from penstock.kernels.reference.ops import soft_cap
+from penstock.kernels.reference.wide import widened
+from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
+from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.backends.torch_common.weights import (
+    ExpertMlp,
+    HeadNorm,
+    Layer,
+    LayerWeights,
+    Mlp,
+    RmsNorm,
+    SharedWholeNorm,
+    Weights,
+    WholeNorm,
+)
+from penstock.models.checkpoint.spec import ModelSpec
+
+INTERPRETED_PROGRAMS = 2
+"""Over which attention is divided where there are no multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What layers of one window share, in steps whose decoding rows have up to so many queries."""
+
+    shape: DecodeShape
+    starts: WorkStarts
+    """For the most sequences of a step."""
+    workspace: DecodeWorkspace
+
+
+class Hidden(NamedTuple):
+    """What comes of a model's layers."""
+
+    states: Tensor
+    """(T, hidden), after the last norm."""
+    features: Tensor
+    """(T, feature layers, hidden), before these layers."""
+
+
+class CudaModel:
+    """The layers of one model, on one device."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        pages: Tensor,
+        shape: Shape,
+        parallel: TensorParallel,
+        linears: CudaLinears,
+        feature_layers: tuple[int, ...] = (),
+    ) -> None:
+        """All of it is the rank's. ``pages`` is (layers, pages, 2, K, 16, D)."""
+        self._spec = spec
+        self._feature_layers = feature_layers
+        self._parallel = parallel
+        self._linears = linears
+        self._num_logits = shape.num_logits or shape.vocab_size
+        self._weights = weights
+        self.device = pages.device
+        self._dtype = weights.embedding.dtype
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype, device=self.device)
+        self._rotations = {
+            rope: rotations(rope, spec.rotary_dim, shape.max_pages * shape.slots, self.device)
+            for rope in set(spec.ropes)
+        }
+        self._attention: dict[int | None, list[Attention]] = {window: [] for window in shape.windows}
+        for decode in shape.attention():
+            self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
+        self._mixture: tuple[ExpertsShape, ExpertsRoom] | None = None
+        if shape.experts is not None:
+            experts = ExpertsShape.of(shape)
+            self._mixture = experts, ExpertsRoom.allocate(experts, shape.max_tokens, self.device)
+        ones = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.device)
+        none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
+        self._kv = [
+            PagedKV(page, ones, ones, none if layer.sinks is None else layer.sinks.float())
+            for page, layer in zip(pages, weights.layers, strict=True)
+        ]
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._weights.embedding
+
+    def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
+        """Runs the layers, writing the keys and values of every token that has a slot. ``longest``: tokens that a
+        sequence has at most."""
+        spec, weights = self._spec, self._weights
+        attention = self._plan(rows, longest)
+        x = functional.embedding(step.token_ids, weights.embedding)
+        if spec.embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
+        query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
+        # Of tokens of no sequence, which fill a graph up, attention writes nothing: zeros stay what they are.
+        mixed = torch.zeros_like(query)
+        delta: Tensor | None = None
+        after: Layer | None = None
+        for index, layer in enumerate(weights.layers):
+            y = self._normed(x, delta, after, layer.before_attention)
+            if index in self._feature_layers:
+                features[:, self._feature_layers.index(index)] = x
+            self._write_kv(index, layer, y, step.positions, step.slots, query)
+            self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
+            delta = layer.output(mixed.flatten(1))
+            self._parallel.all_reduce(delta)
+            y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
+            delta = self._mlp(layer.mlp, y, step.query_starts)
+            self._parallel.all_reduce(delta)
+            after = layer.after_mlp
+        return Hidden(self._normed(x, delta, after, weights.norm), features)
+
+    def changes(self) -> list[int]:
+        """Numbers of tokens of a step from which on other kernels run."""
+        of_experts = [] if self._mixture is None else self._mixture[0].changes()
+        return of_experts + self._linears.changes()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 where they are capped."""
+        logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
+        cap = self._spec.logit_soft_cap
+        return logits if cap is None else soft_cap(widened(logits), cap)
+
+    def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, Attention]:
+        """Divides the step's attention, for each window."""
+        planned = {}
+        for window, forms in self._attention.items():
+            attention = next((form for form in forms if longest <= form.shape.max_queries), forms[-1])
+            end = rows.num_sequences + 1
+            starts = WorkStarts(attention.starts.units[:end], attention.starts.tiles[:end])
+            plan_attention(attention.shape, rows, starts)
+            planned[window] = replace(attention, starts=starts)
+        return planned
+
+    def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
+        """x += after(delta), in place; returns before(x). Either may be no norm."""
+        weight = before.weight if isinstance(before, RmsNorm) else None
+        if delta is None:
+            if weight is None:
+                return x
+            y = torch.empty_like(x)
+            rms_norm(x, weight, self._spec.norm_eps, y)
+            return y
+        y = x if weight is None else torch.empty_like(x)
+        add_rms_norm(
+            x,
+            delta,
+            self._spec.norm_eps,
+            weight=weight,
+            y=None if weight is None else y,
+            delta_weight=after.weight if isinstance(after, RmsNorm) else None,
+        )
+        return y
+
+    def _write_kv(
+        self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
+    ) -> None:
+        """From (T, columns of qkv) to queries, (T, H, D), and keys and values in their pages."""
+        spec, kv = self._spec, self._kv[index]
+        qkv: Tensor = layer.qkv(x)
+        norm = None
+        match layer.qk_norm:
+            case HeadNorm(weight, eps):
+                norm = (weight[0], weight[spec.num_heads], eps)
+            case WholeNorm(query_norm, key_norm):
+                queries, keys = qkv[:, : spec.query_size], qkv[:, spec.query_size : spec.query_size + spec.kv_size]
+                rms_norm(queries, query_norm.weight, query_norm.eps, queries)
+                rms_norm(keys, key_norm.weight, key_norm.eps, keys)
+            case SharedWholeNorm() as norm_of_all:
+                rotated = qkv[:, : spec.query_size + spec.kv_size]
+                rotated.copy_(norm_of_all(rotated))
+            case _:
+                pass
+        rope_kv(
+            qkv,
+            *self._rotations[spec.ropes[index]],
+            positions,
+            slots,
+            query,
+            kv.pages,
+            norm=norm,
+            scales=(kv.key_scales, kv.value_scales) if kv.pages.dtype == torch.float8_e4m3fn else None,
+        )
+
+    def _attend(
+        self, index: int, query: Tensor, rows: RaggedRows, attention: Attention, mixed: Tensor, longest: int
+    ) -> None:
+        """Attention of one layer, (T, H, D) to the same."""
+        paged_attention(
+            attention.shape,
+            query,
+            self._kv[index],
+            rows,
+            attention.starts,
+            attention.workspace,
+            mixed,
+            any_longer=longest > attention.shape.max_queries,
+        )
+
+    def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        if isinstance(mlp, ExpertMlp):
+            return self._experts(mlp, x, query_starts)
+        assert isinstance(mlp, Mlp)
+        gate_up: Tensor = mlp.gate_up(x)
+        inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        gated_activation(gate_up, ACTIVATION_NAMES[self._spec.activation], inner)
+        return mlp.down(inner)
+
+    def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor) -> Tensor:
+        assert self._mixture is not None
+        shape, room = self._mixture
+        weights = ExpertsWeights(mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias)
+        out = torch.zeros_like(x)  # tokens of no sequence get nothing
+        mix_experts(shape, x, mlp.router(x), weights, query_starts, room, out)
+        return out
+
+
+def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> Attention:
+    programs = INTERPRETED_PROGRAMS
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
+    return Attention(
+        shape,
+        WorkStarts.allocate(max_sequences, device),
+        DecodeWorkspace.allocate(shape, programs, device),
+    )
+
+
+def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """Of what ``CudaModel.logits`` computes."""
+    return dtype if spec.logit_soft_cap is None else torch.float32

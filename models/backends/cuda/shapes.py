@@ -1,0 +1,66 @@
+"""What of a loaded model its kernels are compiled for."""
+
+import torch
+
+from penstock.kernels.cuda.model_shapes import Mixture, Shape
+from penstock.models.backends.cuda.model import logits_dtype
+from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
+from penstock.models.checkpoint.spec import Experts, ModelSpec, NormPlacement, QkNorm
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
+
+
+def shape_of(
+    spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
+    max_tokens: int, *, deterministic: bool, max_drafts: int = 0,
+) -> Shape:  # fmt: skip
+    """The shape whose ``ahead.variants`` a backend launches."""
+    experts = spec.experts
+    has_mlp = experts is None or not all(experts.layers)
+    return Shape(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size if has_mlp else None,
+        clamped_gate=None if experts is None or experts.gate is None else (experts.gate.alpha, experts.gate.limit),
+        experts=None if experts is None else _mixture(experts),
+        expert_size=0 if experts is None else experts.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary_dim,
+        vocab_size=spec.vocab_size,
+        norm_eps=spec.norm_eps,
+        qkv_bias=spec.qkv_bias,
+        output_bias=spec.output_bias,
+        mlp_bias=spec.mlp_bias,
+        norms_before=spec.norm_placement is not NormPlacement.POST,
+        norms_after=spec.norm_placement is not NormPlacement.PRE,
+        norms_heads=spec.qk_norm is QkNorm.HEAD,
+        norms_queries=spec.qk_norm is QkNorm.ALL,
+        activation=ACTIVATION_NAMES[spec.activation],
+        windows=tuple(dict.fromkeys(spec.windows)),
+        attention_scale=spec.attention_scale,
+        cap=spec.attention_soft_cap,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_logits=num_logits,
+        logits_dtype=logits_dtype(spec, dtype),
+        max_positions=max_model_len,
+        max_sequences=max_num_seqs,
+        max_tokens=max_tokens,
+        max_drafts=max_drafts,
+        deterministic=deterministic,
+    )
+
+
+def max_drafts(config: WorkerConfig) -> int:
+    """Of a row in a step: what a drafter proposes, or what a grammar forces."""
+    proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    return proposed if config.tokenizer is None else max(proposed, MAX_FORCED_DRAFTS)
+
+
+def _mixture(experts: Experts) -> Mixture:
+    return Mixture(
+        num_experts=experts.num_experts,
+        per_token=experts.per_token,
+        normalise=experts.normalise,
+        biased=experts.biased,
+    )

@@ -1,0 +1,209 @@
+"""A step's inputs and outputs on the device: one array of integers each, so that each crosses in one copy."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.cuda.sampling.logprobs import MAX_TOP
+from penstock.kernels.cuda.sampling.tensors import Lines
+from penstock.kernels.cuda.step import StepTensors
+from penstock.models.backends.cuda.rows import CudaRows
+from penstock.models.batch.batch import Batch, Sampled
+from penstock.models.batch.lines import Line
+from penstock.scheduler.plan import TokenLogprobs
+
+Integers = NDArray[np.int32]
+
+ALIGNMENT = 4
+"""Numbers. What kernels read begins at a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a step, or of a graph that holds it: what is behind a step's own is empty."""
+
+    sequences: int
+    tokens: int
+    lines: int
+    """Of logits; 0 only where nothing is sampled."""
+    longest: int
+    """Tokens that a sequence has at most."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Size":
+        """Just that of a batch."""
+        sequences, tokens = len(batch.rows), len(batch.token_ids)
+        return cls(sequences, tokens, len(batch.lines), int((batch.ends - batch.starts).max()))
+
+    def fits(self, other: "Size") -> bool:
+        """Whether a step of this size fits into one of the other."""
+        return (
+            self.sequences <= other.sequences
+            and self.tokens <= other.tokens
+            and self.lines <= other.lines
+            and self.longest <= other.longest
+        )
+
+
+class Layout:
+    """Names of parts of an array, and where they lie."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
+        *starts, self.size = accumulate(rounded, initial=0)
+        self.parts = {
+            name: slice(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=True)
+        }
+
+
+class StepInputs:
+    """What the host tells of a step."""
+
+    def __init__(self, max_sequences: int, max_tokens: int, max_lines: int, device: torch.device) -> None:
+        of_sequences = dict.fromkeys(("rows", "num_queries", "kept_before"), max_sequences)
+        of_lines = dict.fromkeys(
+            ("line_tokens", "line_rows", "line_positions", "num_drafts", "drafts", "masks", "num_top"), max_lines
+        )
+        # What a step of few tokens has comes first, since the copy ends with its last token.
+        self._layout = Layout(
+            {"num_lines": 1, "line_starts": max_sequences + 1, **of_sequences, **of_lines, "given": max_tokens}
+        )
+        self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+        self._parts = {name: self._array[part] for name, part in self._layout.parts.items()}
+        self._max_lines = max_lines
+        # What the device makes of it.
+        self._tokens = torch.zeros(2, -(-max_tokens // ALIGNMENT) * ALIGNMENT, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._query_starts = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
+        self._contexts = torch.zeros(max_sequences, dtype=torch.int32, device=device)
+
+    def step(self, size: Size) -> StepTensors:
+        """Its sequences and tokens."""
+        sequences, tokens = size.sequences, size.tokens
+        return StepTensors(
+            rows=self._parts["rows"][:sequences],
+            num_queries=self._parts["num_queries"][:sequences],
+            given=self._parts["given"][:tokens],
+            token_ids=self._tokens[0, :tokens],
+            positions=self._tokens[1, :tokens],
+            slots=self._slots[:tokens],
+            query_starts=self._query_starts[: sequences + 1],
+            contexts=self._contexts[:sequences],
+        )
+
+    def lines(self, size: Size, mask_words: Tensor) -> Lines:
+        """Its lines of logits."""
+        part, end = self._parts, size.lines
+        return Lines(
+            num_lines=part["num_lines"],
+            rows=part["line_rows"][:end],
+            positions=part["line_positions"][:end],
+            num_drafts=part["num_drafts"][:end],
+            masks=part["masks"][:end],
+            mask_words=mask_words,
+        )
+
+    def part(self, name: str, length: int) -> Tensor:
+        """The beginning of another part."""
+        return self._parts[name][:length]
+
+    def clear(self) -> None:
+        """A step of no sequences, as a warm-up runs it."""
+        self._array.zero_()
+
+    def write(self, batch: Batch, size: Size, rows: CudaRows) -> None:
+        """The batch as a step of that size."""
+        assert len(batch.lines) <= self._max_lines, "more is drafted for rows than the config says"
+        end = self._layout.parts["given"].start + size.tokens
+        pinned = self._array.is_cuda
+        host = torch.zeros(end, dtype=torch.int32, pin_memory=pinned)
+        array: Integers = host.numpy()
+        for name, values in _values(batch, size.sequences, rows):
+            begin = self._layout.parts[name].start
+            array[begin : begin + len(values)] = values
+        self._array[:end].copy_(host, non_blocking=pinned)
+
+
+def _values(batch: Batch, sequences: int, rows: CudaRows) -> Iterator[tuple[str, "Integers | list[int]"]]:
+    """Parts of the inputs; what is behind stays 0."""
+    lines, num_lines = batch.lines, batch.num_lines
+    queries = batch.ends - batch.starts
+    line_starts = np.zeros(sequences + 1, dtype=np.int32)
+    np.cumsum(num_lines, out=line_starts[1 : len(num_lines) + 1])
+    line_starts[len(num_lines) + 1 :] = len(lines)
+    yield "num_lines", [len(lines)]
+    yield "line_starts", line_starts
+    yield "rows", [row.number for row in batch.rows]
+    yield "num_queries", queries.astype(np.int32)
+    # A line's token is kept because it was chosen, not because it was given: ``accept`` counts it.
+    yield "kept_before", (queries - np.array(num_lines)).astype(np.int32)
+    yield "line_tokens", batch.line_tokens.astype(np.int32)
+    yield "line_rows", [line.row.number for line in lines]
+    yield "line_positions", [line.position for line in lines]
+    yield "masks", rows.mask_lines(batch)
+    yield "num_top", [-1 if (wanted := line.sampling.logprobs) is None else rows.num_top(wanted) for line in lines]
+    if len(lines) > np.count_nonzero(num_lines):
+        # Each of a row's lines takes one more for granted, the tokens that are computed behind its own.
+        yield (
+            "num_drafts",
+            (np.arange(len(lines)) - np.repeat(line_starts[: len(num_lines)], num_lines)).astype(np.int32),
+        )
+        yield "drafts", batch.token_ids[np.minimum(batch.line_tokens + 1, len(batch.token_ids) - 1)].astype(np.int32)
+    yield "given", batch.token_ids.astype(np.int32)
+
+
+class StepOutputs:
+    """What the device tells of a step."""
+
+    def __init__(self, max_sequences: int, max_lines: int, device: torch.device) -> None:
+        self._layout = Layout(
+            {
+                "token_ids": max_lines,
+                "accepted": max_sequences,
+                "kept": max_sequences,
+                "last": max_sequences,
+                "chosen": max_lines,
+                "top_ids": max_lines * MAX_TOP,
+                "top": max_lines * MAX_TOP,
+            }
+        )
+        self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+
+    def part(self, name: str, length: int) -> Tensor:
+        """(length,) int32."""
+        begin = self._layout.parts[name].start
+        return self._array[begin : begin + length]
+
+    def top_part(self, name: str, lines: int) -> Tensor:
+        """(lines, 20) int32."""
+        return self.part(name, lines * MAX_TOP).view(lines, MAX_TOP)
+
+    def snapshot(self, num_lines: int, *, with_tops: bool) -> Tensor:
+        """A copy of what ``read`` wants, which the next step does not change."""
+        if with_tops:
+            return self._array.clone()
+        return self._array[: self._layout.parts["chosen"].start + num_lines].clone()
+
+    def read(self, lines: list[Line], snapshot: Integers, num_top: Callable[[int], int]) -> list[Sampled]:
+        """The tokens of the lines, from a snapshot on the host. ``num_top``: what of so many that are
+        wanted there is."""
+        parts = self._layout.parts
+        token_ids = snapshot[parts["token_ids"]][: len(lines)].tolist()
+        chosen = snapshot[parts["chosen"]].view(np.float32)
+        sampled = []
+        for index, (line, token_id) in enumerate(zip(lines, token_ids, strict=True)):
+            wanted = line.sampling.logprobs
+            logprobs = None
+            if wanted is not None:
+                wanted = num_top(wanted)
+                begin = index * MAX_TOP
+                top_ids = snapshot[parts["top_ids"]][begin : begin + wanted]
+                top = snapshot[parts["top"]][begin : begin + wanted].view(np.float32)
+                logprobs = TokenLogprobs(wanted, [float(chosen[index])], top_ids.tolist(), top.tolist())
+            sampled.append(Sampled(token_id, logprobs))
+        return sampled

@@ -1,0 +1,88 @@
+"""Ranks that speak over torch.distributed: by NCCL between GPUs, by Gloo between CPUs. All of them on one host.
+
+They meet through a file in a directory that only the service's user can enter, so nobody else can join them or keep
+them from meeting. What they then say goes between GPUs directly, through shared memory, or over the loopback interface,
+and never leaves the host; there Gloo and NCCL have ports, and no keys. Nothing is pickled.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional
+
+from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorParallel
+from penstock.scheduler.plan import WorkerConfig
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Otherwise they listen where the host's name leads."""
+
+TIMEOUT = timedelta(minutes=30)
+"""For a rank to wait for another, which may still be loading from a slow disk. Where one hangs, whoever watches over
+the ranks ends them long before."""
+
+
+class Distributed:
+    """A rank of the process's default group."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sums in the dtype of ``x``. With more than two ranks a sum's last bits may depend on where in ``x`` it is,
+        and so on what else is in the step."""
+        with _peers():
+            distributed.all_reduce(x)
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """One gathering; the columns are padded to equal parts on the way."""
+        each = -(-num_columns // self.size)
+        part = functional.pad(x, (0, each - x.shape[1]))
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        with _peers():
+            distributed.all_gather(parts, part)
+        return torch.cat(parts, dim=1)[:, :num_columns].contiguous()
+
+    def least(self, number: int) -> int:
+        """Of numbers below 2^63."""
+        least = torch.tensor(number, dtype=torch.int64, device=self._device)
+        with _peers():
+            distributed.all_reduce(least, distributed.ReduceOp.MIN)
+        return int(least)
+
+
+def join(config: WorkerConfig) -> TensorParallel:
+    """Meets the other ranks that the config names; waits for them. A process's backend calls it once, when everything
+    that can be refused without the others is checked. Raises PeerLost."""
+    if config.tensor_parallel_size == 1:
+        return ALONE
+    device = torch.device(config.device)
+    rank, size = config.tensor_parallel_rank, config.tensor_parallel_size
+    os.environ.update(LOOPBACK)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    with _peers():
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{config.rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+    return Distributed(rank, size, device)
+
+
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """Whatever goes wrong between the ranks comes as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(str(error).splitlines()[0]) from error

@@ -1,0 +1,114 @@
+"""Cuts a batch into groups of rows whose attention is one call of dense attention, for backends that have nothing
+ragged.
+
+The work is done once a step for each kind of window, not once a layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.ops import visible
+from penstock.models.batch.batch import Ids
+
+
+class Ragged(Protocol):
+    """T tokens of R rows, as in a batch."""
+
+    @property
+    def ends(self) -> Ids:
+        """(R,): position after each row's last token."""
+        ...
+
+    @property
+    def token_starts(self) -> Ids:
+        """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
+        ...
+
+    @property
+    def positions(self) -> Ids:
+        """(T,)."""
+        ...
+
+    @property
+    def tables(self) -> Ids:
+        """(R, at least the blocks of the longest row)."""
+        ...
+
+
+MAX_GATHERED_TOKENS = 1 << 18
+"""Keys copied at a time for rows with one token: bounds the memory of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """B rows with Q queries each, as neighbours in the batch's tokens [token_start, token_end)."""
+
+    token_start: int
+    token_end: int
+    num_rows: int
+    table: Tensor
+    """(B, N) block ids."""
+    reach: int
+    """Query i of no row sees a gathered slot from ``reach + i`` on."""
+    mask: Tensor | None
+    """(B, Q, N * block_size) bool: which gathered slots a query sees; None where it sees all."""
+
+
+def attention_groups(
+    batch: Ragged, window: int | None, num_blocks: int, block_size: int, device: torch.device
+) -> list[AttentionGroup]:
+    """Groups in the order of tokens. Tables are padded with the page ``num_blocks``."""
+    return [_group(batch, rows, window, num_blocks, block_size, device) for rows in _neighbours(batch, block_size)]
+
+
+def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:
+    """Rows of the batch that form a group: those with one token while the shortest has about half the keys of the
+    longest, so that little is gathered for nothing; each of the others alone."""
+    ends, num_tokens = batch.ends.tolist(), np.diff(batch.token_starts).tolist()
+    begin = 0
+    for row in range(1, len(ends) + 1):
+        longest = ends[begin]
+        if (
+            row == len(ends)
+            or num_tokens[row] > 1
+            or num_tokens[begin] > 1
+            or longest > 2 * ends[row] + 8 * block_size
+            or longest * (row + 1 - begin) > MAX_GATHERED_TOKENS
+        ):
+            yield slice(begin, row)
+            begin = row
+
+
+def _group(
+    batch: Ragged, rows: slice, window: int | None, num_blocks: int, block_size: int, device: torch.device
+) -> AttentionGroup:
+    num_rows = rows.stop - rows.start
+    token_start, token_end = int(batch.token_starts[rows.start]), int(batch.token_starts[rows.stop])
+    positions = batch.positions[token_start:token_end].reshape(num_rows, -1)
+    ends = positions[:, -1] + 1
+    # The first block that any query of the row sees; what lies before it is not read.
+    first = np.zeros_like(ends) if window is None else np.maximum(positions[:, 0] - window + 1, 0) // block_size
+    counts = -(-ends // block_size) - first
+    columns = np.arange(int(counts.max()))
+    index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
+    table = np.where(columns < counts[:, None], np.take_along_axis(batch.tables[rows], index, axis=1), num_blocks)
+    lengths = ends - first * block_size
+    # Whole pages are read, so that rows stay dense in memory: products with strides in them are copied first.
+    num_keys = table.shape[1] * block_size
+    mask = None
+    if positions.shape[1] > 1 or int(lengths.min()) < num_keys or (window is not None and num_keys > window):
+        seen = torch.from_numpy(first[:, None, None] * block_size + np.arange(num_keys))
+        mask = visible(torch.from_numpy(positions)[:, :, None], seen, window).to(device)
+    return AttentionGroup(
+        token_start=token_start,
+        token_end=token_end,
+        num_rows=num_rows,
+        table=torch.from_numpy(table).to(device),
+        reach=int((positions[:, 0] - first * block_size).max()) + 1,
+        mask=mask,
+    )

@@ -1,0 +1,241 @@
+"""The backend in plain torch: every model, any device, float32, bfloat16, float16 and float64. The others are compared
+with it; it is as fast as torch's own operations allow without compiling anything."""
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
+from penstock.kernels.reference.ops import attention, rotate, soft_cap
+from penstock.kernels.reference.wide import widened
+from penstock.models.backends.base import AtOnce
+from penstock.models.backends.distributed import join
+from penstock.models.backends.memory import check_weights_fit, num_kv_blocks
+from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups
+from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.torch_common.device import allocated, context_of, torch_device
+from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
+from penstock.models.backends.torch_common.kv_pages import KVPages
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.outputs import result_of
+from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.backends.torch_common.weights import LayerWeights, Weights
+from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.errors import ModelError
+from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+SMALL_MODEL = 1 << 27
+"""Parameters. Weights of a larger one come from memory at each step, which several threads read faster."""
+SMALL_STEP = 1 << 31
+"""Parameters times tokens. In a smaller step of a small model, a second thread gains less than the service's loop, with
+which it shares the cores, loses."""
+
+
+class ReferenceBackend(AtOnce):
+    """A ``Backend`` over torch operations on gathered pages."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        pages: KVPages,
+        host_pages: HostPages,
+        facts: WorkerFacts,
+        num_threads: int,
+        num_logits: int,
+        parallel: TensorParallel,
+    ) -> None:
+        """``spec``, ``weights`` and ``pages`` are the rank's."""
+        self.facts = facts
+        self._num_threads = num_threads
+        self._num_logits = num_logits
+        self._parallel = parallel
+        self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
+        self._spec = spec
+        self._weights = weights
+        self._pages = pages
+        self._host_pages = host_pages
+        self._device = pages.device
+        self._rotations = {
+            rope: rotations(rope, spec.rotary_dim, facts.max_model_len, pages.device) for rope in set(spec.ropes)
+        }
+
+    def renew(self, block_ids: list[int]) -> None:
+        """The blocks have a new owner, who will write them."""
+        if block_ids:
+            self._pages.renew(block_ids)
+
+    def copy_out(self, copies: list[tuple[int, int]]) -> None:
+        """Copies blocks to slots of the host tier."""
+        self._host_pages.copy_out(copies)
+
+    def copy_in(self, copies: list[tuple[int, int]]) -> None:
+        """Copies slots of the host tier to blocks."""
+        self._host_pages.copy_in(copies)
+
+    def take_memory(self) -> None:
+        """Is the allocator's."""
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs the layers and chooses the next tokens."""
+        features: list[Tensor] = []
+        hidden = self.forward(batch, features)
+        result = result_of(batch, hidden, self.logits, self._spec.vocab_size)
+        return result._replace(features=torch.cat(features, 1).float().cpu().numpy()) if features else result
+
+    def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
+        """Runs the layers, writing the KV of every token; returns (T, hidden) after the last norm. Appends to
+        ``features`` what is (T, hidden) before each of the batch's feature layers."""
+        spec, weights = self._spec, self._weights
+        torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
+        # Ids were checked at admission; an id out of range must still never be an address.
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        slots = torch.from_numpy(batch.slots).to(self._device)
+        turns = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._rotations.items()}
+        groups = {
+            window: attention_groups(batch, window, self._pages.num_blocks, self._pages.block_size, self._device)
+            for window in set(spec.windows)
+        }
+        x = functional.embedding(token_ids, weights.embedding)
+        # As a tensor, so that the factor too is rounded to the model's dtype.
+        x = x * torch.tensor(spec.embedding_scale, dtype=x.dtype, device=x.device)
+        for index, (layer, window, rope) in enumerate(zip(weights.layers, spec.windows, spec.ropes, strict=True)):
+            if index in batch.feature_layers:
+                features.append(x)
+            before = layer.before_attention(x)
+            mixed = attend(spec, self._pages, index, layer, before, turns[rope], slots, groups[window])
+            self._parallel.all_reduce(mixed)
+            x = x + layer.after_attention(mixed)
+            gated = layer.mlp(layer.before_mlp(x))
+            self._parallel.all_reduce(gated)
+            x = x + layer.after_mlp(gated)
+        return weights.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32."""
+        logits = widened(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, hidden)."""
+        return self._weights.embedding
+
+
+def attend(
+    spec: ModelSpec,
+    pages: KVPages,
+    index: int,
+    layer: LayerWeights,
+    x: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    slots: Tensor,
+    groups: list[AttentionGroup],
+) -> Tensor:
+    """Attention of one layer with its output projection, (T, columns of qkv) -> (T, hidden): the rank's summand.
+    Writes the KV of every token."""
+    rotated = spec.query_size + spec.kv_size
+    qkv = layer.qkv(x)
+    heads = layer.qk_norm(qkv[:, :rotated]).view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+    heads = rotate(heads, *rotation)
+    query, key = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+    value = qkv[:, rotated:].view(-1, spec.num_kv_heads, spec.head_dim)
+    pages.write(index, slots, key, value)
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in groups:
+        keys, values = pages.gather(index, group.table)
+        part = query[group.token_start : group.token_end].view(group.num_rows, -1, *query.shape[1:])
+        seen = attention(
+            part,
+            keys,
+            values,
+            group.mask,
+            group.reach,
+            scale=spec.attention_scale,
+            cap=spec.attention_soft_cap,
+            sinks=layer.sinks,
+        )
+        mixed[group.token_start : group.token_end] = seen.flatten(0, 1)
+    return layer.output(mixed.flatten(1))
+
+
+def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
+    """The factory of the backend registry. Raises ModelError."""
+    if config.deterministic:
+        logger.warning("--deterministic does nothing in plain torch: a row's last bits may depend on its batch")
+    spec = info.spec.divided(config.tensor_parallel_size)
+    # The checkpoint's own is multiplied out at load.
+    quantization = info.choose_quantization(config.quantization)
+    _check_flags(config, info)
+    dtype_name = info.dtype if config.dtype == "auto" else config.dtype
+    if dtype_name not in DTYPES:
+        raise ModelError(f"--dtype {config.dtype}: must be auto or one of {', '.join(DTYPES)}")
+    dtype, device = DTYPES[dtype_name], torch_device(config.device)
+    if device.type == "cpu":
+        avoid_broken_tiles()
+    max_model_len = context_of(config, spec)
+    parallel = join(config)
+    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
+    num_bytes = spec.num_loaded(num_logits, parallel.size) * dtype.itemsize
+    check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
+    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
+    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    # One page besides stands for positions that no row has.
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
+    with allocated(num_blocks, device):
+        pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
+    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
+    facts = WorkerFacts(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or MAX_BATCHED_TOKENS,
+        architecture=spec.architecture,
+        backend="reference",
+        device=config.device,
+        dtype=dtype_name,
+        kv_cache_dtype=dtype_name,
+        weight_bytes=weights.num_bytes,
+        kv_bytes=pages.num_bytes,
+        quantization=quantization,
+        num_threads=config.num_threads if device.type == "cpu" else 0,
+        hidden_size=spec.hidden_size,
+        tensor_parallel_size=parallel.size,
+        num_host_blocks=host_pages.num_slots,
+        copy_us_per_block=host_pages.measure_copy_us(),
+    )
+    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
+
+
+def _check_flags(config: WorkerConfig, info: CheckpointInfo) -> None:
+    """Raises ModelError where something is asked for that this backend does not do."""
+    at_load = info.at_load(config.quantization)
+    if at_load == "fp8" and config.device == "cpu":
+        raise ModelError("--quantization fp8: is for the backend cuda: on a CPU give int8, or leave it out")
+    wanted = f"--quantization {at_load}" if at_load else ""
+    if config.kv_cache_dtype != "auto":
+        wanted = f"--kv-cache-dtype {config.kv_cache_dtype}"
+    if config.cpu_pinning == "on":
+        wanted = "--cpu-pinning on"
+    if wanted:
+        raise ModelError(
+            f"{wanted}: is not for the reference backend, which this is: leave it out, or see with penstock doctor why "
+            "no other runs"
+        )

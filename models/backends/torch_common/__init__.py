@@ -1,0 +1,1 @@
+"""What backends on torch share: weights, KV pages, sampling."""

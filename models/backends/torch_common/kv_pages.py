@@ -1,0 +1,68 @@
+"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id. Knows no rows and no
+plans."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.ops import gather_kv, write_kv
+from penstock.models.checkpoint.spec import ModelSpec
+
+
+class KVPages:
+    """Pages of ``block_size`` slots for each layer. One page more than there are blocks stays zero: tables are padded
+    with it.
+
+    Memory is taken when a block is first used: until ``renew`` a page holds whatever the allocator gave.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        shape = (spec.num_layers, spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        # What is gathered goes into the same memory every time: fresh memory costs more to map than to fill.
+        self._gathered_keys = self.keys.new_empty(0)
+        self._gathered_values = self.values.new_empty(0)
+        self.renew([num_blocks])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def by_block(self) -> list[Tensor]:
+        """Views of all that a block holds: keys and values, each (num_blocks, layers, kv heads, block_size, head
+        size)."""
+        return [pages.movedim(2, 0)[: self.num_blocks] for pages in (self.keys, self.values)]
+
+    def renew(self, block_ids: list[int]) -> None:
+        """Zeroes blocks. A masked slot weighs nothing in attention only if it is finite, and one owner's infinities
+        must not reach the next."""
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        self.keys.index_fill_(2, ids, 0)
+        self.values.index_fill_(2, ids, 0)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""
+        write_kv(self.keys[layer], slots, keys)
+        write_kv(self.values[layer], slots, values)
+
+    def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids.
+        They are good until the next call.
+
+        Slots past a row's end come too, as finite as they lie there, and must be masked.
+        """
+        size = table.numel() * self.keys[0, :, 0].numel()
+        if self._gathered_keys.numel() < size:
+            self._gathered_keys = self.keys.new_empty(size)
+            self._gathered_values = self.values.new_empty(size)
+        return (
+            gather_kv(self.keys[layer], table, self._gathered_keys[:size]),
+            gather_kv(self.values[layer], table, self._gathered_values[:size]),
+        )

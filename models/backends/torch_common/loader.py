@@ -1,0 +1,302 @@
+"""Fills ``Weights`` from safetensors files, or with random numbers; fuses and casts on the way, a tensor at a time.
+
+The files were checked before (``checkpoint``). Of a model that ranks share only the rank's part is read. Knows nothing
+of KV pages and steps.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.ops import clamped_gate, gated_activation
+from penstock.kernels.reference.wide import widened
+from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
+from penstock.models.backends.torch_common.weights import (
+    DenseLinear,
+    ExpertMlp,
+    HeadNorm,
+    Layer,
+    LayerWeights,
+    Linear,
+    Mlp,
+    RmsNorm,
+    SharedWholeNorm,
+    Weights,
+    WholeNorm,
+    num_bytes,
+    unchanged,
+)
+from penstock.models.checkpoint.checkpoint import CheckpointInfo
+from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.quantized_reader import read_matrix
+from penstock.models.checkpoint.spec import Activation, ModelSpec, QkNorm
+from penstock.models.errors import ModelError
+
+DUMMY_SEED = 0
+DUMMY_STD = 0.02
+
+ACTIVATION_NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
+
+
+Part = tuple[slice, ...]
+"""Of a tensor: a slice of each dimension, of the first ones on; empty: the whole."""
+WHOLE: Part = ()
+
+
+class TensorSource(Protocol):
+    """Where tensors come from."""
+
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
+        """Copies a part of the named tensor into ``out``, which has its shape, casting as needed."""
+        ...
+
+
+class FileSource:
+    """The tensors of a checked checkpoint."""
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self._entries = info.tensors
+        self._quantized = info.quantized
+        self._files = TensorFiles(entry.file for entry in info.tensors.values())
+
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
+        """Copies a part of the named tensor into ``out``, casting as needed; a quantised weight is multiplied out."""
+        linear = self._quantized.get(name.removesuffix(".weight"))
+        if linear is not None:
+            out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
+            return
+        entry = self._entries[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+            values = torch.from_numpy(self._files.array(entry)[part])
+        out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
+
+
+class DummySource:
+    """Random weights for benchmarks: normal with a small deviation, norms one, what else is no matrix zero; the same
+    every time, however many ranks share them."""
+
+    def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
+        self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
+        self._generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+
+    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
+        """Writes random numbers for a matrix, ones for a norm, zeros for a bias."""
+        if out.ndim == 2:
+            whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
+            whole.normal_(std=DUMMY_STD, generator=self._generator)
+            if whole is not out:
+                out.copy_(whole[part])
+        else:
+            out.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+
+def open_source(info: CheckpointInfo, load_format: str, device: torch.device) -> TensorSource:
+    """The source that a load format names: auto or dummy."""
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"--load-format {load_format}: must be auto or dummy")
+    return DummySource(info, device) if load_format == "dummy" else FileSource(info)
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """Makes a rank's parts of a model on the device from a source."""
+
+    source: TensorSource
+    spec: ModelSpec
+    """The rank's."""
+    dtype: torch.dtype
+    device: torch.device
+    parallel: TensorParallel
+    make_linear: "MakeLinear"
+
+    def tensor(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
+        out = self.empty(*shape)
+        self.source.fill(name, out, part)
+        return out
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def mine(self, size: int) -> slice:
+        """The rank's ``size`` of all ranks' rows or columns."""
+        return share(size * self.parallel.size, self.parallel)
+
+    def router(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
+        """Whole on every rank."""
+
+        def weight() -> Tensor:
+            return self.tensor(f"{name}.weight", (rows, columns))
+
+        bias = self.tensor(f"{name}.bias", (rows,)) if biased else None
+        return self.make_linear((name,), weight, bias, is_whole=True, may_quantize=False)
+
+    def by_outputs(self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, biased: bool) -> Linear:
+        """The rank's ``rows[i]`` of each linear, one above the other."""
+
+        def weight() -> Tensor:
+            return self.stacked(self.empty(sum(rows), columns), "weight", names, rows)
+
+        bias = self.stacked(self.empty(sum(rows)), "bias", names, rows) if biased else None
+        return self.make_linear(names, weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
+
+    def stacked(self, out: Tensor, kind: str, names: tuple[str, ...], rows: tuple[int, ...]) -> Tensor:
+        """The rank's ``rows[i]`` of each weight or bias, in ``out``."""
+        for name, size, part in zip(names, rows, torch.split(out, list(rows)), strict=True):
+            self.source.fill(f"{name}.{kind}", part, (self.mine(size),))
+        return out
+
+    def by_inputs(self, name: str, rows: int, columns: int, biased: bool) -> Linear:
+        """The rank's ``columns``. Its outputs are summed over the ranks, so one of them alone adds the bias."""
+
+        def weight() -> Tensor:
+            return self.tensor(f"{name}.weight", (rows, columns), self.inputs(columns))
+
+        bias = self.tensor(f"{name}.bias", (rows,)) if biased and self.parallel.rank == 0 else None
+        return self.make_linear((name,), weight, bias, is_whole=self.parallel.size == 1, may_quantize=True)
+
+    def inputs(self, columns: int) -> Part:
+        """The rank's part of a weight that is divided by inputs."""
+        return slice(None), self.mine(columns)
+
+    def norm(self, name: str, size: int, part: Part = WHOLE) -> RmsNorm:
+        """Its weight is wide, since a checkpoint's weight of 16 bits may lose what the offset adds."""
+        weight = widened(torch.empty(size, dtype=self.dtype, device=self.device))
+        self.source.fill(f"{name}.weight", weight, part)
+        return RmsNorm(weight.add_(self.spec.norm_offset), self.spec.norm_eps)
+
+
+class MakeLinear(Protocol):
+    """Makes linears, but for experts, as a backend multiplies them."""
+
+    def __call__(
+        self,
+        names: tuple[str, ...],
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        *,
+        is_whole: bool,
+        may_quantize: bool,
+    ) -> Linear:
+        """Of the checkpoint's matrices of these names, one above the other, which ``weight`` makes as they are
+        multiplied out; ``is_whole``: they are not a rank's part; ``may_quantize``: they are no head and no router."""
+        ...
+
+
+def _dense(names: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, **_: bool) -> Linear:
+    return DenseLinear(weight(), bias)
+
+
+def load_weights(
+    info: CheckpointInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    num_logits: int,
+    parallel: TensorParallel = ALONE,
+    make_linear: "MakeLinear | None" = None,
+    embedding: Tensor | None = None,
+) -> Weights:
+    """Loads a checked checkpoint, or a rank's part of it, as ``info.spec.divided`` says. ``num_logits`` is how many
+    rows of the head are used, from the first on; a rank has its ``share`` of them. ``embedding``: another model's, in
+    place of the checkpoint's."""
+    spec = info.spec.divided(parallel.size)
+    fill = _Filler(open_source(info, load_format, device), spec, dtype, device, parallel, make_linear or _dense)
+    if embedding is None:
+        embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    layers = tuple(_load_layer(fill, layer) for layer in range(spec.num_layers))
+    norm = fill.norm("model.norm", spec.hidden_size)
+    rows = share(num_logits, parallel)
+    untied = None
+    if not spec.tied_embeddings:
+        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
+    head_weight = embedding[rows] if untied is None else untied
+    head = fill.make_linear(("lm_head",), lambda: head_weight, None, is_whole=False, may_quantize=False)
+    return Weights(embedding, layers, norm, head, num_bytes((embedding, layers, norm, untied)))
+
+
+def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
+    spec = fill.spec
+    hidden = spec.hidden_size
+    prefix = f"model.layers.{layer}."
+    attention = f"{prefix}self_attn."
+    qkv_names = (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+    before_attention, after_attention, before_mlp, after_mlp = (
+        unchanged if name is None else fill.norm(prefix + name, hidden) for name in spec.layer_norms
+    )
+    return LayerWeights(
+        before_attention=before_attention,
+        qkv=fill.by_outputs(qkv_names, (spec.query_size, spec.kv_size, spec.kv_size), spec.qkv_columns, spec.qkv_bias),
+        qk_norm=_load_qk_norm(fill, attention),
+        sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
+        after_attention=after_attention,
+        before_mlp=before_mlp,
+        mlp=_load_experts(fill, f"{prefix}mlp.") if spec.has_experts(layer) else _load_mlp(fill, f"{prefix}mlp."),
+        after_mlp=after_mlp,
+    )
+
+
+def _load_qk_norm(fill: _Filler, prefix: str) -> Layer:
+    spec = fill.spec
+    match spec.qk_norm:
+        case QkNorm.NONE:
+            return unchanged
+        case QkNorm.HEAD:
+            query_weight, key_weight = (
+                fill.norm(f"{prefix}{name}", spec.head_dim).weight for name in ("q_norm", "k_norm")
+            )
+            # Both as one, a line for each head, so that queries and keys are normed together.
+            weight = torch.cat((query_weight.expand(spec.num_heads, -1), key_weight.expand(spec.num_kv_heads, -1)))
+            return HeadNorm(weight, spec.norm_eps)
+        case QkNorm.ALL:
+            sizes = {"q_norm": spec.query_size, "k_norm": spec.kv_size}
+            query, key = (fill.norm(f"{prefix}{name}", size, (fill.mine(size),)) for name, size in sizes.items())
+            return WholeNorm(query, key) if fill.parallel.size == 1 else SharedWholeNorm(query, key, fill.parallel)
+
+
+def _load_mlp(fill: _Filler, prefix: str) -> Mlp:
+    spec = fill.spec
+    hidden, inner, biased = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    return Mlp(
+        gate_up=fill.by_outputs((f"{prefix}gate_proj", f"{prefix}up_proj"), (inner, inner), hidden, biased),
+        down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
+        activation=partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation]),
+    )
+
+
+def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
+    spec, experts = fill.spec, fill.spec.experts
+    assert experts is not None
+    activation: Layer = partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation])
+    if experts.gate is not None:
+        activation = partial(clamped_gate, alpha=experts.gate.alpha, limit=experts.gate.limit)
+    num, hidden, inner = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
+    gate_up_bias = fill.empty(num, 2 * inner) if experts.biased else None
+    # Other ranks' outputs are added to those of the first, which alone adds the bias.
+    down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
+    for expert in range(num):
+        name = f"{prefix}experts.{expert}."
+        halves = (f"{name}gate_proj", f"{name}up_proj"), (inner, inner)
+        fill.stacked(gate_up[expert], "weight", *halves)
+        if gate_up_bias is not None:
+            fill.stacked(gate_up_bias[expert], "bias", *halves)
+        fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
+        if down_bias is not None and fill.parallel.rank == 0:
+            fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
+    return ExpertMlp(
+        router=fill.router(f"{prefix}gate", num, hidden, experts.biased),
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        per_token=experts.per_token,
+        normalise=experts.normalise,
+    )

@@ -1,0 +1,69 @@
+"""From the last hidden states of a batch to its result, for backends in torch: the rows of logits that are wanted, the
+tokens chosen from them, the log-probabilities of prompts, and what vectors are made of."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.models.backends.torch_common.sampler import log_softmax, sample_lines, split_logprobs
+from penstock.models.batch.batch import Batch, BatchResult, Sampled
+from penstock.models.batch.rows import Row
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
+
+MAX_LOGITS = 1 << 24
+"""Entries of the logits of prompt tokens held at a time."""
+
+Head = Callable[[Tensor], Tensor]
+"""(N, hidden) -> (N, tokenizer's vocabulary), in at least fp32, the caller's to change."""
+
+
+def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> BatchResult:
+    """``hidden`` is (T, hidden), after the last norm; logits have at most ``vocab_size`` columns."""
+    add_to_vectors(batch, hidden)
+    return BatchResult(_sample(batch, hidden, head), prompt_parts(batch, hidden, head, vocab_size))
+
+
+def _sample(batch: Batch, hidden: Tensor, head: Head) -> list[Sampled]:
+    if not batch.lines:
+        return []
+    return sample_lines(head(hidden[batch.line_tokens.tolist()]), batch.lines, batch.masks)
+
+
+def prompt_parts(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> list[PromptLogprobsPart]:
+    """The log-probabilities of prompts that come out of a batch; arguments are those of ``result_of``."""
+    parts = []
+    for row, first, count, position in batch.prompt_spans():
+        parts += _prompt_logprobs(row, position, hidden[first : first + count], head, max(1, MAX_LOGITS // vocab_size))
+    return parts
+
+
+def add_to_vectors(batch: Batch, hidden: Tensor) -> None:
+    """Adds the hidden states that the vectors of pooled rows are made of."""
+    for pooled, first, count in batch.pooled_spans():
+        pooled.add(hidden[first : first + count].float().cpu().numpy())
+
+
+def _prompt_logprobs(row: Row, position: int, hidden: Tensor, head: Head, num_lines: int) -> list[PromptLogprobsPart]:
+    """Of the tokens from ``position`` on, predicted by the lines of ``hidden``; the head runs on few of them at a time,
+    so that a long prompt with a large vocabulary needs little memory."""
+    parts = []
+    num_top = row.sampling.prompt_logprobs or 0
+    for first in range(0, len(hidden), num_lines):
+        logprobs = log_softmax(head(hidden[first : first + num_lines]))
+        at = position + first
+        told = row.history[at : at + len(logprobs)]
+        assert max(told) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
+        targets = torch.tensor(told, device=hidden.device)
+        parts.append(PromptLogprobsPart(row.number, row.epoch, at, _joined(logprobs, targets, num_top)))
+    return parts
+
+
+def _joined(logprobs: Tensor, targets: Tensor, num_top: int) -> TokenLogprobs:
+    """Of all lines as one."""
+    joined = TokenLogprobs(min(num_top, logprobs.shape[1]), [], [], [])
+    for line in split_logprobs(logprobs, targets, [num_top] * len(targets)):
+        joined.chosen += line.chosen
+        joined.top_token_ids += line.top_token_ids
+        joined.top += line.top
+    return joined

@@ -1,0 +1,159 @@
+"""Chooses the token of each line of logits, vectorised over lines. What is filtered, and the noise, come from
+``kernels.reference_sampling``; this knows lines and their parameters, and nothing of models."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.sampling import keep_min_p, keep_top_k, keep_top_p, sample
+from penstock.kernels.reference.wide import widened
+from penstock.models.batch.batch import Sampled
+from penstock.models.batch.forbidden import forbidden_ids
+from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.rows import Ids
+from penstock.scheduler.plan import TokenLogprobs
+
+
+def sample_lines(logits: Tensor, lines: list[Line], masks: Masks | None = None) -> list[Sampled]:
+    """The token of each line. ``logits`` is (L, V) in at least fp32, and is changed.
+
+    A line's token depends on its own logits, history and parameters alone. If its masks leave no token, those of
+    ``min_tokens`` and ``bad_words`` are dropped. A line whose best logit is no finite number, as a broken
+    model computes, gets the lowest token that ``allowed_token_ids`` or its grammar allows, or 0.
+    """
+    wanted = [i for i, line in enumerate(lines) if line.sampling.logprobs is not None]
+    raw = log_softmax(logits[wanted]) if wanted else None
+    _penalise(logits, lines)
+    _bias(logits, lines)
+    lowest = _allow(logits, lines, masks)
+    _forbid(logits, lines)
+    token_ids = _choose(logits, lines, lowest)
+    reported: dict[int, TokenLogprobs] = {}
+    if raw is not None:
+        tops = [lines[i].sampling.logprobs or 0 for i in wanted]
+        reported = dict(zip(wanted, split_logprobs(raw, token_ids[wanted], tops), strict=True))
+    return [Sampled(token_id, reported.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities over the last dimension, in at least fp32."""
+    return widened(logits).log_softmax(-1)
+
+
+def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
+    """For each line of ``logprobs`` (R, V): the log-probability of its token, and those of its ``tops[r]``
+    likeliest."""
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
+    top = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=1)
+    ids, values = top.indices.tolist(), top.values.tolist()
+    for row, wanted in enumerate(tops):
+        num_top = min(wanted, logprobs.shape[1])
+        yield TokenLogprobs(num_top, [chosen[row]], ids[row][:num_top], values[row][:num_top])
+
+
+def _penalise(logits: Tensor, lines: list[Line]) -> None:
+    """Repetition (prompt and output): x / p where x > 0, else x p. Then x - frequency * count - presence * (count > 0),
+    counted over the output."""
+    penalised = [(i, line.sampling, line.counts) for i, line in enumerate(lines) if line.counts is not None]
+    if not penalised:
+        return
+    sizes = [len(counts.ids) for _, _, counts in penalised]
+    ids = np.concatenate([counts.ids for _, _, counts in penalised])
+    output = np.concatenate([counts.output for _, _, counts in penalised])
+    at = np.repeat([i for i, _, _ in penalised], sizes)
+    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for _, p, _ in penalised]
+    repetition, presence, frequency = np.repeat(np.array(penalties), sizes, axis=0).T
+    # A prompt may hold ids of the model's vocabulary that the tokenizer does not have; they are never chosen.
+    known = ids < logits.shape[1]
+    where = tuple(torch.from_numpy(part[known]).to(logits.device) for part in (at, ids))
+    factor = torch.from_numpy(repetition[known]).to(logits)
+    lowered = torch.from_numpy((frequency * output + presence * (output > 0))[known]).to(logits)
+    x = logits[where]
+    logits[where] = torch.where(x > 0, x / factor, x * factor) - lowered
+
+
+def _bias(logits: Tensor, lines: list[Line]) -> None:
+    biased = [(i, line.lists) for i, line in enumerate(lines) if len(line.lists.bias)]
+    if biased:
+        where = _where(logits, [(i, lists.bias_ids) for i, lists in biased])
+        biases = np.concatenate([lists.bias for _, lists in biased])
+        logits[where] += torch.from_numpy(biases).to(logits)
+
+
+def _allow(logits: Tensor, lines: list[Line], masks: Masks | None) -> dict[int, int]:
+    """Leaves what ``allowed_token_ids`` and grammars allow. Returns the lowest of these, of lines that have such."""
+    allowed = {i: line.lists.allowed for i, line in enumerate(lines) if line.lists.allowed is not None}
+    if masks is not None:
+        for i, words in zip(masks.lines, masks.words.result(), strict=True):
+            bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little")
+            allowed[i] = bits.nonzero()[0]
+    for i, ids in allowed.items():
+        columns = torch.from_numpy(ids).to(logits.device)
+        kept = logits[i, columns]
+        logits[i] = -math.inf
+        logits[i, columns] = kept
+    return {i: int(ids.min()) for i, ids in allowed.items()}
+
+
+def _forbid(logits: Tensor, lines: list[Line]) -> None:
+    """What ``min_tokens`` and ``bad_words`` forbid, wherever that leaves a token."""
+    forbidden = [(i, ids) for i, line in enumerate(lines) for ids in forbidden_ids(line)]
+    if not forbidden:
+        return
+    at, ids = _where(logits, forbidden)
+    before = logits[at, ids]
+    logits[at, ids] = -math.inf
+    empty = (logits.amax(1) == -math.inf)[at]
+    logits[at[empty], ids[empty]] = before[empty]
+
+
+def _where(logits: Tensor, ids_of_rows: list[tuple[int, Ids]]) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the entries that rows' ids name, as an index."""
+    at = np.repeat([i for i, _ in ids_of_rows], [len(ids) for _, ids in ids_of_rows])
+    columns = np.concatenate([ids for _, ids in ids_of_rows])
+    return torch.from_numpy(at).to(logits.device), torch.from_numpy(columns).to(logits.device)
+
+
+def _choose(logits: Tensor, lines: list[Line], lowest: dict[int, int]) -> Tensor:
+    """The argmax of greedy lines, a draw for the others; (L,) int64."""
+    chosen = torch.argmax(logits, dim=1)
+    # A NaN counts as the largest, so the largest tells of every row that is broken.
+    whole = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
+    drawn = [i for i, line in enumerate(lines) if line.sampling.temperature > 0.0]
+    if drawn:
+        chosen[drawn] = _draw(logits if len(drawn) == len(lines) else logits[drawn], [lines[i] for i in drawn])
+    for i, is_whole in enumerate(whole):
+        if not is_whole:
+            chosen[i] = lowest.get(i, 0)
+    return chosen
+
+
+def _draw(logits: Tensor, lines: list[Line]) -> Tensor:
+    """Temperature, filters, and the argmax of logits and keyed noise."""
+    device = logits.device
+    params = [line.sampling for line in lines]
+    temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=device)
+    # Distances below the best are what is divided: at the lowest temperatures logits themselves would overflow.
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature.unsqueeze(1)
+    top_k = [p.top_k if 0 < p.top_k < logits.shape[1] else 0 for p in params]
+    for keep, values, neutral in (
+        (keep_top_k, top_k, 0),
+        (keep_top_p, [p.top_p for p in params], 1.0),
+        (keep_min_p, [p.min_p for p in params], 0.0),
+    ):
+        filtered = [i for i, value in enumerate(values) if value != neutral]
+        if filtered:
+            part = logits[filtered]
+            keep(part, torch.tensor([values[i] for i in filtered], device=device))
+            logits[filtered] = part
+    seeds = torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device)
+    positions = torch.tensor([line.position for line in lines], dtype=torch.int64, device=device)
+    return sample(logits, seeds, positions)
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as torch's signed integer."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

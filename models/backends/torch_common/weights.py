@@ -1,0 +1,196 @@
+"""A model's weights as a backend in torch holds them: fused where one product can do the work of several, and each
+part of a layer as something that can be called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.reference.ops import choose_experts, rms_norm
+from penstock.kernels.reference.wide import widened
+from penstock.models.backends.tensor_parallel import TensorParallel
+
+Layer = Callable[[Tensor], Tensor]
+"""(T, in) -> (T, out)."""
+
+
+class Linear(Protocol):
+    """A linear map. Quantised kinds take the place of ``DenseLinear`` without the model's knowledge."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseLinear:
+    """y = x W^T + b; ``weight`` is (out, in), ``bias`` (out,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """An RMS norm over the last dimension."""
+
+    weight: Tensor
+    """What is multiplied by, in at least fp32: the checkpoint's weight and the model's offset together."""
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The shape and dtype of ``x``."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """An RMS norm over each head."""
+
+    weight: Tensor
+    """(query heads + key heads, head size): the norm's weight for each of them."""
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, queries and keys side by side)."""
+        return rms_norm(x.view(-1, *self.weight.shape), self.weight, self.eps).flatten(1)
+
+
+@dataclass(frozen=True)
+class WholeNorm:
+    """An RMS norm over all queries and one over all keys."""
+
+    query: RmsNorm
+    key: RmsNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, queries and keys side by side)."""
+        num_queries = len(self.query.weight)
+        return torch.cat((self.query(x[:, :num_queries]), self.key(x[:, num_queries:])), dim=1)
+
+
+@dataclass(frozen=True)
+class SharedWholeNorm:
+    """``WholeNorm`` where each rank has a part of the heads: the means of squares are those of all ranks' heads."""
+
+    query: RmsNorm
+    key: RmsNorm
+    parallel: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is (T, the rank's queries and keys side by side)."""
+        norms = (self.query, self.key)
+        sizes = [len(norm.weight) for norm in norms]
+        parts = [widened(part) for part in torch.split(x, sizes, dim=1)]
+        sums = torch.cat([part.square().sum(1, keepdim=True) for part in parts], dim=1)
+        self.parallel.all_reduce(sums)
+        scaled = [
+            (part * torch.rsqrt(total / (size * self.parallel.size) + norm.eps)).to(norm.weight.dtype) * norm.weight
+            for part, total, size, norm in zip(parts, torch.split(sums, 1, dim=1), sizes, norms, strict=True)
+        ]
+        return torch.cat(scaled, dim=1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """y = down(gate(x))."""
+
+    gate_up: Linear
+    """Rows: gate, then up."""
+    down: Linear
+    activation: Layer
+    """From gate and up, side by side, to half as many columns."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class ExpertMlp:
+    """A mixture of experts, each run on the tokens whose router chose it; summed in the order of the experts."""
+
+    router: Linear
+    gate_up: Tensor
+    """(E, 2I, hidden): of each expert, rows of the gate, then of up."""
+    down: Tensor
+    """(E, hidden, I)."""
+    gate_up_bias: Tensor | None
+    """(E, 2I)."""
+    down_bias: Tensor | None
+    """(E, hidden)."""
+    activation: Layer
+    """As that of ``Mlp``."""
+    per_token: int
+    normalise: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        chosen, probabilities = choose_experts(self.router(x), self.per_token, self.normalise)
+        out = torch.zeros_like(x)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, places = torch.where(chosen == expert)
+            weighted = self._expert(expert)(x[tokens]) * probabilities[tokens, places].unsqueeze(1)
+            out.index_add_(0, tokens, weighted.to(x.dtype))
+        return out
+
+    def _expert(self, expert: int) -> Mlp:
+        return Mlp(
+            DenseLinear(self.gate_up[expert], None if self.gate_up_bias is None else self.gate_up_bias[expert]),
+            DenseLinear(self.down[expert], None if self.down_bias is None else self.down_bias[expert]),
+            self.activation,
+        )
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """In the place of a norm that a layer does not have."""
+    return x
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer."""
+
+    before_attention: Layer
+    qkv: Linear
+    """Rows: all query heads, all key heads, all value heads."""
+    qk_norm: Layer
+    """On queries and keys side by side."""
+    sinks: Tensor | None
+    """(query heads,)."""
+    output: Linear
+    after_attention: Layer
+    before_mlp: Layer
+    mlp: Layer
+    after_mlp: Layer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The whole model."""
+
+    embedding: Tensor
+    """(vocabulary, hidden)."""
+    layers: tuple[LayerWeights, ...]
+    norm: RmsNorm
+    head: Linear
+    """Only the rows that the tokenizer can use; shares the embedding's memory where they are tied."""
+    num_bytes: int
+
+
+def num_bytes(part: Any) -> int:
+    """Of the tensors in a part of the weights."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, tuple):
+        return sum(num_bytes(item) for item in part)
+    if is_dataclass(part):
+        return sum(num_bytes(getattr(part, field.name)) for field in fields(part))
+    return 0

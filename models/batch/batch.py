@@ -1,0 +1,188 @@
+"""A step's work as one ragged batch: flat arrays over tokens, and a line for each row. Knows no tensors and no
+device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.batch.lines import NO_DRAFTS, Line, Masks
+from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.batch.rows import Row, RowTable
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T tokens of R rows; the tokens of a row are neighbours. Rows with one token come first, longest context first."""
+
+    rows: list[Row]
+    starts: Ids
+    """(R,): position of each row's first token."""
+    ends: Ids
+    """(R,): position after each row's last token; KV before it is valid once the step has written its own, and the
+    row's drafts turned out to be right."""
+    token_starts: Ids
+    """(R + 1,): row r's tokens are [token_starts[r], token_starts[r + 1])."""
+    token_ids: Ids
+    """(T,)."""
+    table: RowTable
+    """Of the rows."""
+    lines: list[Line]
+    """Those that are sampled, in the order of the rows."""
+    num_lines: list[int]
+    """Of each row: 1 more than its drafts where its last token ends its history, else 0."""
+    masks: Masks | None = None
+    """None: no line has a grammar."""
+    feature_layers: tuple[int, ...] = ()
+    """Before these layers the hidden states of all tokens are wanted."""
+
+    # What not every backend needs is found out when it is asked for, before the next plan: a step of a small model is
+    # short.
+
+    @cached_property
+    def tables(self) -> Ids:
+        """(R, at least the blocks of the longest row): blocks in the order of positions; what is past a row's end means
+        nothing."""
+        return self.table.tables(self.rows)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self.table.block_size
+
+    @cached_property
+    def line_tokens(self) -> Ids:
+        """(lines,): the index in the batch of the token that each line follows."""
+        if max(self.num_lines, default=0) <= 1:  # nothing is drafted
+            return self.token_starts[1:][np.array(self.num_lines, dtype=np.bool_)] - 1
+        numbers = np.array(self.num_lines, dtype=np.int64)
+        behind = np.cumsum(numbers)
+        return np.repeat(self.token_starts[1:] - behind, numbers) + np.arange(len(self.lines))
+
+    @cached_property
+    def positions(self) -> Ids:
+        """(T,)."""
+        owners = self._owners
+        return np.arange(len(self.token_ids)) - self.token_starts[owners] + self.starts[owners]
+
+    @property
+    def slots(self) -> Ids:
+        """(T,): where each token's KV is written: block * block_size + offset."""
+        blocks, offsets = np.divmod(self.positions, self.block_size)
+        return self.tables[self._owners, blocks] * self.block_size + offsets
+
+    @cached_property
+    def _owners(self) -> Ids:
+        """(T,): index of each token's row."""
+        return np.repeat(np.arange(len(self.rows)), self.ends - self.starts)
+
+    def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
+        """Of each row with hidden states that its vector is made of: where they are added, the index in the batch of
+        the first of them, and their number."""
+        for index, row in enumerate(self.rows):
+            if row.pooled is not None:
+                start, end, first = int(self.starts[index]), int(self.ends[index]), int(self.token_starts[index])
+                counted = row.pooled.counted(start, end)
+                if counted:
+                    yield row.pooled, first + counted.start - start, len(counted)
+
+    def prompt_spans(self) -> Iterator[tuple[Row, int, int, int]]:
+        """Of each row whose prompt's log-probabilities are wanted and come out of this batch: the row, the index in the
+        batch of the token that predicts the first of them, their number, and the first's position."""
+        for row, start, end, first in zip(
+            self.rows, self.starts.tolist(), self.ends.tolist(), self.token_starts.tolist(), strict=False
+        ):
+            # Position p is told by the hidden state at p - 1.
+            last = min(end, row.num_prompt_tokens - 1)
+            if row.sampling.prompt_logprobs is not None and start < last:
+                yield row, first, last - start, start + 1
+
+
+class FeatureLines(Protocol):
+    """A line for each of some positions, wherever a backend has them: an array on the host is one."""
+
+    def __len__(self) -> int:
+        """Of lines."""
+        ...
+
+    def __getitem__(self, part: slice | list[int], /) -> "FeatureLines":
+        """Some of them; of a slice perhaps no copy."""
+        ...
+
+    def copy(self) -> "FeatureLines":
+        """The same lines, without the memory of many others."""
+        ...
+
+
+class Sampled(NamedTuple):
+    """A line's token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class BatchResult(NamedTuple):
+    """What a backend made of a batch."""
+
+    sampled: list[Sampled]
+    """Of each line, in their order."""
+    prompt_logprobs: list[PromptLogprobsPart]
+    features: FeatureLines | None = None
+    """(T, feature layers * hidden), where some are wanted."""
+
+
+def build_batch(
+    table: RowTable,
+    plan: StepPlan,
+    drafts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    feature_layers: tuple[int, ...] = (),
+) -> Batch:
+    """The batch of a plan that was applied to the rows. Each row may be named once. ``drafts``: by the row's number,
+    what may follow the histories of rows that are continued."""
+    spans = [(table[chunk.row], chunk.start, chunk.end, NO_DRAFTS) for chunk in plan.chunks]
+    for decode in plan.decodes:
+        row, drafted = table[decode.row], drafts.get(decode.row, NO_DRAFTS)
+        end = len(row.history)
+        if drafted:
+            assert len(drafted) < decode.max_tokens, f"row {row.number} has more drafts than the plan has room for"
+            end += len(drafted)
+        spans.append((row, row.num_computed, end, drafted))
+    # Decoding rows of like length are read together, so they must be neighbours.
+    spans.sort(key=lambda span: (span[2] - span[1] > 1, -span[2]))
+    lines: list[Line] = []
+    num_lines: list[int] = []
+    token_ids: list[int] = []
+    for row, start, end, drafted in spans:
+        known = end - len(drafted)
+        assert row.num_computed == start < known <= len(row.history), f"row {row.number} does not stand at {start}"
+        assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
+        token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
+        if known < len(row.history) or row.pooled is not None:
+            num_lines.append(0)
+            continue
+        lines.append(Line(row))
+        num_lines.append(1 + len(drafted))
+        if drafted:
+            token_ids += drafted
+            lines += [Line(row, drafted[:number]) for number in range(1, len(drafted) + 1)]
+    rows = [row for row, *_ in spans]
+    assert len({row.number for row in rows}) == len(rows), "a row is named twice in one plan"
+    return Batch(
+        rows=rows,
+        starts=np.array([start for _, start, _, _ in spans], dtype=np.int64),
+        ends=np.array([end for _, _, end, _ in spans], dtype=np.int64),
+        token_starts=np.array([0, *accumulate(end - start for _, start, end, _ in spans)], dtype=np.int64),
+        token_ids=np.array(token_ids, dtype=np.int64),
+        table=table,
+        lines=lines,
+        num_lines=num_lines,
+        feature_layers=feature_layers,
+    )

@@ -1,0 +1,25 @@
+"""Tokens that must not come next in a line: stops before ``min_tokens``, and what would complete a bad word."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.models.batch.lines import Line
+from penstock.models.batch.rows import Ids
+
+
+def forbidden_ids(line: Line) -> Iterator[Ids]:
+    """int64 arrays of ids, none of them where nothing is forbidden; an id may come twice."""
+    sampling = line.sampling
+    if line.num_output_tokens < sampling.min_tokens:
+        yield line.lists.stops
+    if not sampling.bad_words:
+        return
+    [last] = line.tail(1)
+    words = [
+        word[-1]
+        for word in sampling.bad_words
+        if len(word) == 1 or (word[-2] == last and line.tail(len(word) - 1) == word[:-1])
+    ]
+    if words:
+        yield np.array(words, dtype=np.int64)

@@ -1,0 +1,153 @@
+"""The worker's rows: the authority on where each row stands between plans. Plain data and integers; knows no
+tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.batch.grammar_matcher import RowMatcher
+from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.batch.token_counts import TokenCounts
+from penstock.models.batch.token_lists import TokenLists
+from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+
+Ids = NDArray[np.int64]
+
+UNKNOWN = -1
+"""In a history: a token that the device has chosen, or will have when it is needed, and the host does not know yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One row. ``history[:num_computed]`` has its KV in the row's blocks."""
+
+    number: int
+    epoch: int
+    history: list[int]
+    num_prompt_tokens: int
+    num_computed: int
+    num_blocks: int
+    sampling: SamplingParams
+    lists: TokenLists
+    counts: TokenCounts | None
+    """Kept only where a penalty needs them."""
+    pooled: PooledRow | None
+    """Of a row that gets a vector and no tokens."""
+    max_drafts: int = 0
+    tenant: str = ""
+    matcher: RowMatcher | None = None
+    """Of a row whose output must match a grammar."""
+    is_dropped: bool = False
+    """Whether a plan has dropped it; a step that began before that may still compute it."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the prompt, those from before a preemption included."""
+        return len(self.history) - self.num_prompt_tokens
+
+    def expect(self) -> int:
+        """Makes the history longer by a token that is being chosen; returns its position, for ``learn``."""
+        self.history.append(UNKNOWN)
+        return len(self.history) - 1
+
+    def learn(self, position: int, token_id: int) -> None:
+        """Says which token it was."""
+        self.history[position] = token_id
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+    def append(self, token_id: int) -> None:
+        """Adds a sampled token to the history."""
+        self.learn(self.expect(), token_id)
+
+
+class RowTable:
+    """All rows, and their block tables as one array.
+
+    A plan that contradicts the rows is a bug of the scheduler's: AssertionError.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.hidden_size = hidden_size
+        self._rows: dict[int, Row] = {}
+        self._tables: Ids = np.full((16, 16), num_blocks, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        assert number in self._rows, f"the plan names row {number}, which does not exist"
+        return self._rows[number]
+
+    def apply(self, plan: StepPlan) -> list[int]:
+        """Drops, adds and extends rows. Returns the blocks that a row is to write anew: what they hold is stale."""
+        for number in plan.dropped:
+            assert number in self._rows, f"the plan drops row {number}, which does not exist"
+            self._rows.pop(number).is_dropped = True
+        fresh: list[int] = []
+        for added in plan.added:
+            self._add(added)
+            fresh += added.block_ids[-(-added.num_computed // self.block_size) :]
+        for more in plan.blocks:
+            row = self[more.row]
+            self._extend(row, more.block_ids)
+            fresh += more.block_ids
+        return fresh
+
+    def tables(self, rows: list[Row]) -> Ids:
+        """Block tables of rows, one below the other, at least as wide as the longest; ids past a row's end mean
+        nothing."""
+        width = max(row.num_blocks for row in rows)
+        return self._tables[[row.number for row in rows], :width]
+
+    def blocks(self, row: Row, begin: int) -> Ids:
+        """A row's blocks from the ``begin``-th on."""
+        return self._tables[row.number, begin : row.num_blocks]
+
+    def _add(self, added: AddedRow) -> None:
+        assert added.row not in self._rows, f"the plan adds row {added.row}, which exists"
+        assert 0 <= added.num_computed < len(added.token_ids), f"row {added.row} has nothing to compute"
+        assert 1 <= added.num_prompt_tokens <= len(added.token_ids), f"row {added.row} has no prompt"
+        sampling = added.sampling
+        penalised = (
+            sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        )
+        row = Row(
+            added.row,
+            added.epoch,
+            list(added.token_ids),
+            added.num_prompt_tokens,
+            added.num_computed,
+            0,
+            sampling,
+            TokenLists(sampling),
+            TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
+            None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
+            added.max_drafts,
+            added.tenant,
+        )
+        self._rows[added.row] = row
+        self._extend(row, added.block_ids)
+        assert row.num_blocks * self.block_size >= row.num_computed, f"row {added.row} has KV outside its blocks"
+
+    def _extend(self, row: Row, block_ids: list[int]) -> None:
+        if not block_ids:
+            return
+        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, f"row {row.number} is given no such block"
+        end = row.num_blocks + len(block_ids)
+        self._grow(row.number + 1, end)
+        self._tables[row.number, row.num_blocks : end] = block_ids
+        row.num_blocks = end
+
+    def _grow(self, num_rows: int, width: int) -> None:
+        have_rows, have_width = self._tables.shape
+        if num_rows <= have_rows and width <= have_width:
+            return
+        shape = (max(have_rows, 2 * num_rows) if num_rows > have_rows else have_rows,
+                 max(have_width, 2 * width) if width > have_width else have_width)  # fmt: skip
+        grown: Ids = np.full(shape, self.num_blocks, dtype=np.int64)
+        grown[:have_rows, :have_width] = self._tables
+        self._tables = grown

@@ -1,0 +1,1 @@
+"""What a model's files say: architecture, shapes, tensors. No torch."""

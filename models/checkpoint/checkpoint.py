@@ -1,0 +1,361 @@
+"""Finds a model's files and checks them before anything is loaded: config, shards, headers, names, shapes, dtypes.
+
+Needs no torch, so that the service can refuse a model in milliseconds. Knows nothing of tokenizers and devices.
+"""
+
+import fnmatch
+import glob
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.models.checkpoint.families import ignored_layer_types, spec_from_config
+from penstock.models.checkpoint.files.model_files import (
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    open_model_file,
+    read_model_file,
+)
+from penstock.models.checkpoint.files.safetensors_header import TensorEntry, read_header
+from penstock.models.checkpoint.quantization_config import (
+    AT_LOAD,
+    METHODS,
+    Quantization,
+    choose_quantization,
+    quantization_from_config,
+)
+from penstock.models.checkpoint.quantized_layout import QuantizedLinear, find_quantized
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.checkpoint.tensor_names import find_views
+from penstock.models.errors import ModelError
+
+DEMO = "demo"
+"""The name of the built-in model."""
+DEMO_DRAFTERS = ("demo_draft", "demo_eagle3")
+"""Built in too: a draft model and a head for it."""
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_NO_PICKLES = "pickled weights are never loaded: use the model's safetensors version"
+OTHER_WEIGHTS = {
+    "*.gguf": "GGUF files are not supported: give the model's safetensors version, with --quantization int4 or int8 if "
+    "it is to be small",
+    **dict.fromkeys(("pytorch_model*.bin*", "*.pth", "*.pt", "*.ckpt"), _NO_PICKLES),
+    "consolidated*.safetensors": "Mistral's own layout is not supported: use the model's Hugging Face layout, with "
+    f"{CONFIG} and {SINGLE}",
+    "*.bin": _NO_PICKLES,
+}
+"""Names of weights that cannot be loaded, and what to do."""
+
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Dtypes of tensors that can be loaded, with torch's names for them."""
+
+_BASE, _TABLE = "model.", "embed_tokens.weight"
+"""What names begin with, except in checkpoints of the base model alone; and a tensor that both have."""
+_EMBEDDING, _HEAD = f"{_BASE}{_TABLE}", "lm_head.weight"
+_COMPARED_BYTES = 1 << 24
+"""How much of two tensors is compared at a time."""
+_MAX_COMPARED_BYTES = 1 << 34
+"""Larger ones count as different: no model's is as large, and a file may have holes that take no room on a disk."""
+
+HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
+"""What the weights are usually called; else the index names them."""
+HUB_FILES = (
+    CONFIG,
+    INDEX,
+    *HUB_WEIGHTS,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "[0-9]_*/config.json",
+)
+"""What is fetched of a repository on the hub: what is read, and tokenizer.model, from which transformers makes a
+tokenizer.json. The last ones are those of sentence-transformers."""
+
+DERIVED_TENSORS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+"""Endings of tensors that old checkpoints hold although they follow from the config."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A model directory that passed every check."""
+
+    path: Path
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    tensors: Mapping[str, TensorEntry]
+    """Exactly those of ``spec.tensors()``, less the weights in ``quantized``; empty if weights were not asked for."""
+    quantization: Quantization | None
+    """What config.json says; None: all weights are floats, or were not asked for."""
+    quantized: Mapping[str, QuantizedLinear]
+    """The linears that are stored quantised, by their names; empty if weights were not asked for."""
+    warnings: tuple[str, ...] = ()
+    """What the files say that is ignored, or that contradicts itself: for the log."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, in torch's name; from the config where there are no weights."""
+        entry = self.tensors.get(_EMBEDDING)
+        if entry is not None:
+            return FLOAT_DTYPES[entry.dtype]
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        return named if named in FLOAT_DTYPES.values() else "float32"
+
+    def choose_quantization(self, requested: str) -> str:
+        """What the model runs with where --quantization says ``requested``: none, one of AT_LOAD, or the
+        checkpoint's own method. Raises ModelError where the flag contradicts the checkpoint."""
+        if requested in METHODS and requested not in AT_LOAD and not self.tensors:
+            raise ModelError(
+                f"--quantization {requested}: with --load-format dummy no checkpoint is read, and what is made up are "
+                "floats: leave one of the two flags out, or give --quantization int8 or int4"
+            )
+        return choose_quantization(requested, self.quantization)
+
+    def at_load(self, requested: str) -> str | None:
+        """Which of AT_LOAD is made of float weights where --quantization says ``requested``; None: none is."""
+        return requested if self.quantization is None and requested in AT_LOAD else None
+
+
+def resolve_model(name: str, weights: bool = True, revision: str | None = None) -> Path:
+    """The directory of a model: a path, ``demo`` or one of its drafters, or the id of a repository on the Hugging Face
+    hub.
+
+    An id is fetched into huggingface_hub's cache unless it is there, if ``weights`` with its weights; HF_HUB_OFFLINE=1
+    asks the cache alone. ``revision`` is a branch, a tag or a commit of its repository. Raises ModelError.
+    """
+    is_local = name in (DEMO, *DEMO_DRAFTERS) or Path(name).expanduser().exists()
+    if is_local and revision is not None:
+        raise ModelError(
+            f"--revision {revision}: {name} is not on the hub, and only a model there has revisions: leave it out"
+        )
+    if name in (DEMO, *DEMO_DRAFTERS):
+        return Path(__file__).parents[1] / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.endswith(".gguf"):
+        _refuse_other(name, [path.name])
+        raise ModelError(f"{name}: is a file: give the directory that holds {CONFIG}")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelError(f"{name}: no such directory: give a model's directory, an id like owner/name, or {DEMO}")
+    return _from_hub(name, weights, revision)
+
+
+def _refuse_other(where: object, names: Iterable[str]) -> None:
+    """Raises ModelError if one of the files is of a kind that cannot be loaded. ``where`` they are, or the file."""
+    names = sorted(names)
+    for pattern, remedy in OTHER_WEIGHTS.items():
+        if found := fnmatch.filter(names, pattern):
+            at = where if str(where).endswith(found[0]) else f"{where}: {found[0]}"
+            raise ModelError(f"{at}: {remedy}")
+
+
+def _from_hub(name: str, weights: bool, revision: str | None) -> Path:
+    # The library costs half a second to import, and a local directory needs nothing of it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    at = name if revision is None else f"{name} at {revision}"
+    at_revision: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        files = [file for file in HUB_FILES if weights or file not in HUB_WEIGHTS]
+        path = Path(snapshot_download(name, allow_patterns=files, **at_revision))
+        if weights and (path / INDEX).exists():
+            missing = sorted({shard for shard in _weight_map(path).values() if not (path / shard).exists()})
+            if missing:
+                snapshot_download(name, revision=path.name, allow_patterns=[glob.escape(shard) for shard in missing])
+        elif weights and not (path / SINGLE).exists():
+            _refuse_other_repository(name, at_revision)
+        return path
+    except HFValidationError as error:
+        raise ModelError(f"{name}: neither a directory nor a repository id: give one of the two") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{at}: not in the Hugging Face cache, and the hub cannot be reached: fetch it where there is a network, "
+            "or give a directory"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit: give another") from error
+    except HfHubHTTPError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"{name}: the hub refused ({reason}): check the id, and HF_TOKEN for a gated model") from error
+
+
+def _refuse_other_repository(name: str, at_revision: Mapping[str, str]) -> None:
+    """Raises ModelError for a repository that has only weights that cannot be loaded, unless the hub is out of
+    reach."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(name, **at_revision)
+    except Exception:  # whatever keeps the hub from answering: the missing file is named later
+        return
+    _refuse_other(name, [Path(file).name for file in files])
+
+
+def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
+    """Checks config.json and, if ``weights``, every header of the safetensors files against the file's length and the
+    model that the config describes. Reads no tensor, except an output head that should equal the embedding. Raises
+    ModelError."""
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such directory: give a model's directory")
+    if not (path / CONFIG).exists():
+        _refuse_other(path, os.listdir(path))
+    config = read_json(path / CONFIG)
+    try:
+        spec = spec_from_config(config)
+        quantization = quantization_from_config(config)
+    except ModelError as error:
+        raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
+    ignored = ignored_layer_types(config, spec)
+    warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
+    if not weights:
+        return CheckpointInfo(path, config, spec, {}, None, {}, tuple(warnings))
+    entries = read_entries(path)
+    if _EMBEDDING not in entries and _TABLE in entries:
+        # Models for embeddings are saved so, without a head. What takes its place here is never asked for a vector.
+        spec = replace(spec, tied_embeddings=True)
+        entries = {f"{_BASE}{name}": entry for name, entry in entries.items()}
+    elif spec.tied_embeddings and _EMBEDDING not in entries and _HEAD in entries:
+        entries[_EMBEDDING] = entries[_HEAD]
+    if spec.tied_embeddings and _has_own_head(entries):
+        spec = replace(spec, tied_embeddings=False)
+        warnings.append(
+            f"{path / CONFIG}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: both are used, as "
+            "in transformers; set tie_word_embeddings to false"
+        )
+    entries = find_views(spec, entries)
+    quantized = {} if quantization is None else find_quantized(quantization, spec, entries, path)
+    tensors = _match(spec, entries, quantized, path)
+    return CheckpointInfo(path, config, spec, tensors, quantization, quantized, tuple(warnings))
+
+
+def _has_own_head(entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether a checkpoint has an output head that is not the embedding, be it stored quantised."""
+    parts = {name for name in entries if name.startswith(_HEAD.removesuffix("weight"))}
+    if parts != {_HEAD} or _EMBEDDING not in entries:
+        return bool(parts)
+    head, embedding = entries[_HEAD], entries[_EMBEDDING]
+    if (head.file, head.offset) == (embedding.file, embedding.offset):
+        return False
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or head.num_bytes > _MAX_COMPARED_BYTES:
+        return True
+    return _differ(head, embedding)
+
+
+def _differ(one: TensorEntry, other: TensorEntry) -> bool:
+    """Whether two tensors of the same size hold different bytes. Raises ModelError."""
+    try:
+        with open(open_model_file(one.file), "rb") as first, open(open_model_file(other.file), "rb") as second:
+            for begin in range(0, one.num_bytes, _COMPARED_BYTES):
+                first.seek(one.offset + begin)
+                second.seek(other.offset + begin)
+                size = min(one.num_bytes - begin, _COMPARED_BYTES)
+                if first.read(size) != second.read(size):
+                    return True
+    except OSError as error:
+        raise ModelError(f"{one.file}: cannot be read ({error.strerror}): check the path and its rights") from error
+    return False
+
+
+def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A file that holds an object. Raises ModelError."""
+    try:
+        value = json.loads(read_model_file(file, max_bytes))
+    except FileNotFoundError as error:
+        raise ModelError(f"{file}: is missing: give a directory in Hugging Face's layout") from error
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({os.strerror(error.errno or 0)}): check its rights") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: is no valid JSON ({error}): download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: is no JSON object: download it again")
+    return value
+
+
+def read_entries(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of all shards, by name. Raises ModelError."""
+    if (path / INDEX).exists():
+        return _indexed_entries(path)
+    if (path / SINGLE).exists():
+        return read_header(path / SINGLE)
+    _refuse_other(path, os.listdir(path))
+    raise ModelError(f"{path / SINGLE}: is missing, and so is {INDEX}: download the model's weights")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, beside the index. Raises ModelError."""
+    index = path / INDEX
+    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: weight_map is missing or empty: download it again")
+    for name, shard in weight_map.items():
+        # A name with a separator could point anywhere on this machine.
+        if not isinstance(shard, str) or shard != Path(shard).name or not shard.endswith(".safetensors"):
+            raise ModelError(
+                f"{index}: weight_map gives {name} the file {shard!r}: it must be a safetensors file beside it"
+            )
+    return weight_map
+
+
+def _indexed_entries(path: Path) -> dict[str, TensorEntry]:
+    weight_map = _weight_map(path)
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).exists():
+            raise ModelError(f"{path / shard}: this shard is missing, and {INDEX} names it: download it")
+        shards[shard] = read_header(path / shard)
+    for name, shard in weight_map.items():
+        if name not in shards[shard]:
+            raise ModelError(
+                f"{path / shard}: tensor {name} is missing, and {INDEX} says it is here: download the shard again"
+            )
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _match(
+    spec: ModelSpec, entries: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedLinear], path: Path
+) -> dict[str, TensorEntry]:
+    """The tensors that the spec needs besides quantised ones; raises where one is missing, wrong, or too many."""
+    matched = {}
+    for name, shape in spec.tensors():
+        if name.removesuffix(".weight") in quantized:
+            continue
+        entry = entries.get(name)
+        if entry is None:
+            raise ModelError(f"{path}: tensor {name} is missing, and {CONFIG} calls for it: download the weights again")
+        if entry.shape != shape:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and {CONFIG} calls for {list(shape)}: "
+                "config and weights are of different models"
+            )
+        if entry.dtype not in FLOAT_DTYPES:
+            raise ModelError(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}: weights must be {', '.join(FLOAT_DTYPES)}; "
+                "use the unquantised checkpoint"
+            )
+        matched[name] = entry
+    parts = {f"{linear.name}.{part}" for linear in quantized.values() for part in linear.parts}
+    for name in entries.keys() - matched.keys() - parts:
+        # A tensor that nobody reads means that the model would compute something else than was trained.
+        if not name.endswith(DERIVED_TENSORS) and not (name == _HEAD and spec.tied_embeddings):
+            raise ModelError(
+                f"{entries[name].file}: tensor {name} has no place in {spec.architecture} as {CONFIG} describes it: "
+                "config and weights are of different models"
+            )
+    return matched

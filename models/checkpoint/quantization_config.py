@@ -1,0 +1,383 @@
+"""What a checkpoint's ``quantization_config`` says: from config.json to a typed description of GPTQ, AWQ,
+compressed-tensors and fp8. Knows no files and no tensors."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.module_patterns import MAX_CHARS, Patterns
+from penstock.models.errors import ModelError
+
+CONFIG_FIELD = "quantization_config"
+
+GROUP_STEP = 32
+"""A group's columns are a multiple of this."""
+MAX_GROUP = 1 << 20
+
+AT_LOAD = ("int8", "int4", "fp8")
+"""Kinds of quantisation that are made from a float checkpoint; fp8 on the CUDA backend alone, and checkpoints may be so
+too."""
+
+ANOTHER = "use another quantised checkpoint, or the unquantised one with --quantization int8 or int4"
+
+
+class Layout(Enum):
+    """How a quantised matrix is stored."""
+
+    GPTQ = auto()
+    """Four bits, packed along the columns; zero points are stored less one."""
+    GPTQ_V2 = auto()
+    """The same with zero points as they are."""
+    AWQ = auto()
+    """Four bits, packed along the rows, interleaved."""
+    PACKED = auto()
+    """compressed-tensors' four bits, packed along the columns."""
+    INT8 = auto()
+    """compressed-tensors' signed bytes; activations are quantised as they come."""
+    FP8 = auto()
+    """float8_e4m3fn, of compressed-tensors and of the method fp8."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of some linears are quantised: ``W = (code - zero) * scale``."""
+
+    layout: Layout
+    group: int
+    """Columns that share a scale and a zero point; 0: all of a row."""
+    has_zeros: bool
+    """Whether zero points are stored; where not, they are the middle of the codes."""
+    is_ordered: bool
+    """Whether each column says which group it is of."""
+    rows: int = 1
+    """That share scales, of FP8; 0: all."""
+    narrows_inputs: bool = False
+    """Whether inputs are quantised too, as they come: by token, and by group of columns where weights are."""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.layout in (Layout.INT8, Layout.FP8) else 4
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats themselves."""
+        return self.layout is Layout.FP8
+
+    def num_row_groups(self, rows: int) -> int:
+        """Of a column; the last one may be short."""
+        return -(-rows // self.rows) if self.rows else 1
+
+    def num_groups(self, columns: int) -> int:
+        """Groups of a row; the last one may be short."""
+        return -(-columns // self.group) if self.group else 1
+
+
+class Names:
+    """Names of modules as compressed-tensors writes them: whole names, classes, and regular expressions after
+    ``re:``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Raises ``re.error``."""
+        names = tuple(names)
+        self._exact = frozenset(name for name in names if not name.startswith("re:"))
+        self._patterns = Patterns(tuple(name[3:] for name in names if name.startswith("re:")))
+
+    def __contains__(self, module: str) -> bool:
+        """Whether the linear of this name is meant."""
+        return self.precision(module) is not None
+
+    def precision(self, module: str) -> int | None:
+        """How precisely the linear of this name is meant: 0 by its whole name, 1 by an expression, 2 by its class, as
+        compressed-tensors ranks them; None: not at all."""
+        if module in self._exact:
+            return 0
+        if self._patterns.match(module):
+            return 1
+        return 2 if "Linear" in self._exact else None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a quantised checkpoint says of itself."""
+
+    method: str
+    """gptq, awq, compressed-tensors or fp8."""
+    schemes: tuple[tuple[Names, Scheme], ...]
+    """Of those whose names have a linear, the one that names it most precisely is that linear's."""
+    ignored: Names
+    """These stay float."""
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """How the linear of this name is quantised, unless the quantiser skipped it, which it need not say; None: it
+        stays float."""
+        if module in self.ignored:
+            return None
+        # Of two that name it alike, the first.
+        by_precision = {names.precision(module): scheme for names, scheme in reversed(self.schemes)}
+        return next((by_precision[at] for at in range(3) if at in by_precision), None)
+
+
+def quantization_from_config(config: Mapping[str, Any]) -> Quantization | None:
+    """What a config.json says; None where the checkpoint is not quantised. Raises ModelError naming the field, also for
+    what is not supported."""
+    fields = Fields(config)
+    if CONFIG_FIELD not in fields:
+        return None
+    part = fields.part(CONFIG_FIELD)
+    method = part.text("quant_method")
+    if method not in METHODS:
+        raise part.wrong("quant_method", f"must be one of {', '.join(METHODS)}: {ANOTHER}")
+    return METHODS[method](part)
+
+
+def choose_quantization(requested: str, stored: Quantization | None) -> str:
+    """What a model runs with: ``none``, one of AT_LOAD, or the checkpoint's own method.
+
+    ``requested`` is what --quantization says. Raises ModelError where the two contradict.
+    """
+    known = tuple(dict.fromkeys(("none", *AT_LOAD, *METHODS)))
+    if requested not in known:
+        raise ModelError(f"--quantization {requested}: must be one of {', '.join(known)}")
+    if stored is None:
+        if requested in METHODS and requested not in AT_LOAD:
+            raise ModelError(
+                f"--quantization {requested}: the checkpoint is not quantised: leave the flag out, or give int8 or int4"
+            )
+        return requested
+    if requested in AT_LOAD and requested != stored.method:
+        raise ModelError(
+            f"--quantization {requested}: the checkpoint is quantised already, by {stored.method}: leave the flag out, "
+            "or use the unquantised checkpoint"
+        )
+    if requested not in ("none", stored.method):
+        raise ModelError(
+            f"--quantization {requested}: config.json says that the checkpoint is quantised by {stored.method}: leave "
+            f"the flag out, or give {stored.method}"
+        )
+    return stored.method
+
+
+def _gptq(fields: Fields) -> Quantization:
+    """AutoGPTQ's and GPTQModel's. ``checkpoint_format`` was later called ``format``."""
+    _check_bits(fields, "bits", 4)
+    name = "checkpoint_format" if "checkpoint_format" in fields else "format"
+    layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
+    layout = fields.text(name, "gptq")
+    if layout not in layouts:
+        raise fields.wrong(name, f"must be gptq or gptq_v2: {ANOTHER}")
+    if fields.text("pack_dtype", "int32") != "int32":
+        raise fields.wrong("pack_dtype", f"must be int32: {ANOTHER}")
+    overrides = fields.part("dynamic")
+    for pattern in overrides.names():
+        # Those with a minus name what stays float; all others change bits or groups of some modules.
+        if not pattern.startswith("-:"):
+            raise fields.wrong("dynamic", f"must not quantise some modules otherwise than the rest: {ANOTHER}")
+    fields.flag("sym", True)  # zero points are stored either way
+    scheme = Scheme(layouts[layout], _group(fields), has_zeros=True, is_ordered=fields.flag("desc_act", False))
+    return Quantization("gptq", ((Names(("Linear",)), scheme),), _not_converted(fields))
+
+
+def _awq(fields: Fields) -> Quantization:
+    """AutoAWQ's. ``version`` is also called ``format``."""
+    _check_bits(fields, "bits", 4)
+    name = "version" if "version" in fields else "format"
+    if fields.text(name, "gemm").lower() != "gemm":
+        raise fields.wrong(name, f"must be gemm: {ANOTHER}")
+    fields.flag("zero_point", True)  # zero points are stored either way
+    scheme = Scheme(Layout.AWQ, _group(fields), has_zeros=True, is_ordered=False)
+    return Quantization("awq", ((Names(("Linear",)), scheme),), _not_converted(fields))
+
+
+def _fp8(fields: Fields) -> Quantization:
+    """DeepSeek's, by blocks, and AutoFP8's, by tensors. Static scales of activations are not used."""
+    for name, right in (("fmt", "e4m3"), ("scale_fmt", "float")):
+        if fields.text(name, right) != right:
+            raise fields.wrong(name, f"must be {right}: {ANOTHER}")
+    if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise fields.wrong("activation_scheme", f"must be dynamic or static: {ANOTHER}")
+    if "kv_cache_scheme" in fields:
+        raise fields.wrong("kv_cache_scheme", f"must be null: {ANOTHER}")
+    rows, columns = _block(fields, "weight_block_size") if "weight_block_size" in fields else (0, 0)
+    scheme = Scheme(Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs=True)
+    # Before transformers had the method, this was what it was called.
+    skipped = "ignored_layers" if "ignored_layers" in fields else "modules_to_not_convert"
+    return Quantization("fp8", ((Names(("Linear",)), scheme),), _not_converted(fields, skipped))
+
+
+def _compressed_tensors(fields: Fields) -> Quantization:
+    """llm-compressor's. Each of ``config_groups`` has targets and a scheme. ``quantization_status`` does not count: in
+    published checkpoints it may be of any stage."""
+    for name in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
+        if fields.part(name).names():
+            raise fields.wrong(name, f"must be null: {ANOTHER}")
+    if fields.part("sparsity_config").text("format", "dense") != "dense":
+        raise fields.wrong("sparsity_config", f"must be null or dense: {ANOTHER}")
+    groups = fields.part("config_groups")
+    schemes = []
+    for name in groups.names():
+        group = groups.part(name)
+        storage = group if "format" in group else fields
+        schemes.append((_names(group, "targets"), _group_scheme(group, storage)))
+    if not schemes:
+        raise fields.wrong("config_groups", "must hold at least one group: download the model's config.json again")
+    ignored = _names(fields, "ignore") if "ignore" in fields else Names(())
+    return Quantization("compressed-tensors", tuple(schemes), ignored)
+
+
+def _group_scheme(group: Fields, storage: Fields) -> Scheme:
+    """The scheme of one of ``config_groups``; ``storage`` has its ``format``."""
+    weights = group.part("weights")
+    kind = weights.text("type", "int")
+    if kind not in FORMATS:
+        raise weights.wrong("type", f"must be {' or '.join(FORMATS)}: {ANOTHER}")
+    if weights.flag("dynamic", False):
+        raise weights.wrong("dynamic", f"must be false: {ANOTHER}")
+    if "output_activations" in group:
+        raise group.wrong("output_activations", f"must be null: {ANOTHER}")
+    formats = FORMATS[kind]
+    if storage.text("format") not in formats:
+        raise storage.wrong("format", f"must be {' or '.join(formats)} where weights are of type {kind}: {ANOTHER}")
+    return formats[storage.text("format")](group, weights)
+
+
+def _packed_scheme(group: Fields, weights: Fields) -> Scheme:
+    _check_bits(weights, "num_bits", 4)
+    if "input_activations" in group:
+        raise group.wrong("input_activations", f"must be null for weights of 4 bits: {ANOTHER}")
+    size = _group(weights, default=-1)
+    strategy = weights.text("strategy", _default_strategy(weights))
+    if strategy not in ("group", "channel") or (strategy == "group") != (size > 0):
+        raise weights.wrong("strategy", f"must be group with a group_size, or channel without one: {ANOTHER}")
+    return Scheme(Layout.PACKED, size, not weights.flag("symmetric", True), _is_ordered(weights))
+
+
+def _default_strategy(weights: Fields) -> str:
+    """What an absent ``strategy`` means."""
+    if "group_size" not in weights:
+        return "tensor"
+    return "group" if _group(weights) else "channel"
+
+
+def _is_ordered(weights: Fields) -> bool:
+    """Whether ``actorder`` means that the columns say their groups; only the calibration knows of the other kind."""
+    if weights.is_bool("actorder"):
+        return weights.flag("actorder", False)
+    order = weights.text("actorder", "weight").lower()
+    if order not in ("weight", "static", "group", "dynamic"):
+        raise weights.wrong("actorder", f"must be null, weight, static, group or dynamic: {ANOTHER}")
+    return order in ("group", "dynamic")
+
+
+def _int8_scheme(group: Fields, weights: Fields) -> Scheme:
+    _check_bits(weights, "num_bits", 8)
+    if weights.text("strategy", _default_strategy(weights)) != "channel":
+        raise weights.wrong("strategy", f"must be channel for weights of 8 bits: {ANOTHER}")
+    if not weights.flag("symmetric", True):
+        raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
+    if "input_activations" not in group:
+        raise group.wrong("input_activations", f"must be there for weights of 8 bits: {ANOTHER}")
+    activations = group.part("input_activations")
+    _check_bits(activations, "num_bits", 8)
+    if activations.text("type", "int") != "int":
+        raise activations.wrong("type", f"must be int: {ANOTHER}")
+    if not activations.flag("dynamic", False):
+        raise activations.wrong("dynamic", f"must be true: {ANOTHER}")
+    if activations.text("strategy", "tensor") != "token":
+        raise activations.wrong("strategy", f"must be token: {ANOTHER}")
+    if not activations.flag("symmetric", True):
+        raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
+    return Scheme(Layout.INT8, 0, has_zeros=False, is_ordered=False, narrows_inputs=True)
+
+
+def _fp8_scheme(group: Fields, weights: Fields) -> Scheme:
+    _check_bits(weights, "num_bits", 8)
+    if not weights.flag("symmetric", True):
+        raise weights.wrong("symmetric", f"must be true for weights of 8 bits: {ANOTHER}")
+    match weights.text("strategy", _default_strategy(weights)):
+        case "tensor":
+            rows, columns = 0, 0
+        case "channel":
+            rows, columns = 1, 0
+        case "block":
+            rows, columns = _block(weights, "block_structure")
+        case _:
+            raise weights.wrong("strategy", f"must be tensor, channel or block for floats of 8 bits: {ANOTHER}")
+    if "input_activations" in group:
+        # Whether they have one scale, or one of each token, and whether it is in the file, does not matter: here they
+        # get those that fit them best.
+        activations = group.part("input_activations")
+        _check_bits(activations, "num_bits", 8)
+        if activations.text("type", "int") != "float":
+            raise activations.wrong("type", f"must be float as that of the weights is: {ANOTHER}")
+        if not activations.flag("symmetric", True):
+            raise activations.wrong("symmetric", f"must be true for activations: {ANOTHER}")
+    return Scheme(
+        Layout.FP8, columns, has_zeros=False, is_ordered=False, rows=rows, narrows_inputs="input_activations" in group
+    )
+
+
+FORMATS: dict[str, dict[str, Callable[[Fields, Fields], Scheme]]] = {
+    "int": {"pack-quantized": _packed_scheme, "int-quantized": _int8_scheme, "naive-quantized": _int8_scheme},
+    "float": {"float-quantized": _fp8_scheme, "naive-quantized": _fp8_scheme},
+}
+"""compressed-tensors' types of weights, in which formats each is stored, and who reads what the group says."""
+
+
+def _check_bits(fields: Fields, name: str, bits: int) -> None:
+    if fields.integer(name, 1, 64) != bits:
+        raise fields.wrong(name, f"must be {bits}: {ANOTHER}")
+
+
+def _group(fields: Fields, default: int | None = None) -> int:
+    """``group_size``, which is -1 where all of a row share a scale, as 0."""
+    size = fields.integer("group_size", -1, MAX_GROUP, default)
+    if size != -1 and (size <= 0 or size % GROUP_STEP):
+        raise fields.wrong("group_size", f"must be -1 or a multiple of {GROUP_STEP}: {ANOTHER}")
+    return max(size, 0)
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    sizes = fields.integers(name, 1, MAX_GROUP)
+    if len(sizes) != 2 or sizes[1] % GROUP_STEP:
+        raise fields.wrong(name, f"must be rows and columns, the latter a multiple of {GROUP_STEP}: {ANOTHER}")
+    return sizes[0], sizes[1]
+
+
+def _not_converted(fields: Fields, name: str = "modules_to_not_convert") -> Names:
+    """Names of modules, each of which is a part of dotted names."""
+    parts = fields.texts(name) if name in fields else []
+    if any(len(part) > MAX_CHARS // 4 for part in parts):
+        raise fields.wrong(name, f"must name modules in at most {MAX_CHARS // 4} characters each")
+    return Names(f"re:(.*\\.)?{re.escape(part.strip('.'))}(\\.|$)" for part in parts)
+
+
+def _names(fields: Fields, name: str) -> Names:
+    try:
+        return Names(fields.texts(name))
+    except re.error as error:
+        raise fields.wrong(name, f"has a regular expression that cannot be read ({error}): correct it") from error
+
+
+METHODS: dict[str, Callable[[Fields], Quantization]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+}
+"""Values of ``quant_method``, and who reads what stands beside it."""
+
+__all__ = [
+    "AT_LOAD",
+    "METHODS",
+    "Layout",
+    "Names",
+    "Quantization",
+    "Scheme",
+    "choose_quantization",
+    "quantization_from_config",
+]

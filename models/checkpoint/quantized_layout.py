@@ -1,0 +1,136 @@
+"""Which tensors make up a quantised linear, and whether a checkpoint has them as they must be. Reads no tensor."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.models.checkpoint.files.safetensors_header import TensorEntry
+from penstock.models.checkpoint.quantization_config import Layout, Quantization, Scheme
+from penstock.models.checkpoint.spec import ModelSpec
+from penstock.models.errors import ModelError
+
+CODES_PER_WORD = 8
+"""Codes of four bits in an int32."""
+
+FLOATS = ("F32", "F16", "BF16")
+INT32 = ("I32",)
+INT8 = ("I8",)
+FP8 = ("F8_E4M3",)
+
+EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear whose weight is stored quantised; every part has the shape and the dtype that the scheme calls for."""
+
+    name: str
+    """Of the module, such as ``model.layers.0.self_attn.q_proj``."""
+    scheme: Scheme
+    rows: int
+    """Its outputs."""
+    columns: int
+    """Its inputs."""
+    parts: Mapping[str, TensorEntry]
+    """By the part's own name, such as ``qweight``."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    is_needed: bool = True
+
+
+def find_quantized(
+    quantization: Quantization, spec: ModelSpec, entries: Mapping[str, TensorEntry], path: Path
+) -> dict[str, QuantizedLinear]:
+    """The linears of the model that the checkpoint in ``path`` holds quantised, by their names. Raises ModelError where
+    a part is missing or wrong."""
+    shapes = dict(spec.tensors())
+    found = {}
+    for weight, shape in shapes.items():
+        name = weight.removesuffix(".weight")
+        if name in (weight, EMBEDDING) or len(shape) != 2:
+            continue
+        scheme = quantization.scheme_of(name)
+        whole = entries.get(weight)
+        if scheme is None or (whole is not None and whole.dtype not in INT8 + FP8):
+            continue
+        rows, columns = shape
+        wanted = _wanted_parts(scheme, rows, columns)
+        if scheme.layout is Layout.FP8 and f"{name}.weight_scale" not in entries:
+            wanted["weight_scale_inv"] = wanted.pop("weight_scale")  # as transformers calls it
+        if f"{name}.bias" in shapes:
+            wanted.pop("bias", None)
+        parts = {part: _match(f"{name}.{part}", want, entries, path) for part, want in wanted.items()}
+        found[name] = QuantizedLinear(
+            name, scheme, rows, columns, {part: entry for part, entry in parts.items() if entry is not None}
+        )
+    return found
+
+
+def _wanted_parts(scheme: Scheme, rows: int, columns: int) -> dict[str, _Part]:
+    groups = scheme.num_groups(columns)
+    row_words, column_words = -(-rows // CODES_PER_WORD), -(-columns // CODES_PER_WORD)
+    match scheme.layout:
+        case Layout.GPTQ | Layout.GPTQ_V2:
+            return {
+                "qweight": _Part((column_words, rows), INT32),
+                "qzeros": _Part((groups, row_words), INT32),
+                "scales": _Part((groups, rows), FLOATS),
+                "g_idx": _Part((columns,), INT32, scheme.is_ordered),
+                # Old versions of AutoGPTQ wrote zeros for linears without a bias.
+                "bias": _Part((rows,), FLOATS, False),
+            }
+        case Layout.AWQ:
+            return {
+                "qweight": _Part((columns, row_words), INT32),
+                "qzeros": _Part((groups, row_words), INT32),
+                "scales": _Part((groups, rows), FLOATS),
+            }
+        case Layout.PACKED:
+            parts = {
+                "weight_packed": _Part((rows, column_words), INT32),
+                "weight_scale": _Part((rows, groups), FLOATS),
+                "weight_shape": _Part((2,), ("I64", "I32")),
+            }
+            if scheme.has_zeros:
+                parts["weight_zero_point"] = _Part((row_words, groups), INT32)
+            if scheme.is_ordered:
+                parts["weight_g_idx"] = _Part((columns,), INT32)
+            return parts
+        case Layout.INT8:
+            return {"weight": _Part((rows, columns), INT8), "weight_scale": _Part((rows, 1), FLOATS)}
+        case Layout.FP8:
+            return {
+                "weight": _Part((rows, columns), FP8),
+                "weight_scale": _Part((scheme.num_row_groups(rows), groups), FLOATS),
+                # Of activations, which here have scales of their own.
+                "input_scale": _Part((1, 1), FLOATS, False),
+                "activation_scale": _Part((1, 1), FLOATS, False),
+            }
+
+
+def _match(name: str, want: _Part, entries: Mapping[str, TensorEntry], path: Path) -> TensorEntry | None:
+    entry = entries.get(name)
+    if entry is None:
+        if want.is_needed:
+            raise ModelError(
+                f"{path}: tensor {name} is missing, and quantization_config in config.json calls for it: download the "
+                "weights again"
+            )
+        return None
+    is_single = math.prod(want.shape) == math.prod(entry.shape) == 1  # of whatever shape
+    if entry.shape != want.shape and not is_single:
+        raise ModelError(
+            f"{entry.file}: tensor {name} has the shape {list(entry.shape)}, and quantization_config in config.json "
+            f"calls for {list(want.shape)}: config and weights are of different models"
+        )
+    if entry.dtype not in want.dtypes:
+        raise ModelError(
+            f"{entry.file}: tensor {name} has dtype {entry.dtype}, and quantization_config in config.json calls for "
+            f"{' or '.join(want.dtypes)}: config and weights are of different models"
+        )
+    return entry

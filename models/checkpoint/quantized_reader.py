@@ -1,0 +1,199 @@
+"""Reads a quantised linear into codes, scales and zero points, or into float32. numpy alone; one matrix at a time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.checkpoint.files.safetensors_header import TensorEntry
+from penstock.models.checkpoint.quantization_config import Layout
+from penstock.models.checkpoint.quantized_layout import CODES_PER_WORD, QuantizedLinear
+from penstock.models.errors import ModelError
+
+Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint32]
+Floats = NDArray[np.float32]
+
+NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "I8": "u1", "F8_E4M3": "u1"}
+"""What the bytes of a dtype are read as; bfloat16, which numpy lacks, as its bits."""
+
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word hold its first row, its second, and so on: from the lowest bits on, a word holds the rows
+0, 2, 4, 6, 1, 3, 5, 7."""
+
+ONE_EACH = np.uint32(0x11111111)
+"""One in every four bits."""
+
+
+def _e4m3_values() -> Floats:
+    codes = np.arange(256)
+    exponents, significands = codes >> 3 & 15, codes & 7
+    values = np.where(exponents == 0, np.ldexp(significands, -9), np.ldexp(8 + significands, exponents - 10))
+    values[codes & 127 == 127] = np.nan
+    signed: Floats = np.where(codes < 128, values, -values).astype(np.float32)
+    return signed
+
+
+E4M3_VALUES = _e4m3_values()
+"""Of each float8_e4m3fn: a sign, four bits of exponent and three of significand; no infinities."""
+
+MIDDLE = 8
+"""The zero point of codes of four bits that are quantised symmetrically."""
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight of (rows, columns): ``W = (code - zero) * scale``, group by group."""
+
+    bits: int
+    is_float: bool
+    """Whether codes are float8_e4m3fn."""
+    group: int
+    """Columns that share a scale; the last group may be short; 0: all of a row."""
+    codes: Bytes
+    """(rows, columns), contiguous; four bits as 0 to 15, eight bits as signed bytes or floats."""
+    scales: Floats
+    """(rows, groups)."""
+    zeros: Floats
+    """(rows, groups), in the units of the codes."""
+    order: NDArray[np.int32] | None
+    """(columns,): column c of the codes is column ``order[c]`` of W; None: as they stand."""
+
+    def dequantized(self) -> Floats:
+        """W in float32, its columns as they stand."""
+        columns = self.codes.shape[1]
+        if self.is_float:
+            out = E4M3_VALUES[self.codes]
+        else:
+            out = (self.codes.view(np.int8) if self.bits == 8 else self.codes).astype(np.float32)
+        group = self.group or columns
+        for index, begin in enumerate(range(0, columns, group)):
+            part = out[:, begin : begin + group]
+            part -= self.zeros[:, index : index + 1]
+            part *= self.scales[:, index : index + 1]
+        return out if self.order is None else np.take(out, np.argsort(self.order), axis=1)
+
+
+def read_matrix(linear: QuantizedLinear) -> QuantizedMatrix:
+    """The weight of a linear of a checked checkpoint. Raises ModelError if the file cannot be read, or says what cannot
+    be."""
+    scheme, parts = linear.scheme, linear.parts
+    match scheme.layout:
+        case Layout.GPTQ | Layout.GPTQ_V2:
+            codes, scales, zeros = _read_gptq(linear)
+        case Layout.AWQ:
+            codes = _unpack_awq(_read_words(parts["qweight"]))
+            zeros = _floats(_unpack_awq(_read_words(parts["qzeros"])))
+            scales = _read_floats(parts["scales"]).T
+        case Layout.PACKED:
+            codes = _unpack(_read_words(parts["weight_packed"]))
+            scales = _read_floats(parts["weight_scale"])
+            zeros = np.full(scales.shape, MIDDLE, np.float32)
+            if scheme.has_zeros:
+                zeros = _floats(_unpack(_read_words(parts["weight_zero_point"]).T).T)
+        case Layout.INT8:
+            codes = _read(parts["weight"])
+            scales = _read_floats(parts["weight_scale"])
+            zeros = np.zeros(scales.shape, np.float32)
+        case Layout.FP8:
+            codes = _read(parts["weight"])
+            scales = _read_fp8_scales(linear)
+            zeros = np.zeros(scales.shape, np.float32)
+    rows, columns = linear.rows, linear.columns
+    codes, order = codes[:rows, :columns], _order(linear)
+    return QuantizedMatrix(
+        bits=scheme.bits,
+        is_float=scheme.is_float,
+        group=scheme.group,
+        codes=np.ascontiguousarray(codes) if order is None else np.take(codes, order, axis=1),
+        scales=np.ascontiguousarray(scales),
+        zeros=np.ascontiguousarray(zeros[:rows]),
+        order=order,
+    )
+
+
+def _read_gptq(linear: QuantizedLinear) -> tuple[Bytes, Floats, Floats]:
+    bias = linear.parts.get("bias")
+    if bias is not None and _read_floats(bias).any():
+        raise ModelError(
+            f"{bias.file}: tensor {linear.name}.bias is not zero, and the model that config.json describes has no such "
+            "bias: config and weights are of different models"
+        )
+    zero_words = _read_words(linear.parts["qzeros"])
+    if linear.scheme.layout is Layout.GPTQ:
+        # Stored less one. Whoever subtracted it did so from whole words, borrowing, so it is added to whole words.
+        zero_words = zero_words + ONE_EACH
+    codes = _unpack(_read_words(linear.parts["qweight"]).T)
+    return codes, _read_floats(linear.parts["scales"]).T, _floats(_unpack(zero_words).T)
+
+
+def _read_fp8_scales(linear: QuantizedLinear) -> Floats:
+    """(rows, groups): those of a block of rows, for each of them."""
+    scheme, parts = linear.scheme, linear.parts
+    stored = _read_floats(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
+    shared = stored.reshape(-1, scheme.num_groups(linear.columns))
+    return np.repeat(shared, scheme.rows or linear.rows, axis=0)[: linear.rows]
+
+
+def _unpack(words: Words) -> Bytes:
+    """(n, w) -> (n, 8 w): the four bits of each word, from the lowest on."""
+    pairs = np.ascontiguousarray(words).view(np.uint8).astype(np.uint16)
+    pairs |= pairs << np.uint16(4)
+    pairs &= np.uint16(0x0F0F)
+    return pairs.view(np.uint8)
+
+
+def _unpack_awq(words: Words) -> Bytes:
+    """(n, w) -> (8 w, n)."""
+    turned = np.ascontiguousarray(words.T)
+    out = np.empty((CODES_PER_WORD * turned.shape[0], turned.shape[1]), np.uint8)
+    for row, nibble in enumerate(AWQ_NIBBLES):
+        out[row::CODES_PER_WORD] = turned >> np.uint32(4 * nibble) & np.uint32(15)
+    return out
+
+
+def _order(linear: QuantizedLinear) -> NDArray[np.int32] | None:
+    """The columns group by group, from the group of each column; None where they stand so."""
+    name = "weight_g_idx" if linear.scheme.layout is Layout.PACKED else "g_idx"
+    entry = linear.parts.get(name)
+    if entry is None or not linear.scheme.group:
+        return None
+    groups = _read_words(entry).view(np.int32)
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    regular = np.arange(linear.columns) // linear.scheme.group
+    if not np.array_equal(groups[order], regular):
+        raise ModelError(
+            f"{entry.file}: tensor {linear.name}.{name} does not give each group {linear.scheme.group} columns, as "
+            "quantization_config.group_size in config.json calls for: download the weights again"
+        )
+    return None if np.array_equal(groups, regular) else order
+
+
+def _read_words(entry: TensorEntry) -> Words:
+    words: Words = _read(entry)
+    return words
+
+
+def _read_floats(entry: TensorEntry) -> Floats:
+    values = _read(entry)
+    if entry.dtype == "BF16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return _floats(values)
+
+
+def _floats(values: NDArray[Any]) -> Floats:
+    return values.astype(np.float32)
+
+
+def _read(entry: TensorEntry) -> NDArray[Any]:
+    """The tensor as its file has it."""
+    dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
+    count = entry.num_bytes // dtype.itemsize
+    try:
+        values = np.fromfile(entry.file, dtype, count, offset=entry.offset)
+    except OSError as error:
+        raise ModelError(f"{entry.file}: cannot be read ({error}): check the path and its rights") from error
+    if values.size != count:
+        raise ModelError(f"{entry.file}: became shorter since it was checked: download it again")
+    return values.reshape(entry.shape)

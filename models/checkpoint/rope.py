@@ -1,0 +1,70 @@
+"""Frequencies of rotary embedding, in numpy, so that a worker without torch can have them.
+
+Formulas and the order of float32 operations are transformers'. Powers are computed in float64 and rounded: torch's
+float32 power is that value in all but one case of a hundred, where it is off by the last bit, and on which it errs
+depends on the CPU's instruction set.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.checkpoint.spec import DefaultRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+
+Floats = NDArray[np.float32]
+
+
+def attention_factor(rope: Rope) -> float:
+    """What cosines and sines are multiplied by."""
+    return rope.attention_factor if isinstance(rope, YarnRope | LongRope) else 1.0
+
+
+def inverse_frequencies(rope: Rope, rotary_dim: int) -> Floats:
+    """Angle per position of each pair, (rotary_dim / 2,) in float32."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    match rope:
+        case DefaultRope():
+            return 1.0 / powers
+        case LinearRope():
+            return 1.0 / powers / np.float32(rope.factor)
+        case Llama3Rope():
+            return _llama3(rope, 1.0 / powers)
+        case YarnRope():
+            return _yarn(rope, powers, rotary_dim)
+        case LongRope():
+            return 1.0 / (np.array(rope.factors, dtype=np.float32) * powers)
+
+
+def _llama3(rope: Llama3Rope, frequencies: Floats) -> Floats:
+    longest = rope.original_max_positions / rope.low_freq_factor
+    shortest = rope.original_max_positions / rope.high_freq_factor
+    # Written as a product with the reciprocal, which is how torch divides a number by a tensor.
+    wavelengths = 1.0 / frequencies * np.float32(2 * math.pi)
+    scaled = np.where(wavelengths > longest, frequencies / np.float32(rope.factor), frequencies)
+    spread = rope.high_freq_factor - rope.low_freq_factor
+    rotations = 1.0 / wavelengths * np.float32(rope.original_max_positions)
+    smooth = (rotations - np.float32(rope.low_freq_factor)) / np.float32(spread)
+    blended = (1 - smooth) * scaled / np.float32(rope.factor) + smooth * scaled
+    between = ~(wavelengths < shortest) & ~(wavelengths > longest)
+    return np.where(between, blended, scaled)
+
+
+def _yarn(rope: YarnRope, powers: Floats, rotary_dim: int) -> Floats:
+    def pair_of(rotations: float) -> float:
+        """The pair that turns so many times over the original context."""
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp must have a slope
+    pairs = np.arange(rotary_dim // 2, dtype=np.float32)
+    ramp = ((pairs - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    kept = 1 - ramp
+    blended: Floats = 1.0 / (np.float32(rope.factor) * powers) * (1 - kept) + 1.0 / powers * kept
+    return blended

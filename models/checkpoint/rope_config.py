@@ -1,0 +1,177 @@
+"""Reads rotary embedding out of a Hugging Face config. Knows no model family but by what its functions are given."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.models.checkpoint.files.hf_config import Fields
+from penstock.models.checkpoint.spec import DefaultRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from penstock.models.errors import ModelError
+
+MAX_POSITIONS = 1 << 27
+MAX_THETA = 1e12
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What configs call layers without a window and with one."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """What a config says of rotary embedding."""
+
+    full: Rope
+    """Of layers without a window."""
+    windowed: Rope
+    max_positions: int
+    """That the model was made for."""
+    rotary_dim: int
+
+
+RopeReader = Callable[[Fields, int, int], RopeConfig]
+"""Of a family: reads a config, given its head size and its max_position_embeddings."""
+
+
+def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
+    """One rope for all layers, over whole heads."""
+    scaling = _scaling(fields)
+    for holder in (fields, scaling):
+        if holder.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+            raise holder.wrong("partial_rotary_factor", "is not supported in this family: only whole heads are rotated")
+    rope, max_positions = _scaled(scaling, _theta(fields, scaling, "rope_theta", default_theta), max_positions)
+    return RopeConfig(rope, rope, max_positions, head_dim)
+
+
+def read_rope_by_layer_type(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+    """Gemma 3's: layers with a window have a rope of their own, and only the others' was ever scaled.
+    ``max_position_embeddings`` has the scaling in it."""
+    scaling = _scaling(fields)
+    nested = FULL in scaling or SLIDING in scaling
+    full = scaling.part(FULL) if nested else scaling
+    windowed = scaling.part(SLIDING) if nested else Fields({})
+    return RopeConfig(
+        full=_scaled(full, _theta(fields, full, "rope_theta", 1e6), max_positions)[0],
+        windowed=_scaled(windowed, _theta(fields, windowed, "rope_local_base_freq", 1e4), max_positions)[0],
+        max_positions=max_positions,
+        rotary_dim=head_dim,
+    )
+
+
+def read_partial_rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+    """Phi-3's: a part of each head is rotated, and ropes are plain or LongRoPE.
+
+    LongRoPE has two sets of factors, and changes to the other as a sequence outgrows the original context. What was
+    cached until then would be wrong, so a model serves its original context.
+    """
+    scaling = _scaling(fields)
+    theta = _theta(fields, scaling, "rope_theta", 1e4)
+    holder = scaling if "partial_rotary_factor" in scaling else fields
+    rotary_dim = int(head_dim * holder.number("partial_rotary_factor", 0.0, 1.0, 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise holder.wrong("partial_rotary_factor", f"must leave an even number of rotated dimensions of {head_dim}")
+    kind = _kind(scaling)
+    if kind == "default":
+        rope: Rope = DefaultRope(theta)
+    elif kind in ("longrope", "su", "yarn"):  # the last two are old names of the first
+        holder = fields if "original_max_position_embeddings" in fields else scaling
+        original = holder.integer("original_max_position_embeddings", 2, MAX_POSITIONS, 4096)
+        factors = scaling.numbers("short_factor", rotary_dim // 2, 1e-6, 1e6)
+        factor = scaling.number("factor", 1e-6, 1e6, max_positions / original)
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+        rope = LongRope(theta, factors, scaling.number("attention_factor", 1e-6, 1e6, scale))
+        max_positions = min(original, max_positions)
+    else:
+        raise _wrong_kind(scaling, "default and longrope")
+    return RopeConfig(rope, rope, max_positions, rotary_dim)
+
+
+def read_yarn_by_default(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+    """gpt-oss's: an absent ``rope_parameters`` means the published models' YaRN."""
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        scaling = Fields(default)
+        rope, max_positions = _scaled(scaling, _theta(fields, scaling, "rope_theta", 150_000.0), max_positions)
+        return RopeConfig(rope, rope, max_positions, head_dim)
+    return read_rope(fields, head_dim, max_positions, 150_000.0)
+
+
+def _scaling(fields: Fields) -> Fields:
+    """The part that describes scaling.
+
+    transformers 5 writes everything into ``rope_parameters``; older checkpoints have ``rope_scaling`` beside
+    ``rope_theta``, and the oldest of them call the type ``type``.
+    """
+    return fields.part("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
+
+
+def _scaled(scaling: Fields, theta: float, max_positions: int) -> tuple[Rope, int]:
+    """The rope of a part that describes scaling, and the positions that it makes usable."""
+    match _kind(scaling):
+        case "default":
+            return DefaultRope(theta), max_positions
+        case "linear":
+            factor = scaling.number("factor", 1.0, 1e6)
+            return LinearRope(theta, factor), min(MAX_POSITIONS, int(max_positions * factor))
+        case "llama3":
+            return _llama3_rope(scaling, theta, max_positions), max_positions
+        case "yarn":
+            yarn = _yarn_rope(scaling, theta, max_positions)
+            return yarn, max(max_positions, min(MAX_POSITIONS, int(yarn.original_max_positions * yarn.factor)))
+    raise _wrong_kind(scaling, "default, linear, llama3 and yarn")
+
+
+def _kind(scaling: Fields) -> str:
+    return scaling.text("rope_type", scaling.text("type", "default"))
+
+
+def _wrong_kind(scaling: Fields, known: str) -> ModelError:
+    name = "rope_type" if "rope_type" in scaling else "type"
+    return scaling.wrong(name, f"must be one of {known}: other rope types are not supported")
+
+
+def _theta(fields: Fields, scaling: Fields, old_name: str, default: float) -> float:
+    """transformers 5 has it in the part that describes scaling, older versions beside that part."""
+    return scaling.number("rope_theta", 1.0, MAX_THETA, fields.number(old_name, 1.0, MAX_THETA, default))
+
+
+def _llama3_rope(scaling: Fields, theta: float, max_positions: int) -> Llama3Rope:
+    low = scaling.number("low_freq_factor", 1e-6, 1e6)
+    high = scaling.number("high_freq_factor", 1e-6, 1e6)
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", f"must be above low_freq_factor, which is {low:g}")
+    return Llama3Rope(
+        theta,
+        factor=scaling.number("factor", 1.0, 1e6),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=scaling.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions),
+    )
+
+
+def _yarn_rope(scaling: Fields, theta: float, max_positions: int) -> YarnRope:
+    if theta <= 1.0:
+        raise ModelError("config.json: rope_theta must be above 1 for yarn")
+    original = scaling.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
+    factor = scaling.number("factor", 1.0, 1e6, max(1.0, max_positions / original))
+    return YarnRope(
+        theta,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=scaling.number("beta_fast", 1e-6, 1e6, 32.0),
+        beta_slow=scaling.number("beta_slow", 1e-6, 1e6, 1.0),
+        attention_factor=_yarn_attention_factor(scaling, factor),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    """``attention_factor`` where it is given; else 0.1 ln(factor) + 1, as the paper has it, or the quotient that
+    ``mscale`` and ``mscale_all_dim`` ask for."""
+    if "attention_factor" in scaling:
+        return scaling.number("attention_factor", 1e-6, 1e6)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    numerator = scaling.number("mscale", 0.0, 1e6, 0.0)
+    denominator = scaling.number("mscale_all_dim", 0.0, 1e6, 0.0)
+    return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)

@@ -1,0 +1,1 @@
+"""The service's side of a worker process: how it is started, spoken to and watched. No torch."""

@@ -1,0 +1,138 @@
+"""Workers that share a model, a rank each, as one Executor: what is theirs alone, and what ends one of them ends all.
+
+Runs in the service process, so nothing here imports torch. Knows nothing of what ranks say to each other.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from penstock.models.executor.process import WorkerProcess
+from penstock.models.executor.spawn import Spawned
+from penstock.models.executor.wire import Kind, encode_frame
+from penstock.scheduler.executor import Executor, ExecutorError
+from penstock.scheduler.plan import StepPlan, StepResult, WorkerConfig, WorkerFacts
+
+ANSWER_S = 0.2
+"""For rank 0 to answer the steps before one that another rank failed in."""
+
+
+def new_executor(config: WorkerConfig, spawned: Spawned | None = None) -> Executor:
+    """What runs the plans of a service with this config; ``spawned`` is a worker's process that was started already."""
+    if config.tensor_parallel_size == 1:
+        return WorkerProcess(config, spawned=spawned)
+    if spawned is not None:
+        spawned.drop()  # ranks are started together
+    return WorkerGroup(config)
+
+
+class WorkerGroup:
+    """An ``Executor`` over a worker process for each rank. Every rank gets every plan, and rank 0 alone answers. When
+    one ends, all are ended, and the next ``start`` starts all of them."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        # Nobody can guess the name, and making it fails where it is there.
+        self._directory = Path(tempfile.gettempdir()) / f"penstock-{secrets.token_hex(16)}"
+        ranks = range(config.tensor_parallel_size)
+        self._workers = [WorkerProcess(_of_rank(config, rank, self._directory)) for rank in ranks]
+        self._answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
+        self._watches: list[asyncio.Task[None]] = []
+        self._lost: ExecutorError | None = None
+
+    async def start(self) -> WorkerFacts:
+        """Starts all ranks, and waits until all have loaded. Raises ExecutorError with the words of the first that
+        failed."""
+        assert not self._watches, "the workers are running"
+        self._answers, self._lost = asyncio.Queue(), None
+        try:
+            self._directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise ExecutorError(f"the ranks have no place to meet: {error}") from error
+        starts = [asyncio.create_task(worker.start()) for worker in self._workers]
+        try:
+            facts = await asyncio.gather(*starts)
+        except BaseException:
+            try:
+                await self.stop()
+            finally:
+                for start in starts:  # one that has no process yet
+                    start.cancel()
+            await asyncio.wait(starts)
+            raise
+        self._watches = [asyncio.create_task(self._watch(rank)) for rank in range(len(facts))]
+        return facts[0]
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands a plan to every rank without waiting. Raises ExecutorError if one is known to be gone."""
+        if self._lost is not None:
+            raise self._lost
+        frame = encode_frame(Kind.PLAN, plan)
+        for worker in self._workers:
+            worker.submit_frame(frame)
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Rank 0's answers in the order of the plans. Raises ExecutorError when a rank is gone; ends after ``stop``."""
+        answers = self._answers
+        while (item := await answers.get()) is not None:
+            if isinstance(item, ExecutorError):
+                raise item
+            yield item
+
+    def condemn(self, why: str) -> None:
+        """Kills all ranks: ``results`` says ``why``, and blames the step."""
+        if self._watches and self._lost is None:
+            self._end_all(ExecutorError(why, blames_step=True))
+
+    async def stop(self) -> None:
+        """Ends all ranks and reaps them."""
+        watches, self._watches = self._watches, []
+        try:
+            await asyncio.gather(*(worker.stop() for worker in self._workers))
+        finally:
+            for watch in watches:
+                watch.cancel()
+            self._answers.put_nowait(None)
+            self._forget_directory()
+
+    async def _watch(self, rank: int) -> None:
+        """Takes what a rank answers, until it ends."""
+        try:
+            async for result in self._workers[rank].results():
+                self._answers.put_nowait(result)
+        except ExecutorError as error:
+            if self._lost is None:
+                self._lost = ExecutorError(f"rank {rank}: {error}", error.blames_step)
+                if rank and error.blames_step:
+                    await asyncio.sleep(ANSWER_S)
+                self._end_all(self._lost)
+
+    def _end_all(self, why: ExecutorError) -> None:
+        self._lost = why
+        for worker in self._workers:
+            worker.condemn(str(why))
+        self._answers.put_nowait(why)
+
+    def _forget_directory(self) -> None:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._directory)
+
+
+def _of_rank(config: WorkerConfig, rank: int, directory: Path) -> WorkerConfig:
+    """A rank's own config: its GPU, or its part of what the ranks share of the host."""
+    size, limit = config.tensor_parallel_size, config.max_memory_bytes
+    return msgspec.structs.replace(
+        config,
+        tensor_parallel_rank=rank,
+        rendezvous=str(directory / "ranks"),
+        device=f"cuda:{rank}" if config.device == "cuda" else config.device,
+        num_threads=max(1, config.num_threads // size),
+        max_memory_bytes=None if limit is None else limit // size,
+        # What all of them have to tell, rank 0 tells.
+        log_level=config.log_level if rank == 0 else "error",
+    )

@@ -1,0 +1,317 @@
+"""Starts a worker process, speaks with it and watches over it: the Executor over an inherited socketpair.
+
+Runs in the service process, so nothing here imports torch. Knows frames and processes; what a plan means it does not
+know.
+"""
+
+import asyncio
+import logging
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
+
+import msgspec
+
+from penstock.models.executor.liveness import MemoryKills, Silence, is_stopped
+from penstock.models.executor.spawn import Spawned, spawn
+from penstock.models.executor.wire import FrameBuffer, Kind, WireError, encode_frame
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+"""For a worker to end by itself when its socket closes; it ignores SIGTERM, and holds nothing that SIGKILL would
+lose."""
+KILL_TIMEOUT_S = 10.0
+"""For one that was sent SIGKILL. What hangs in a driver may outlast even that; it is left behind."""
+POLL_INTERVAL_S = 0.01
+
+WATCH_INTERVAL_S = 0.25
+MAX_STOPPED_S = 2.0
+"""A worker that was stopped by a signal, and silent for so long, is replaced."""
+MAX_SILENCE_S = 5.0
+"""Of a worker that was not stopped: ten times the interval at which it says that it lives."""
+MAX_LOADING_SILENCE_S = 60.0
+"""The same while it loads the model: what it imports may keep all its threads waiting for a slow disk."""
+
+
+class WorkerProcess:
+    """An ``Executor`` over a worker process. All methods are for the event loop's thread, which must outlive the
+    worker: the kernel ends the worker with the thread that started it."""
+
+    def __init__(
+        self, config: WorkerConfig, env: Mapping[str, str] | None = None, spawned: Spawned | None = None
+    ) -> None:
+        """``spawned`` is the first worker, if its process was started already."""
+        self._config = config
+        self._spawned = spawned
+        self._env = dict(env or {})
+        self._facts: WorkerFacts | None = None
+        self._link: _Link | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running worker."""
+        assert self._link is not None, "the worker was not started"
+        return self._link.process.pid
+
+    async def start(self) -> WorkerFacts:
+        """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own words.
+
+        A later start gives the same facts, however much memory is free by then, or raises ExecutorError.
+        """
+        assert self._link is None, "the worker is running"
+        spawned, self._spawned = self._spawned, None
+        link = await _Link.open(spawned or self._spawn())
+        self._link = link
+        try:
+            link.send(Kind.CONFIG, self._config)
+            facts = self._checked(await link.facts)
+        except BaseException:
+            await self.stop()
+            raise
+        self._facts = facts
+        # Nothing is chosen anew, so a reason why the best cannot be had is not told anew either.
+        self._config = msgspec.structs.replace(
+            self._config,
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            backend=facts.backend,
+            measures_steps=False,
+        )
+        return facts
+
+    def _spawn(self) -> Spawned:
+        try:
+            return spawn(self._env)
+        except OSError as error:
+            raise ExecutorError(f"the worker process cannot be started: {error}") from error
+
+    def _checked(self, facts: WorkerFacts) -> WorkerFacts:
+        """As they were the first time, when what was measured may have been a little different."""
+        if self._facts is None:
+            return facts
+        first = self._facts
+        facts = msgspec.structs.replace(
+            facts, copy_us_per_block=first.copy_us_per_block, measured_steps=first.measured_steps
+        )
+        if facts == first:
+            return facts
+        now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(first)
+        differences = [f"{name} is {now[name]}, and was {then[name]}" for name in now if now[name] != then[name]]
+        raise ExecutorError(f"the new worker is not like the last one: {'; '.join(differences)}; restart the service")
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands over a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+        self.submit_frame(encode_frame(Kind.PLAN, plan))
+
+    def submit_frame(self, frame: bytes) -> None:
+        """``submit`` of a plan that is encoded already."""
+        if self._link is None:
+            raise ExecutorError("the worker is not running")
+        if self._link.lost is not None:
+            raise self._link.lost
+        if self._link.is_closing:
+            raise ExecutorError("the worker has closed its socket")
+        self._link.write(frame)
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Answers in the order of the plans. Raises ExecutorError when the worker is gone; ends after ``stop``."""
+        link = self._link
+        while link is not None:
+            item = await link.answers.get()
+            if isinstance(item, ExecutorError):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    def condemn(self, why: str) -> None:
+        """Kills a worker that no longer makes progress: ``results`` says ``why``, and blames the step."""
+        if self._link is not None:
+            self._link.condemn(ExecutorError(why, blames_step=True))
+
+    async def stop(self) -> None:
+        """Ends the worker, by closing its socket, then by SIGKILL, and reaps it."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+
+class _Link(asyncio.Protocol):
+    """One life of a worker: its process, its socket, and what came out of it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self.facts: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
+        self.answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
+        self.lost: ExecutorError | None = None
+        self._buffer = FrameBuffer()
+        self._parts: list[PromptLogprobsPart] = []
+        self._failure: str | None = None
+        self._verdict: ExecutorError | None = None
+        self._memory_kills = MemoryKills.here()
+        self._silence = Silence(WATCH_INTERVAL_S, asyncio.get_running_loop().time())
+        self._watch: asyncio.TimerHandle | None = None
+        self._closing = False
+        self._transport: asyncio.Transport | None = None
+        self._farewell: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, spawned: Spawned) -> "_Link":
+        """Connects to the process."""
+        link = cls(spawned.process)
+        try:
+            spawned.connection.setblocking(False)
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=spawned.connection)
+        except BaseException:
+            link._closing = True  # its end is no news to anyone
+            spawned.drop()
+            raise
+        return link
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the socket takes nothing any more, though ``connection_lost`` may still be to come."""
+        return self._transport is None or self._transport.is_closing()
+
+    def send(self, kind: Kind, body: object) -> None:
+        """Queues a frame; what the socket does not take now goes out by itself."""
+        self.write(encode_frame(kind, body))
+
+    def write(self, frame: bytes) -> None:
+        """The same of an encoded one."""
+        assert self._transport is not None
+        self._transport.write(frame)
+
+    def condemn(self, verdict: ExecutorError) -> None:
+        """Kills the process; ``verdict`` is what is then said of its end."""
+        if self._verdict is None:
+            self._verdict = verdict
+            self.process.kill()
+            assert self._transport is not None
+            self._unwatch()
+            self._watch = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    async def close(self) -> None:
+        """Ends the process and reaps it. No answer follows."""
+        self._closing = True
+        self._unwatch()
+        if self._transport is not None:
+            self._transport.close()
+        try:
+            # One that still loads does not look at its socket.
+            if not await self._ended(CLOSE_TIMEOUT_S if self.facts.done() else 0.0):
+                self.process.kill()
+                if not await self._ended(KILL_TIMEOUT_S):
+                    logger.error("process %d cannot be killed, and is left behind", self.process.pid)
+        except asyncio.CancelledError:  # nobody will come back for it
+            self.process.kill()
+            self.process.wait()
+            raise
+        self.answers.put_nowait(None)
+        if not self.facts.done():
+            self.facts.set_exception(ExecutorError("the worker was stopped while it loaded the model"))
+            self.facts.exception()  # nobody needs to wait for it
+        if self._farewell is not None:
+            await self._farewell
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is ours."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods, not by its class
+        self._watch_again()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes whole frames out of the stream; a broken stream ends the worker."""
+        self._silence.heard(asyncio.get_running_loop().time())
+        try:
+            for kind, body in self._buffer.feed(data):
+                self._take(kind, body)
+        except WireError as error:
+            self.condemn(ExecutorError(f"the worker failed: {error}", blames_step=True))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The worker closed its end, which it does only by ending."""
+        self._unwatch()
+        if not self._closing:
+            self._farewell = asyncio.get_running_loop().create_task(self._report())
+
+    def _take(self, kind: Kind, body: object) -> None:
+        match kind, body:
+            case Kind.RESULT, StepResult():
+                if self._parts:
+                    body.prompt_logprobs = self._parts + body.prompt_logprobs
+                    self._parts = []
+                self.answers.put_nowait(body)
+            case Kind.PROMPT_LOGPROBS, list():
+                self._parts += body
+            case Kind.FACTS, WorkerFacts() if not self.facts.done():
+                self.facts.set_result(body)
+            case Kind.FAILED, str():
+                self._failure = body
+            case Kind.ALIVE, None:
+                pass  # that it came is all it says
+            case _:
+                raise WireError(f"a {kind.name} frame came from the worker")
+
+    def _watch_again(self) -> None:
+        self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._look)
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _look(self) -> None:
+        """Ends a process that lives and does nothing."""
+        silence = self._silence.length(asyncio.get_running_loop().time())
+        limit = MAX_SILENCE_S if self.facts.done() else MAX_LOADING_SILENCE_S
+        if silence > MAX_STOPPED_S and is_stopped(self.process.pid):
+            self.condemn(ExecutorError("the worker was stopped by a signal"))
+        elif silence > limit:
+            self.condemn(ExecutorError(f"the worker gave no sign of life for {limit:.0f} s", blames_step=True))
+        else:
+            self._watch_again()
+
+    async def _report(self) -> None:
+        """Says how the worker ended, to whoever waits for it."""
+        if not await self._ended(CLOSE_TIMEOUT_S):
+            self.process.kill()
+            await self._ended(KILL_TIMEOUT_S)
+        self.lost = self._verdict or self._finding()
+        if not self.facts.done():
+            self.facts.set_exception(self.lost)
+        self.answers.put_nowait(self.lost)
+
+    def _finding(self) -> ExecutorError:
+        """What its last words and its status say."""
+        loading = not self.facts.done()
+        if self._failure is not None:
+            return ExecutorError(self._failure if loading else f"the worker failed: {self._failure}", blames_step=True)
+        when = " while it loaded the model" if loading else ""
+        if self.process.returncode != -signal.SIGKILL:
+            how = ending(self.process.returncode)
+            return ExecutorError(f"the worker {how}{when}: its own output says more", blames_step=True)
+        if self._memory_kills.have_grown():
+            return ExecutorError(f"the worker was ended by SIGKILL{when}: memory ran out", blames_step=True)
+        return ExecutorError(f"the worker was ended by SIGKILL{when}, though the kernel tells of no lack of memory")
+
+    async def _ended(self, timeout_s: float) -> bool:
+        """Whether the process ends in time; reaps it if so."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self.process.poll() is None:
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return True
+
+
+def ending(returncode: int | None) -> str:
+    """How a process ended, in words."""
+    if returncode is not None and returncode < 0:
+        number = -returncode
+        name = signal.Signals(number).name if number in signal.Signals.__members__.values() else f"signal {number}"
+        return f"was ended by {name}"
+    return f"ended with exit code {returncode}"

@@ -1,0 +1,113 @@
+"""A head that drafts, on the CPU library. Imports no tensor library."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu import LANES, SampledToken, SamplingRow, address, find_kernels
+from penstock.kernels.cpu_program import Library, Memory, Program, Step
+from penstock.models.backends.base import Backend
+from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
+from penstock.models.backends.cpu.cpu_cores import choose_cores
+from penstock.models.backends.cpu.memory import allocate_pages
+from penstock.models.backends.cpu.model import CpuModel, Formats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.weights import FileTensors
+from penstock.models.backends.memory import check_weights_fit
+from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.errors import ModelError
+from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
+from penstock.scheduler.plan import WorkerConfig
+
+SamplingLines = np.dtype(SamplingRow)
+"""``SamplingRow`` as numpy has it."""
+
+
+class CpuHead:
+    """A ``DraftHead``."""
+
+    def __init__(
+        self, head: HeadCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, program: Program, num_threads: int
+    ) -> None:
+        self._kept = (model, target, pages)
+        self._program = program
+        self._target_ids = head.target_ids
+        # Noise is read 16 entries at a time.
+        self._noise_ids = np.pad(head.target_ids, (0, -len(head.target_ids) % LANES)).astype(np.int32)
+        self._hidden_size = head.spec.hidden_size
+        self._num_threads = num_threads
+        self._small_step = SMALL_STEP // head.spec.num_parameters
+
+    def renew(self, block_ids: Sequence[int]) -> None:
+        """Nothing is to be done: whoever writes a page first zeroes what is masked."""
+
+    def run(self, step: HeadStep) -> HeadResult:
+        """Computes a step, writing the KV of every token."""
+        num_sampled = len(step.sampled)
+        tokens = (SampledToken * num_sampled)()
+        hidden = np.empty((num_sampled, self._hidden_size), dtype=np.float32)
+        sampling = self._sampling(step.draws)
+        token_ids = ids_on_host(step.token_ids)
+        features = None if step.features is None else joined(step.features)
+        given = None if step.hidden is None else joined([step.hidden])
+        tables = np.ascontiguousarray(step.tables)
+        asked = Step(
+            num_tokens=len(step.token_ids),
+            num_rows=len(step.ends),
+            num_sampled=num_sampled,
+            token_ids=address(token_ids),
+            starts=address(step.starts),
+            ends=address(step.ends),
+            token_starts=address(step.token_starts),
+            tables=address(tables),
+            table_stride=tables.shape[1],
+            sampled=address(step.sampled),
+            sampling=address(sampling),
+            tokens=ctypes.addressof(tokens),
+            features_in=None if features is None else address(features),
+            hidden=None if given is None else address(given),
+            hidden_out=address(hidden),
+        )
+        self._program.run(asked, 1 if len(step.token_ids) <= self._small_step else self._num_threads)
+        chosen = self._target_ids[[token.token_id for token in tokens]]
+        drafts = [
+            HeadDraft(token_id, math.exp(token.logprob), token.noise)
+            for token_id, token in zip(chosen.tolist(), tokens, strict=True)
+        ]
+        return HeadResult(lambda: drafts, chosen, hidden)
+
+    def _sampling(self, draws: Draws) -> NDArray[np.void]:
+        """A ``SamplingRow`` for each."""
+        lines = np.zeros(len(draws.seeds), dtype=SamplingLines)
+        lines["top_p"] = lines["repetition_penalty"] = 1.0
+        lines["temperature"], lines["seed"], lines["position"] = draws
+        lines["noise_ids"] = address(self._noise_ids)
+        return lines
+
+
+def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CpuHead:
+    """The head for a model that was loaded on the backend for CPUs. Raises ModelError."""
+    assert isinstance(backend, CpuBackend), "a head runs where its model does"
+    spec, facts, target = head.spec, backend.facts, backend.model
+    plain = DTYPES[facts.dtype]
+    formats = Formats(plain, plain, plain, plain)
+    kernels = find_kernels()
+    assert kernels is not None, "the model runs on them"
+    max_bytes = max_weight_bytes(spec, formats, {}, kernels)
+    check_weights_fit(config, "the EAGLE-3 head", max_bytes, facts.dtype)
+    library = Library(config.num_threads, choose_cores(config.cpu_pinning, config.num_threads))
+    tensors = FileTensors(head.info)
+    try:
+        model = load_model(spec, formats, tensors, library, kernels, max_bytes, spec.head_rows, facts.block_size)
+    except MemoryError as error:
+        raise ModelError(
+            f"the EAGLE-3 head's weights of {max_bytes >> 20} MiB cannot be allocated on cpu: raise the process's "
+            "limit (ulimit -v), or leave --speculative-config out"
+        ) from error
+    if not spec.has_embedding:
+        for name in ("embedding_format", "embedding", "packed_embedding"):
+            setattr(model.model, name, getattr(target.model, name))
+    pages = allocate_pages(library, facts.num_blocks, block_bytes(spec, plain, facts.block_size))
+    return CpuHead(head, model, target, pages, model.program(pages), config.num_threads)

@@ -1,0 +1,253 @@
+"""A head that drafts, by the kernels for CUDA. A step that chooses drafts is a CUDA graph where it is small."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS, RaggedRows
+from penstock.kernels.cuda.core.launch import launches
+from penstock.kernels.cuda.model_shapes import Shape
+from penstock.kernels.cuda.norm import rms_norm
+from penstock.models.backends.base import Backend
+from penstock.models.backends.cuda.backend import CudaBackend
+from penstock.models.backends.cuda.features import DeviceLines, tensors
+from penstock.models.backends.cuda.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
+from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.cuda.model import CudaModel
+from penstock.models.backends.cuda.shapes import shape_of
+from penstock.models.backends.cuda.step_io import Layout, Size
+from penstock.models.backends.tensor_parallel import ALONE
+from penstock.models.backends.torch_common.device import allocated
+from penstock.models.backends.torch_common.weights import RmsNorm
+from penstock.models.batch.rows import Ids
+from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.speculative.eagle.head import HeadDraft, HeadResult, HeadStep, ids_on_host
+from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
+from penstock.models.speculative.eagle.torch_common import DrawTensors, draw_drafts
+from penstock.scheduler.plan import WorkerConfig
+
+Made = tuple[Tensor, Tensor]
+"""What is left of tokens after which a draft is chosen, (S, hidden) each: what the next step goes on from; and that
+after the last norm."""
+
+
+class HeadInputs:
+    """What the host tells of a step: all but its tables in one copy, which begins with the step's own size."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        largest = _layout(Size(shape.max_sequences, shape.max_tokens, shape.max_sequences, 0))
+        self._array = torch.zeros(largest.size, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(shape.max_sequences, shape.max_pages, dtype=torch.int32, device=device)
+        self._rows = torch.arange(shape.max_sequences, dtype=torch.int32, device=device)
+        self._vocab_size = shape.vocab_size
+
+    def part(self, size: Size, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Of a step of that size."""
+        return self._array[_layout(size).parts[name]].view(dtype)
+
+    def rows(self, size: Size) -> RaggedRows:
+        """Its sequences."""
+        return RaggedRows(
+            self._tables, self._rows[: size.sequences], self.part(size, "query_starts"), self.part(size, "contexts")
+        )
+
+    def draws(self, size: Size) -> DrawTensors:
+        """Of its drafts."""
+        return DrawTensors(
+            self.part(size, "temperatures", torch.float64),
+            self.part(size, "seeds", torch.int64),
+            self.part(size, "draft_positions", torch.int64),
+        )
+
+    def write(self, step: HeadStep, size: Size) -> None:
+        """The step as one of that size: sequences, tokens and drafts behind its own are none."""
+        layout, pinned, num_tokens = _layout(size), self._array.is_cuda, len(step.token_ids)
+        chosen = step.token_ids.tensor if isinstance(step.token_ids, DeviceLines) else None
+        known: Ids = ids_on_host(step.token_ids) if chosen is None else np.empty(0, dtype=np.int64)
+        host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned)
+        array = host.numpy()
+        query_starts = np.full(size.sequences + 1, num_tokens)
+        query_starts[: len(step.token_starts)] = step.token_starts
+        slots = np.full(size.tokens, -1, dtype=np.int64)
+        slots[:num_tokens] = step.slots
+        temperatures, seeds, draft_positions = step.draws
+        for name, values in (
+            ("query_starts", query_starts.astype(np.int32)),
+            ("contexts", step.ends.astype(np.int32)),
+            # An id out of range must never be an address.
+            ("token_ids", known.clip(0, self._vocab_size - 1).astype(np.int32)),
+            ("positions", step.positions.astype(np.int32)),
+            ("slots", slots),
+            ("sampled", step.sampled),
+            ("temperatures", temperatures),
+            ("seeds", seeds),
+            ("draft_positions", draft_positions),
+        ):
+            array[layout.parts[name]].view(values.dtype)[: len(values)] = values
+        self._array[: layout.size].copy_(host, non_blocking=pinned)
+        if chosen is not None:
+            self.part(size, "token_ids")[:num_tokens].copy_(chosen)
+        tables = torch.from_numpy(step.tables.astype(np.int32))
+        num_rows, width = tables.shape
+        self._tables[:num_rows, :width].copy_(tables.pin_memory() if pinned else tables, non_blocking=pinned)
+
+
+@lru_cache(maxsize=1024)
+def _layout(size: Size) -> Layout:
+    sequences, tokens, lines = size.sequences, size.tokens, size.lines
+    wide = dict.fromkeys(("sampled", "temperatures", "seeds", "draft_positions"), 2 * lines)
+    of_tokens = {"token_ids": tokens, "positions": tokens, "slots": 2 * tokens}
+    return Layout({"query_starts": sequences + 1, "contexts": sequences, **of_tokens, **wide})
+
+
+class HeadLayer(CudaModel):
+    """The head as a model of one layer, whose queries, keys and values are made of two things."""
+
+    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: Shape) -> None:
+        """``pages`` is (1, pages, 2, K, 16, D)."""
+        linears = CudaLinears(head.info, None, pages.device, deterministic=False)
+        super().__init__(head.spec, weights.common, pages, shape, ALONE, linears)
+        self._hidden_norm = weights.hidden_norm
+
+    def go_on(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
+        """From (T, hidden), which is kept; writes the keys and values of every token that has a slot. If no draft is
+        to be chosen, that is all."""
+        [layer], spec, hidden = self._weights.layers, self._spec, self._spec.hidden_size
+        embeddings = functional.embedding(inputs.part(size, "token_ids"), self._weights.embedding)
+        before = x.new_empty(len(x), 2 * hidden)
+        for source, norm, half in (
+            (embeddings, layer.before_attention, before[:, :hidden]),
+            (x, self._hidden_norm, before[:, hidden:]),
+        ):
+            assert isinstance(norm, RmsNorm)
+            rms_norm(source, norm.weight, spec.norm_eps, half)
+        query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
+        self._write_kv(0, layer, before, inputs.part(size, "positions"), inputs.part(size, "slots", torch.int64), query)
+        if not size.lines:
+            return x[:0], x[:0]
+        rows, mixed = inputs.rows(size), torch.zeros_like(query)
+        self._attend(0, query, rows, self._plan(rows, size.longest)[None], mixed, size.longest)
+        sampled = inputs.part(size, "sampled", torch.int64)
+        x = x.index_select(0, sampled)
+        y = self._normed(x, layer.output(mixed.flatten(1).index_select(0, sampled)), None, layer.before_mlp)
+        y = self._normed(x, self._mlp(layer.mlp, y, rows.query_starts), None, self._weights.norm)
+        return x, y
+
+
+class CudaHead:
+    """A ``DraftHead``. Its features and hidden states are ``DeviceLines``."""
+
+    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: Shape) -> None:
+        self._layer = HeadLayer(head, weights, pages, shape)
+        self._fc = weights.fc
+        self._target_ids = weights.target_ids
+        self._device = device = pages.device
+        self._inputs = HeadInputs(shape, device)
+        # What graphs read.
+        widths, dtype = (head.spec.fc_columns, head.spec.hidden_size), weights.common.embedding.dtype
+        self._features, self._hidden = (
+            torch.zeros(max(VERIFYING_STEPS[-1], shape.max_sequences), width, dtype=dtype, device=device)
+            for width in widths
+        )
+        self._told = torch.zeros(3, shape.max_sequences, dtype=torch.float64, device=device)
+        """Tokens, probabilities, noise: as numbers that hold each of them without loss."""
+        self._first = StepGraphs(lambda size: self._first_layers(size, self._features), self._choose, device)
+        self._next = StepGraphs(lambda size: self._next_layers(size, self._hidden), self._choose, device)
+        self._warm(shape)
+
+    def renew(self, block_ids: Sequence[int]) -> None:
+        """Nothing is to be done: what is no token of a row is never read."""
+
+    @torch.inference_mode()
+    def run(self, step: HeadStep) -> HeadResult:
+        """Computes a step, writing the KV of every token. Whatever was launched before comes first."""
+        num_tokens, num_drafts = len(step.token_ids), len(step.sampled)
+        size = Size(len(step.ends), num_tokens, num_drafts, int((step.ends - step.starts).max()))
+        # The thread may not be the one that loaded the model.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            graphs, layers, kept = self._first, self._first_layers, self._features
+            if step.features is None:
+                graphs, layers, kept = self._next, self._next_layers, self._hidden
+            graph = graphs.find(size) if num_drafts else None
+            self._inputs.write(step, graph or size)
+            given = tensors([step.hidden] if step.features is None else step.features)
+            if graph is None:
+                made = layers(size, torch.cat(given))
+                self._choose(size, made)
+            else:
+                torch.cat(given, out=kept[:num_tokens])
+                made = graphs.run(graph, lambda: None)
+            if not num_drafts:
+                return HeadResult(list, DeviceLines.of(self._told[0, :0]), DeviceLines.of(made[0]))
+            # Copies, as the next step has its own there.
+            hidden, told = made[0][:num_drafts].clone(), self._told[:, :num_drafts].clone()
+        return HeadResult(lambda: _drafts(told), DeviceLines.of(told[0]), DeviceLines.of(hidden))
+
+    def _first_layers(self, size: Size, given: Tensor) -> Made:
+        """Of features."""
+        return self._layer.go_on(self._fc(given[: size.tokens]), self._inputs, size)
+
+    def _next_layers(self, size: Size, given: Tensor) -> Made:
+        """Of hidden states."""
+        return self._layer.go_on(given[: size.tokens], self._inputs, size)
+
+    def _choose(self, size: Size, made: Made) -> None:
+        """Launches the choice of the drafts."""
+        if size.lines:
+            drawn = draw_drafts(self._layer.logits(made[1]), self._target_ids, *self._inputs.draws(size))
+            for line, found in zip(self._told, drawn, strict=True):
+                line[: size.lines].copy_(found)
+
+    @torch.inference_mode()
+    def _warm(self, shape: Shape) -> None:
+        """Runs steps of no sequences in every form that there will be, which compiles all kernels, and captures
+        graphs."""
+        most, verified = shape.max_sequences, shape.max_queries[-1]
+        decoding = decoding_sizes(most)
+        reading = [Size(min(most, number), number, min(most, number), number) for number in (1, *VERIFYING_STEPS)]
+        if self._device.type != "cuda":  # a few, which show that what fills them up does no harm
+            decoding, reading = decoding[:2], [size for size in reading if size.tokens in (1, 8)]
+        with launches.warming():
+            sizes = [Size(1, number, 1, number) for number in sorted({1, verified, verified + 1})]
+            if self._device.type == "cuda":  # which also takes the memory that so large a step needs
+                sizes.append(Size(most, shape.max_tokens, most, shape.max_tokens))
+            for size in sizes:
+                features = self._features.new_zeros(size.tokens, self._features.shape[1])
+                self._choose(size, self._first_layers(size, features))
+            self._first.capture(size for size in reading if size.tokens <= shape.max_tokens)
+            self._next.capture(decoding)
+
+
+def _drafts(told: Tensor) -> list[HeadDraft]:
+    """Of a step, (3, S)."""
+    return [HeadDraft(int(token_id), *rest) for token_id, *rest in told.T.tolist()]
+
+
+def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CudaHead:
+    """The head for a model that was loaded on the backend for GPUs. Raises ModelError."""
+    assert isinstance(backend, CudaBackend), "a head runs where its model does"
+    assert config.speculation is not None
+    spec, facts, embedding = head.spec, backend.facts, backend.embedding
+    weights = load_head_weights(config, head, facts.dtype, embedding)
+    # Those of a step, and of each row what it has not read of a block.
+    max_tokens = facts.max_num_batched_tokens + facts.max_num_seqs * PAGE_SLOTS
+    shape = shape_of(
+        spec,
+        embedding.dtype,
+        embedding.dtype,
+        spec.head_rows,
+        facts.max_model_len,
+        facts.max_num_seqs,
+        max_tokens,
+        deterministic=False,
+        max_drafts=config.speculation.num_speculative_tokens,
+    )
+    size = (1, facts.num_blocks, 2, spec.num_kv_heads, PAGE_SLOTS, spec.head_dim)
+    with allocated(facts.num_blocks, embedding.device):
+        pages = torch.empty(size, dtype=embedding.dtype, device=embedding.device)
+    return CudaHead(head, weights, pages, shape)

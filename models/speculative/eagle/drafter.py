@@ -1,0 +1,283 @@
+"""Drafts by an EAGLE-3 head, which goes on from the model's own hidden states. Its keys and values go by the same block
+numbers as the model's, so that whoever shares a prefix shares the head's keys and values too."""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock.models.backends.base import Backend
+from penstock.models.batch.batch import Batch, FeatureLines
+from penstock.models.batch.rows import Ids, Row, RowTable
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.eagle import HeadCheckpoint, check_head
+from penstock.models.speculative.draft_model import WIDE
+from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
+from penstock.models.speculative.eagle.head import NO_DRAWS, DraftHead, Draws, HeadDraft, HeadResult, HeadStep
+from penstock.scheduler.plan import WorkerConfig, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+LoadHead = Callable[[WorkerConfig, HeadCheckpoint, Backend], DraftHead]
+
+HEADS = {
+    "cpu": "penstock.models.speculative.eagle.cpu",
+    "cuda": "penstock.models.speculative.eagle.cuda",
+    "reference": "penstock.models.speculative.eagle.reference",
+}
+"""By the name of the model's backend: where its ``load_head`` is."""
+
+
+def with_room(config: WorkerConfig) -> WorkerConfig:
+    """The same config, of a worker that leaves room for the head's keys and values too, and of a model that tells its
+    hidden states. Raises ModelError."""
+    info = check_checkpoint(Path(config.model), weights=False)
+    head = check_head(_directory(config), info.spec)
+    dtype = info.dtype if config.dtype == "auto" else config.dtype
+    num_bytes = head.spec.kv_bytes_per_token(WIDE.get(dtype, 2)) * config.block_size
+    return msgspec.structs.replace(config, block_bytes_beside=num_bytes, feature_layers=head.feature_layers)
+
+
+def load(config: WorkerConfig, backend: Backend) -> "EagleDrafter":
+    """The factory of the registry of drafters. Raises ModelError."""
+    facts = backend.facts
+    head = check_head(_directory(config), check_checkpoint(Path(config.model), weights=False).spec)
+    load_head: LoadHead = import_module(HEADS[facts.backend]).load_head
+    logger.info(
+        "drafts come from the EAGLE-3 head %s, on hidden states before layers %s",
+        head.info.path, ", ".join(map(str, head.feature_layers)),
+    )  # fmt: skip
+    return EagleDrafter(load_head(config, head, backend), head, facts)
+
+
+def _directory(config: WorkerConfig) -> Path:
+    assert config.speculation is not None
+    assert config.speculation.model is not None, "the service wants one"
+    return Path(config.speculation.model)
+
+
+@dataclass(slots=True, eq=False)
+class _Stand:
+    """How far the head is with a row. Position p of the head has the model's hidden states at p and token p + 1."""
+
+    origin: int
+    """The row's block with which the head begins: it does not see those before."""
+    num_read: int
+    """It has keys and values of the positions before, which follow from the row's history."""
+    first: int
+    end: int
+    """The position after the newest whose features are known."""
+    features: list[FeatureLines]
+    """Of the positions from ``first`` on, (positions, feature layers * hidden) in parts: those that it has not read,
+    and always the newest, from which it drafts."""
+
+    def add(self, part: FeatureLines) -> None:
+        """Of the next positions."""
+        if len(part):
+            self.features.append(part)
+            self.end += len(part)
+
+    def features_from(self, position: int) -> Iterator[FeatureLines]:
+        """Those behind are left out."""
+        behind = position - self.first
+        for part in self.features:
+            if behind < len(part):
+                yield part[behind:] if behind > 0 else part
+            behind -= len(part)
+
+
+class _Span(NamedTuple):
+    """What a step of the head computes of a row."""
+
+    row: Row
+    stand: _Stand
+    start: int
+    token_ids: list[int]
+
+
+class EagleDrafter(Drafter):
+    """A ``Drafter`` that keeps pages and reads features: it drafts what the head chooses, by the same noise where
+    tokens are drawn, a step of the head for each token.
+
+    The head reads a prompt as the model computes it. What the model had computed before, since others had the same
+    prefix, the head has if it read these blocks then; else it begins behind them.
+    """
+
+    by_rounds = True
+
+    def __init__(self, head: DraftHead, checkpoint: HeadCheckpoint, facts: WorkerFacts) -> None:
+        self._head = head
+        self.feature_layers = checkpoint.feature_layers
+        """Before which layers of the model its hidden states are wanted."""
+        self._block_size = facts.block_size
+        self._lock = threading.Lock()
+        """``read`` may be called by another thread than the others are, which take in the next plan meanwhile."""
+        self._stands: dict[Row, _Stand | None] = {}
+        """Of the rows that it follows; None: it has read nothing of it yet."""
+        self._origins = np.full(facts.num_blocks, -1, dtype=np.int64)
+        """Of each block that the head has whole: with which block of the rows it began. Positions are counted from
+        there, so that only rows for which it began with the same one can share it."""
+
+    def attach(self, table: RowTable) -> None:
+        """All rows."""
+        self._table = table
+
+    def renew(self, block_ids: Sequence[int]) -> None:
+        """The blocks are somebody else's now, or have another one's content: whatever the head had there is lost."""
+        with self._lock:
+            self._origins[list(block_ids)] = -1
+            self._head.renew(block_ids)
+
+    def follow(self, row: Row) -> None:
+        """Reads along from now on."""
+        with self._lock:
+            self._stands[row] = None
+
+    def leave(self, row: Row) -> None:
+        """Reads the row no more."""
+        with self._lock:
+            self._stands.pop(row, None)
+
+    forget = leave
+
+    def is_ready(self, row: Row) -> bool:
+        """Whether it has features of the row. Then those of the newest position come with its token."""
+        stand = self._stands.get(row)
+        return stand is not None and len(stand.features) > 0
+
+    def backlog(self, row: Row) -> int:
+        """Tokens to read besides the newest."""
+        stand = self._stands.get(row)
+        return 0 if stand is None else max(0, stand.end - 1 - stand.num_read)
+
+    def read(self, batch: Batch, features: FeatureLines) -> None:
+        """Keeps the features of positions that are certain, and reads those that fill a block: so little is kept."""
+        with self._lock:
+            self._read_along(batch, features)
+
+    def _read_along(self, batch: Batch, features: FeatureLines) -> None:
+        spans = []
+        for row, start, end, first in zip(
+            batch.rows, batch.starts.tolist(), batch.ends.tolist(), batch.token_starts.tolist(), strict=False
+        ):
+            if row not in self._stands:
+                continue
+            stand = self._stands[row]
+            if stand is None:
+                stand = self._stands[row] = self._begin(row, start)
+            known = min(end, row.num_computed)  # drafts that were wrong are behind
+            stand.add(features[first + stand.end - start : first + known - start].copy())
+            if stand.end // self._block_size > stand.num_read // self._block_size:
+                spans.append(self._unread(row, stand, stand.num_read))
+        if spans:
+            self._read(spans, drafts=False)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        """For each row as many tokens as may be; none as long as it has no features of its newest position."""
+        proposals = {row: Proposal([], []) for row, _ in wanted}
+        most = dict(wanted)
+        spans = []
+        for row in proposals:
+            stand = self._stands.get(row)
+            if stand is not None and stand.features and stand.end == len(row.history) - 1:
+                assert stand.end + most[row] - 1 <= row.num_blocks * self._block_size, "drafts have blocks"
+                spans.append(self._unread(row, stand, min(stand.num_read, stand.end - 1)))
+        if spans:
+            with self._lock:
+                step, result = self._read(spans, drafts=True)
+                self._draft(step, result, [span.row for span in spans], proposals, most)
+        return list(proposals.values())
+
+    def _begin(self, row: Row, start: int) -> _Stand:
+        """Where the head begins with a row whose features are known from ``start`` on."""
+        blocks = self._table.blocks(row, 0)[: -(-start // self._block_size)]
+        origin = int(self._origins[blocks[-1]]) if len(blocks) else 0
+        if origin < 0 or (self._origins[blocks[origin:]] != origin).any():
+            origin = len(blocks)
+        begin = max(start, origin * self._block_size)
+        return _Stand(origin, begin, begin, begin, [])
+
+    def _unread(self, row: Row, stand: _Stand, start: int) -> _Span:
+        return _Span(row, stand, start, row.history[start + 1 : stand.end + 1])
+
+    def _read(self, spans: list[_Span], drafts: bool) -> tuple[HeadStep, HeadResult]:
+        """Has the head read what is known of rows, in the order in which the spans are then, and draft after it
+        perhaps."""
+        spans.sort(key=lambda span: (len(span.token_ids) > 1, -span.stand.end))
+        counts = np.array([len(span.token_ids) for span in spans])
+        starts = np.array([span.start - span.stand.origin * self._block_size for span in spans])
+        blocks = [self._table.blocks(span.row, span.stand.origin) for span in spans]
+        tables: Ids = np.zeros((len(spans), max(map(len, blocks))), dtype=np.int64)
+        for line, ids in zip(tables, blocks, strict=True):
+            line[: len(ids)] = ids
+        step = HeadStep(
+            token_ids=np.array([token_id for span in spans for token_id in span.token_ids]),
+            starts=starts,
+            ends=starts + counts,
+            tables=tables,
+            block_size=self._block_size,
+            sampled=np.cumsum(counts) - 1 if drafts else np.empty(0, dtype=np.int64),
+            draws=_draws([span.row for span in spans]) if drafts else NO_DRAWS,
+            features=[part for span in spans for part in span.stand.features_from(span.start)],
+        )
+        result = self._head.run(step)
+        for row, stand, start, _ in spans:
+            begin, end = start // self._block_size, stand.end // self._block_size
+            if end > begin:
+                self._origins[self._table.blocks(row, begin)[: end - begin]] = stand.origin
+            stand.num_read, stand.first, stand.features = stand.end, stand.end - 1, [stand.features[-1][-1:].copy()]
+        return step, result
+
+    def _draft(
+        self, step: HeadStep, result: HeadResult, rows: list[Row], proposals: dict[Row, Proposal], most: dict[Row, int]
+    ) -> None:
+        """Goes on from a step that drafted for each of its rows, until each has as many drafts as may be."""
+        results = [(rows, result)]
+        while going_on := [at for at, row in enumerate(rows) if len(results) < most[row]]:
+            token_ids, hidden = result.token_ids, result.hidden
+            if len(going_on) < len(rows):
+                rows, token_ids, hidden = [rows[at] for at in going_on], token_ids[going_on], hidden[going_on]
+            step = HeadStep(
+                token_ids=token_ids,
+                starts=step.ends[going_on],
+                ends=step.ends[going_on] + 1,
+                tables=step.tables[going_on],
+                block_size=self._block_size,
+                sampled=np.arange(len(rows)),
+                draws=step.draws.after(going_on),
+                hidden=hidden,
+            )
+            result = self._head.run(step)
+            results.append((rows, result))
+        for rows, result in results:
+            for row, draft in zip(rows, result.told(), strict=True):
+                proposals[row].token_ids.append(draft.token_id)
+                proposals[row].confidences.append(_confidence(row.sampling.temperature, draft))
+
+
+def _draws(rows: list[Row]) -> Draws:
+    """Of the tokens that follow rows' histories."""
+    return Draws(
+        np.array([row.sampling.temperature for row in rows]),
+        np.array([row.sampling.seed for row in rows], dtype=np.uint64),
+        np.array([len(row.history) for row in rows]),
+    )
+
+
+def _confidence(temperature: float, draft: HeadDraft) -> float:
+    """In a draft: how likely the model chooses it too.
+
+    At temperature 0 that is what the head gives it. The noise of a draft that was drawn is the model's noise too: odds
+    times e^noise are those of a draw in which the others' noise is not known. They had little, or it had not won: so
+    the square of that is about as many as are right.
+    """
+    drawn = min(temperature, 1.0)
+    odds = 1.0 / max(1e-30, draft.probability) - 1.0  # against it; a broken head's NaN is no probability
+    return float((1.0 + odds * math.exp(-drawn * draft.noise)) ** -(1.0 + drawn))

@@ -1,0 +1,41 @@
+"""The weights of a head that drafts, as backends in torch hold them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.models.backends.memory import check_weights_fit
+from penstock.models.backends.torch_common.loader import FileSource, load_weights
+from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm, Weights
+from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, HeadCheckpoint
+from penstock.scheduler.plan import WorkerConfig
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Those that a model of one layer has, and those that it has not."""
+
+    common: Weights
+    fc: DenseLinear
+    """Features to what the layer goes on from."""
+    hidden_norm: RmsNorm
+    """Of that."""
+    target_ids: Tensor
+    """(draft vocabulary,) int64: the model's ids."""
+
+
+def load_head_weights(config: WorkerConfig, head: HeadCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
+    """Onto the device of the model's ``embedding``, which it uses if it has none, and in its dtype. Raises
+    ModelError."""
+    spec, dtype, device = head.spec, embedding.dtype, embedding.device
+    check_weights_fit(config, "the EAGLE-3 head", spec.num_parameters * dtype.itemsize, dtype_name)
+    shared = None if spec.has_embedding else embedding
+    common = load_weights(head.info, dtype, device, "auto", spec.head_rows, embedding=shared)
+    source = FileSource(head.info)
+    fc = torch.empty(spec.hidden_size, spec.fc_columns, dtype=dtype, device=device)
+    source.fill(f"{FC}.weight", fc)
+    norm = torch.empty_like(common.norm.weight)
+    source.fill(HIDDEN_NORM, norm)
+    target_ids = torch.from_numpy(head.target_ids).to(device)
+    return HeadWeights(common, DenseLinear(fc), RmsNorm(norm, spec.norm_eps), target_ids)

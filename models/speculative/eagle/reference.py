@@ -1,0 +1,80 @@
+"""A head that drafts, in plain torch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.models.backends.base import Backend
+from penstock.models.backends.reference.attention_groups import attention_groups
+from penstock.models.backends.reference.backend import ReferenceBackend, attend
+from penstock.models.backends.torch_common.device import allocated
+from penstock.models.backends.torch_common.kv_pages import KVPages
+from penstock.models.backends.torch_common.rotations import rotations
+from penstock.models.checkpoint.eagle import HeadCheckpoint
+from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
+from penstock.models.speculative.eagle.head_weights import HeadWeights, load_head_weights
+from penstock.models.speculative.eagle.torch_common import draw_drafts, draw_tensors
+from penstock.scheduler.plan import WorkerConfig
+
+
+class ReferenceHead:
+    """A ``DraftHead`` over torch operations on gathered pages."""
+
+    def __init__(
+        self,
+        head: HeadCheckpoint,
+        weights: HeadWeights,
+        pages: KVPages,
+        max_positions: int,
+    ) -> None:
+        self._spec = head.spec
+        self._weights = weights
+        self._pages = pages
+        self._rotations = rotations(head.spec.ropes[0], head.spec.rotary_dim, max_positions, pages.device)
+
+    def renew(self, block_ids: Sequence[int]) -> None:
+        """The blocks have a new owner, who will write them."""
+        self._pages.renew(list(block_ids))
+
+    @torch.inference_mode()
+    def run(self, step: HeadStep) -> HeadResult:
+        """Computes a step, writing the KV of every token."""
+        spec, weights, pages = self._spec, self._weights.common, self._pages
+        [layer], device = weights.layers, pages.device
+        positions = torch.from_numpy(step.positions).to(device)
+        cos, sin = self._rotations
+        groups = attention_groups(step, None, pages.num_blocks, pages.block_size, device)
+        x = self._given(step)
+        # Ids were checked at admission; an id out of range must still never be an address.
+        token_ids = torch.from_numpy(ids_on_host(step.token_ids)).to(device).clamp(0, spec.vocab_size - 1)
+        embeddings = functional.embedding(token_ids, weights.embedding)
+        before = torch.cat((layer.before_attention(embeddings), self._weights.hidden_norm(x)), dim=1)
+        slots = torch.from_numpy(step.slots).to(device)
+        x = x + attend(spec, pages, 0, layer, before, (cos[positions], sin[positions]), slots, groups)
+        x = x[step.sampled.tolist()]
+        x = x + layer.mlp(layer.before_mlp(x))
+        drawn = draw_drafts(weights.head(weights.norm(x)), self._weights.target_ids, *draw_tensors(step.draws, device))
+        drafts = [HeadDraft(*draft) for draft in zip(*(part.tolist() for part in drawn), strict=True)]
+        return HeadResult(lambda: drafts, drawn.token_ids.cpu().numpy(), x.float().cpu().numpy())
+
+    def _given(self, step: HeadStep) -> Tensor:
+        """(T, hidden): what the layer goes on from."""
+        if step.features is not None:
+            return self._weights.fc(self._tensor(joined(step.features)))
+        assert step.hidden is not None, "one of them is given"
+        return self._tensor(joined([step.hidden]))
+
+    def _tensor(self, array: Floats) -> Tensor:
+        return torch.from_numpy(array).to(self._pages.device, self._weights.common.embedding.dtype)
+
+
+def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> ReferenceHead:
+    """The head for a model that was loaded on the backend in plain torch. Raises ModelError."""
+    assert isinstance(backend, ReferenceBackend), "a head runs where its model does"
+    facts, embedding = backend.facts, backend.embedding
+    weights = load_head_weights(config, head, facts.dtype, embedding)
+    with allocated(facts.num_blocks, embedding.device):
+        pages = KVPages(head.spec, facts.num_blocks, facts.block_size, embedding.dtype, embedding.device)
+    return ReferenceHead(head, weights, pages, facts.max_model_len)

@@ -1,0 +1,46 @@
+"""Drafts what followed the same tokens earlier in the row: prompt lookup, as of Saxena 2023
+(github.com/apoorvumang/prompt-lookup-decoding). For output that quotes."""
+
+from collections.abc import Sequence
+
+from penstock.models.backends.base import Backend
+from penstock.models.batch.rows import Row
+from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
+from penstock.models.speculative.row_indexes import RowIndexes, confidences
+from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
+
+
+class NgramDrafter(Drafter):
+    """A ``Drafter``. Looks for the longest end of the row's history, of ``prompt_lookup_min`` (at least 2) to
+    ``prompt_lookup_max`` tokens, that occurred before, and proposes what followed it."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
+        self._indexes = RowIndexes()
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        """For each row what followed the match that went on, or else the newest of the longest."""
+        self._indexes.extend([row for row, _ in wanted])
+        return [self._propose(row, max_drafts) for row, max_drafts in wanted]
+
+    def forget(self, row: Row) -> None:
+        """Its index goes."""
+        self._indexes.forget(row)
+
+    def _propose(self, row: Row, max_drafts: int) -> Proposal:
+        history = row.history
+        match = self._indexes.cursor(row).find(history, self._longest, enough=1)
+        if match.length < self._shortest:
+            return NO_PROPOSAL
+        place = match.places[0]
+        # What began to repeat itself goes on repeating itself.
+        period = len(history) - place
+        drafts = history[place : place + max_drafts]
+        drafts += [drafts[at % period] for at in range(period, max_drafts)]
+        return Proposal(drafts, confidences(match.length, len(drafts)))
+
+
+def load(config: WorkerConfig, backend: Backend) -> NgramDrafter:
+    """The factory of the registry of drafters."""
+    assert config.speculation is not None
+    return NgramDrafter(config.speculation)

@@ -1,0 +1,160 @@
+"""Drafts what followed the longest end of the row's history most often, in the row or in late outputs of its tenant: as
+suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), over chains of places instead of trees of counts.
+
+A tenant's outputs are never looked up for another one: drafts that come true make steps shorter, so that they would
+tell what others were answered.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from penstock.models.backends.base import Backend
+from penstock.models.batch.rows import UNKNOWN, Row
+from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
+from penstock.models.speculative.row_indexes import MAX_INDEXED, RowIndexes, confidences
+from penstock.models.speculative.token_index import Cursor, TokenIndex
+from penstock.scheduler.plan import SpeculationConfig, WorkerConfig
+
+ENOUGH = 8
+"""Places to tell how often a draft followed, where the match is as long as can be."""
+
+
+class _Outputs:
+    """A tenant's late outputs, one behind another, each with its end marked."""
+
+    def __init__(self) -> None:
+        self.index = TokenIndex([])
+        self._lengths: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, token_ids: list[int]) -> int:
+        """Returns how many tokens that takes."""
+        self.index.tokens += token_ids
+        self.index.tokens.append(UNKNOWN)
+        self._lengths.append(len(token_ids) + 1)
+        return self._lengths[-1]
+
+    def forget_oldest(self) -> int:
+        """Returns how many tokens that frees."""
+        length = self._lengths.popleft()
+        self.index.cut(length)
+        return length
+
+
+class SuffixDrafter(Drafter):
+    """A ``Drafter``. Matches are of 2 tokens or more: one alone tells too little."""
+
+    def __init__(self, config: SpeculationConfig, max_indexed: int = MAX_INDEXED) -> None:
+        """``max_indexed``: tokens of all rows and outputs together. Rows come first: for them the oldest outputs of the
+        tenant that has been quiet the longest are forgotten."""
+        self._config = config
+        self._max_indexed = max_indexed
+        self._indexes = RowIndexes(max_indexed)
+        self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
+        """By tenant, the one that asked or output last at the end."""
+        self._num_output = 0
+        self._cursors: dict[Row, Cursor] = {}
+        """Of rows in the outputs of their tenants."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        """For each row the continuation that is the most frequent token by token."""
+        portion = self._indexes.extend([row for row, _ in wanted])
+        self._make_room()
+        for tenant in {row.tenant for row, _ in wanted}:
+            outputs = self._outputs.get(tenant)
+            if outputs is not None:
+                self._outputs.move_to_end(tenant)
+                portion -= outputs.index.extend(portion)
+        return [self._propose(row, max_drafts) for row, max_drafts in wanted]
+
+    def forget(self, row: Row) -> None:
+        """Keeps what it output for others of its tenant."""
+        self._indexes.forget(row)
+        self._cursors.pop(row, None)
+        output = row.history[row.num_prompt_tokens :]
+        if UNKNOWN in output:  # a step that is not over yet chooses it
+            output = output[: output.index(UNKNOWN)]
+        if not output:
+            return
+        outputs = self._outputs.setdefault(row.tenant, _Outputs())
+        self._outputs.move_to_end(row.tenant)
+        self._num_output += outputs.add(output)
+        while len(outputs) > self._config.suffix_decoding_max_cached_requests:
+            self._num_output -= outputs.forget_oldest()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self._num_output > self._indexes.room:
+            tenant, outputs = next(iter(self._outputs.items()))
+            self._num_output -= outputs.forget_oldest()
+            if not outputs:
+                del self._outputs[tenant]
+
+    def _propose(self, row: Row, max_drafts: int) -> Proposal:
+        config, history = self._config, row.history
+        max_drafts = min(max_drafts, config.suffix_decoding_max_tree_depth - 2)
+        longest = config.suffix_decoding_max_tree_depth - max_drafts
+        own = self._indexes.cursor(row)
+        best = own.find(history, longest, ENOUGH)
+        followers = [(history, place) for place in best.places]
+        length = best.length
+        others = self._cursor_in_outputs(row)
+        if others is not None:
+            best = others.find(history, longest, ENOUGH)
+            if best.length >= length:
+                followers = [*(followers if best.length == length else ()),
+                             *((others.index.tokens, place) for place in best.places)]  # fmt: skip
+                length = best.length
+        if not followers:
+            return NO_PROPOSAL
+        most = min(max_drafts, int(config.suffix_decoding_max_spec_factor * length))
+        drafts, shares = _most_frequent(followers, most, config.suffix_decoding_min_token_prob)
+        sure = confidences(length, len(drafts))
+        return Proposal(drafts, [share * each for share, each in zip(shares, sure, strict=True)])
+
+    def _cursor_in_outputs(self, row: Row) -> Cursor | None:
+        outputs = self._outputs.get(row.tenant)
+        if outputs is None:
+            return None
+        cursor = self._cursors.get(row)
+        if cursor is None or cursor.index is not outputs.index:
+            cursor = self._cursors[row] = Cursor(outputs.index)
+        return cursor
+
+
+def _most_frequent(
+    followers: list[tuple[list[int], int]], most: int, min_share: float
+) -> tuple[list[int], list[float]]:
+    """Token by token what most of the places that agreed so far go on with, and the share of these that does; up to
+    ``most``, while at least ``min_share`` of all places agree. ``followers``: sequences, and an index into each."""
+    # Mostly they go on alike, so what is the same is counted once.
+    agreeing: dict[tuple[int, ...], int] = {}
+    for sequence, place in followers:
+        tokens = tuple(sequence[place : place + most])
+        agreeing[tokens] = agreeing.get(tokens, 0) + 1
+    drafts: list[int] = []
+    shares: list[float] = []
+    num_agreeing = len(followers)
+    fewest = min_share * num_agreeing
+    for offset in range(most):
+        counts: dict[int, int] = {}
+        for tokens, count in agreeing.items():
+            token = tokens[offset] if offset < len(tokens) else UNKNOWN
+            counts[token] = counts.get(token, 0) + count
+        token = max(counts, key=counts.__getitem__)  # the first one seen, where two are as frequent
+        if token == UNKNOWN or counts[token] < fewest:
+            break
+        drafts.append(token)
+        shares.append(counts[token] / num_agreeing)
+        if len(counts) > 1:
+            num_agreeing = counts[token]
+            agreeing = {tokens: count for tokens, count in agreeing.items() if tokens[offset : offset + 1] == (token,)}
+    return drafts, shares
+
+
+def load(config: WorkerConfig, backend: Backend) -> SuffixDrafter:
+    """The factory of the registry of drafters."""
+    assert config.speculation is not None
+    return SuffixDrafter(config.speculation)

@@ -1,0 +1,1 @@
+"""Grammars: compiled, held, and turned into token masks beside the forward pass."""

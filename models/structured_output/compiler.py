@@ -1,0 +1,271 @@
+"""Grammars for llguidance: from what callers write to its own form, and from that to a matcher. The same code checks a
+grammar before its request is taken, in a process of its own, and compiles it in the worker."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from penstock.models.checkpoint.files.model_files import MAX_TOKENIZER_BYTES, read_model_file
+from penstock.models.checkpoint.files.tokenizer_json import Vocabulary
+from penstock.models.structured_output.exact_numbers import (
+    ExactWriter,
+    NumberError,
+    Real,
+    has_inexact,
+    read_integer,
+    without_annotations,
+)
+from penstock.models.structured_output.json_schema import ObjectCloser, without_covered_patterns
+
+LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+"""Of the work that a grammar takes at its start and in each step, and of a matcher's memory: a state takes 1 to 2 kB,
+and each row has its own. The others are the library's."""
+WHITESPACE = r"(?:\x20|\r?\n[\x20\x09]{0,40})"
+"""Between the parts of a JSON text, unless a schema says otherwise: as JSON is usually set. Where anything goes, weak
+models write blanks without end."""
+MAX_REASON = 160
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be used. The text says what is wrong with it, in one line."""
+
+
+def read_tokenizer(
+    directory: str,
+    special_tokens: Sequence[str],
+    num_ids: int,
+    eos_token_ids: Sequence[int],
+    added_tokens: Sequence[tuple[int, str]] = (),
+) -> LLTokenizer:
+    """What matchers know of a vocabulary, from a model's directory. Masks have ``num_ids`` bits; ``special_tokens``
+    are special even where tokenizer.json only has them in its vocabulary; ``added_tokens`` are ids and contents of
+    those that it lacks. Raises ValueError for a tokenizer whose tokens the library cannot tell the bytes of."""
+    content = read_model_file(Path(directory) / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    described = _with_tokens(content, special_tokens, added_tokens)
+    return LLTokenizer(described, n_vocab=num_ids, eos_token=list(eos_token_ids))
+
+
+def _with_tokens(described: bytes, special_tokens: Sequence[str], added_tokens: Sequence[tuple[int, str]]) -> str:
+    """A tokenizer.json with more tokens, in which some are special, and nothing is cut off or filled up. The
+    vocabulary is passed on as it stands, unread if that can be: reading it would take the time of all the rest."""
+    parts = msgspec.json.decode(described, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(parts.get("added_tokens", b"null"), type=list[dict[str, Any]] | None) or []
+    by_content = {token["content"]: token for token in added}
+    for token_id, content in added_tokens:
+        by_content[content] = {"id": token_id, "content": content, **_FLAGS, "special": False}
+    vocabulary: Mapping[str, int] = {}
+    if not by_content.keys() >= set(special_tokens):
+        vocabulary = msgspec.json.decode(parts["model"], type=Vocabulary).ids()
+    for content in special_tokens:
+        known = by_content[content]["id"] if content in by_content else vocabulary.get(content)
+        if known is not None:
+            by_content[content] = {"id": known, "content": content, **_FLAGS, "special": True}
+    tokens = sorted(by_content.values(), key=lambda token: token["id"])
+    nothing = msgspec.Raw(b"null")
+    changed = {"added_tokens": msgspec.Raw(msgspec.json.encode(tokens)), "truncation": nothing, "padding": nothing}
+    return msgspec.json.encode({**parts, **changed}).decode()
+
+
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""Of a token that a configuration names. Of another's flags nothing depends here on these."""
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of an output, which has been asked once what may come: so its copies know already what
+    takes long to find out. Raises GrammarError, also for a grammar that the library gives up at the first token."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    begun = _after_one_token(matcher, tokenizer) if not matcher.is_error() else None
+    for one in (matcher, begun):
+        if one is not None and one.is_error():
+            raise GrammarError(reason_of(one))
+    return matcher
+
+
+def _after_one_token(matcher: LLMatcher, tokenizer: LLTokenizer) -> LLMatcher | None:
+    """Of those that may come first, but for an end; None where there is none."""
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    for token_id in tokenizer.eos_tokens:
+        allowed &= ~(1 << token_id)
+    if not allowed:
+        return None
+    begun = matcher.deep_copy()
+    begun.consume_token(allowed.bit_length() - 1)
+    return begun
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Why a matcher can go on no more."""
+    error = matcher.get_error()
+    return "no text can match it" if error.startswith("NoExtension") else one_line(error)
+
+
+def one_line(message: str) -> str:
+    """What the library says, without the lines that show where."""
+    lines = [line.strip() for line in message.splitlines()] or [""]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
+
+
+_NO_FORCING = re.compile(r'%llguidance\s*\{[^}]*"no_forcing"\s*:\s*true')
+
+
+def forces_tokens(grammar: str) -> bool:
+    """Whether, by a grammar in the library's form, text that must come has only the tokens that the tokenizer makes of
+    it."""
+    return _NO_FORCING.search(grammar) is None
+
+
+_KEYWORDS = frozenset(
+    """
+    additionalItems allOf anyOf const contains dependencies dependentRequired dependentSchemas else enum
+    exclusiveMaximum exclusiveMinimum false format if items lenient maxContains maxItems maxLength
+    maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern
+    patternProperties prefixItems properties propertyNames required schema then true type unevaluatedItems
+    unevaluatedProperties uniqueItems
+    """.split()  # noqa: SIM905 - a list of words
+)
+"""Of JSON Schema, by which its authors need to be told what is wrong."""
+_TRIVIAL = 2
+_CUT = re.compile(r"…(\W\w{0,2}){0,3}(…(\W\w{0,2}){0,3})*…")
+
+
+def discreet(message: str, text: str) -> str:
+    """The message without the words that are a caller's own: no status repeats what callers write."""
+    theirs = {word for word in re.findall(r"\w+", text) if len(word) > _TRIVIAL} - _KEYWORDS
+    return _CUT.sub("…", re.sub(r"\w+", lambda word: "…" if word[0] in theirs else word[0], message))
+
+
+# What callers write ---------------------------------------------------------------------------------------------------
+
+
+def to_grammar(
+    kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True, closes_objects: bool = True
+) -> str:
+    """A grammar in the library's form. ``kind`` is a field of the contract's ``Constraint``; ``choices`` are given as
+    the JSON text of a list. Without ``forces`` text that must come may have any tokens, not only those that the
+    tokenizer makes of it. ``closes_objects``: whether an object that declares properties, and says nothing of others,
+    has no others. Raises GrammarError; what is left to find out the compiler says."""
+    try:
+        grammar = _CONVERTERS[kind](text, closes_objects)
+    except RecursionError:
+        raise GrammarError("it is nested too deep") from None
+    # Where the library knows what text must come it tokenizes it, and takes what spells a special token for that token.
+    plain = grammar.replace("\\", "")
+    is_safe = forces and not any(token in plain for token in special_tokens)
+    return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+_SCHEMAS = json.JSONDecoder(parse_float=Real.read, parse_int=read_integer, parse_constant=_no_number)
+
+
+def _json_schema(text: str, closes_objects: bool) -> str:
+    try:
+        schema = _SCHEMAS.decode(text)
+    except ValueError as error:
+        raise GrammarError(f"is no JSON: {error}") from None
+    body, rules = _of_schema(schema, closes_objects)
+    return "\n".join([f"start: {body}", *rules])
+
+
+def _of_schema(schema: Any, closes_objects: bool, number: int = 0) -> tuple[str, list[str]]:
+    """An expression for the values of a schema, and the rules that it needs."""
+    if not isinstance(schema, dict):
+        return f"%json {json.dumps(schema)}", []
+    schema = without_covered_patterns(without_annotations(schema))
+    if closes_objects:
+        schema = ObjectCloser(schema).closed_root()
+    options = schema["x-guidance"] = _json_options(schema.get("x-guidance"))
+    if not has_inexact(schema):
+        return f"%json {json.dumps(schema, ensure_ascii=False)}", []
+    pattern = options.get("whitespace_pattern")
+    whitespace = pattern if isinstance(pattern, str) else r"[\x20\x0A\x0D\x09]*"
+    try:
+        return ExactWriter(schema, whitespace, number).rules()
+    except NumberError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _lark(text: str, closes_objects: bool) -> str:
+    """Schemas in it are read as any other."""
+    parts: list[str] = []
+    more: list[str] = []
+    at = 0
+    for found in _LARK.finditer(text):
+        if not found[1] or found.start() < at:
+            continue
+        try:
+            schema, end = _SCHEMAS.raw_decode(text, found.end())
+        except ValueError:  # the compiler says what is wrong
+            continue
+        body, rules = _of_schema(schema, closes_objects, len(parts))
+        parts += [text[at : found.start()], body]
+        more += rules
+        at = end
+    return "\n".join(["".join([*parts, text[at:]]), *more])
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|(%json\s+)(?=[{\[tf])')
+"""Texts, regular expressions and comments, in which nothing is looked for; and where a schema begins."""
+
+
+def _json_options(given: object) -> dict[str, Any]:
+    """Those of the schema's own ``x-guidance``, but that what is not understood is never passed over."""
+    options: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    has_whitespace = "whitespace_pattern" in options or "whitespace_flexible" in options
+    return {**({} if has_whitespace else {"whitespace_pattern": WHITESPACE}), **options, "lenient": False}
+
+
+def _regex(text: str, _: bool) -> str:
+    return f"start: /{regex_to_lark(text, '')}/" if text else 'start: ""'
+
+
+def _any_json(text: str, closes_objects: bool) -> str:
+    return _json_schema('{"type": "object"}', closes_objects)
+
+
+def _gbnf(text: str, _: bool) -> str:
+    try:
+        return str(gbnf_to_lark(_UNICODE.sub(_as_itself, text)))
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter has no narrower one
+        raise GrammarError(one_line(str(error))) from None
+
+
+_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _as_itself(match: re.Match[str]) -> str:
+    """A letter for its escape, which the converter cuts the zeros of."""
+    digits = match[1] or match[2]
+    character = chr(int(digits, 16)) if digits and int(digits, 16) <= 0x10FFFF else ""
+    return character if character.isalnum() else match[0]
+
+
+def _choices(text: str, _: bool) -> str:
+    return "start: " + " | ".join(map(quoted, json.loads(text)))
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
+
+
+_CONVERTERS: Mapping[str, Callable[[str, bool], str]] = {
+    "json_schema": _json_schema,
+    "any_json": _any_json,
+    "regex": _regex,
+    "lark": _lark,
+    "gbnf": _gbnf,
+    "choices": _choices,
+}

@@ -1,0 +1,232 @@
+"""The grammars of a worker's rows: compiled beside the steps, and masks of what they allow, found out while the layers
+run. Nothing here touches a device.
+
+A step waits for a mask no longer than its budget (``mask_round``). A row whose mask is late sits out: nothing is chosen
+for it until the mask is there. Rows of a grammar that was slow of late are worked on in the background; such a row is
+in a batch only when its mask is there.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from penstock.models.batch.grammar_matcher import CompiledGrammar, RowMatcher
+from penstock.models.batch.lines import Line, Masks
+from penstock.models.batch.rows import Row
+from penstock.models.speculative.drafter import Wanted
+from penstock.models.structured_output.compiler import compile_grammar, forces_tokens, read_tokenizer
+from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane, WorkerThread
+from penstock.models.structured_output.mask_round import MaskRound
+from penstock.models.structured_output.mask_work import MaskTools, RowWork
+from penstock.scheduler.plan import WorkerConfig
+
+MAX_COMPILED = 32
+"""Grammars that are kept for rows to come."""
+MAX_THREADS = 4
+"""That masks of one batch are computed in. They take cores from the layers, where these run on a CPU."""
+
+METERED_S = 0.002
+"""Time for forced tokens that is charged to rows."""
+
+
+class Grammars:
+    """Makes the matchers of rows, and the masks of batches.
+
+    All but ``is_ready`` is called by one thread.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], LLTokenizer],
+        vocab_size: int,
+        puts_off: bool = True,
+        ends_slow_rows: bool = True,
+        num_ids: int | None = None,
+    ) -> None:
+        """``read`` makes the tokenizer; it is called at once, on a thread of its own, since that takes a second where
+        the vocabulary is large. Tokens from ``vocab_size`` on are never allowed: the model does not have them.
+        ``num_ids``: of the tokenizer; None: as many as the model has."""
+        self.puts_off = puts_off
+        """Whether a row whose grammar is not compiled yet, or whose mask is late, has its token in a later step; else
+        its step waits."""
+        self._vocab_size = vocab_size
+        self._ends_slow_rows = ends_slow_rows
+        self._compiling = WorkerThread("grammars")
+        self._lane = StepLane()
+        self._background = BackgroundLane()
+        self._changed = threading.Condition()
+        self._tokenizer: Future[LLTokenizer] = self._compiling.submit(read)
+        self._tools: Future[MaskTools] = self._compiling.submit(self._make_tools)
+        self._num_words = -(-(num_ids or vocab_size) // 32)
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        """By tenant and text: tenants don't wait for one another's rows."""
+
+    def _make_tools(self) -> MaskTools:
+        num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        return MaskTools(self._tokenizer.result(), num_threads, self._vocab_size, ends_slow_rows=self._ends_slow_rows)
+
+    def matcher(self, grammar: str, num_prompt_tokens: int, tenant: str = "") -> RowMatcher:
+        """That of a new row. The grammar is compiled meanwhile, unless it was of late."""
+        key = tenant, grammar
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiling = self._compiling.submit(partial(self._compile, grammar))
+            compiling.add_done_callback(lambda _: self._notify())
+            compiled = self._compiled[key] = CompiledGrammar(
+                compiling, forces=forces_tokens(grammar), puts_off=self.puts_off
+            )
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return RowMatcher(compiled, num_prompt_tokens, self._vocab_size)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        return compile_grammar(self._tokenizer.result(), grammar)
+
+    # Rows that sit out -----------------------------------------------------------------------------------------------
+
+    def is_ready(self, row: Row, known: threading.Event) -> bool:
+        """Whether the row may be in the next batch. If not, its mask is found out in the background. ``known`` is set
+        when all of its history is known."""
+        matcher, end = row.matcher, len(row.history)
+        if matcher is None or not self.puts_off or matcher.failure:
+            return True
+        if matcher.is_pending:
+            self._lane.relieve()
+            return False
+        if matcher.library is None and not matcher.grammar.matcher.done():
+            return False
+        if not (matcher.grammar.is_apart or matcher.is_behind(end)) or matcher.is_ready(end):
+            return True
+        self._add_to_background(row, end, known)
+        return False
+
+    def _add_to_background(self, row: Row, end: int, known: threading.Event) -> None:
+        assert row.matcher is not None
+        row.matcher.is_pending = True
+        self._background.add(RowWork(row, end, known, self._found, self._tools))
+
+    def wait_ready(self, rows: Sequence[Row], known: threading.Event, timeout_s: float) -> None:
+        """Waits until one of the rows may be in a batch."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self.is_ready(row, known) for row in rows), timeout_s)
+
+    def _found(self, work: RowWork) -> None:
+        """The mask of a row that sits out is there."""
+        work.end_wait(keeps=True)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    def forced(self, wanted: Sequence[Wanted], room: int) -> dict[int, Sequence[int]]:
+        """By row number, tokens that follow the rows' histories if the text that must come is tokenized as the
+        tokenizer would: at most ``room`` in all. All of the histories are known."""
+        forced: dict[int, Sequence[int]] = {}
+        meter = _Meter()
+        for row, most in wanted:
+            token_ids = self._forced(row, min(most, room), meter) if room else ()
+            if token_ids:
+                forced[row.number] = token_ids
+                room -= len(token_ids)
+        return forced
+
+    def _forced(self, row: Row, at_most: int, meter: "_Meter") -> Sequence[int]:
+        matcher, end = row.matcher, len(row.history)
+        if matcher is None or matcher.library is None or matcher.is_pending:  # nothing was sampled yet, or it is late
+            return ()
+        if matcher.grammar.is_apart:
+            return matcher.kept(end)[: min(at_most, matcher.num_known(end))]
+        if matcher.frontier <= end and matcher.grammar.try_lock():
+            try:
+                matcher.force_at(row.history, end, self._tools.result().tokenizer)
+            finally:
+                matcher.grammar.lock.release()
+            meter.charge(matcher)
+        return matcher.kept(end)[:at_most]
+
+    def begin(self, lines: list[Line], known: threading.Event) -> Masks | None:
+        """Has the masks of a batch's lines found out; None where no row of them has a grammar. ``known`` is set when
+        the newest tokens of the rows are."""
+        indices = [index for index, line in enumerate(lines) if line.row.matcher is not None]
+        if not indices:
+            return None
+        words = np.zeros((len(indices), self._num_words), dtype=np.uint32)
+        background = self._background if self.puts_off else None
+        masks = MaskRound(words, known, self._tools, self._lane, background, self._notify)
+        work: RowWork | None = None
+        works = []
+        for place, index in enumerate(indices):
+            line = lines[index]
+            if line.drafts:  # a row's lines come one after another, each with a draft more
+                assert work is not None
+                work.drafts.append(line.drafts[-1])
+                continue
+            work = RowWork(line.row, line.position, known, lambda work: masks.finish([work]), self._tools)
+            work.first = place
+            works.append(work)
+        added = [self._add(work, masks) for work in works]
+        if any(added):
+            masks.begin()
+        return Masks(indices, masks, masks.late)
+
+    def _add(self, work: RowWork, masks: MaskRound) -> bool:
+        """Whether the masks of a row are left to compute, and the step waits for them."""
+        matcher = work.matcher
+        if not self.is_ready(work.row, work.known):
+            masks.sits_out(work)
+            return False
+        if matcher.failure or matcher.fill(masks.words[work.lines], work.end, work.drafts) > len(work.drafts):
+            return False
+        is_slow = matcher.grammar.is_apart or not (matcher.is_trusted or self._lane.takes_untrusted(work.tenant))
+        if is_slow and self.puts_off:
+            masks.sits_out(work)
+            self._add_to_background(work.row, work.end, work.known)
+            return False
+        matcher.is_pending = True
+        masks.add(work)
+        return True
+
+
+class _Meter:
+    """Charges rows for CPU time that the calling thread takes. Reading that time takes long, so it is read only where
+    much has passed, and little is charged to no row."""
+
+    def __init__(self) -> None:
+        self._began_s, self._began_at = time.thread_time(), time.monotonic()
+
+    def charge(self, matcher: RowMatcher) -> None:
+        """The time since the last charge, if it is worth it."""
+        if time.monotonic() - self._began_at > METERED_S:
+            now_s = time.thread_time()
+            matcher.charge(now_s - self._began_s)
+            self._began_s, self._began_at = now_s, time.monotonic()
+
+
+def grammars_of(config: WorkerConfig) -> Grammars | None:
+    """Those of a worker; None where its model has no tokenizer. To be called before the model is loaded, which takes as
+    long as reading the tokenizer."""
+    if config.tokenizer is None:
+        return None
+    assert config.tokenizer_vocab_size is not None, "the two come from the same file"
+    vocab_size = config.tokenizer_vocab_size
+    num_ids = config.tokenizer_num_ids or vocab_size
+    arguments = (config.tokenizer, config.special_tokens, num_ids, config.eos_token_ids, config.added_tokens)
+    # Ranks that share a model compute the same steps, and each of them compiles by its own clock.
+    return Grammars(
+        partial(read_tokenizer, *arguments),
+        vocab_size,
+        puts_off=config.tensor_parallel_size == 1,
+        ends_slow_rows=config.tensor_parallel_rank == 0,  # the others go on until the row is dropped
+        num_ids=num_ids,
+    )

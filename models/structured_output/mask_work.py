@@ -1,0 +1,233 @@
+"""Computes the masks of rows, and charges the rows for it. Knows no thread and no batch."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from penstock.models.batch.grammar_matcher import CONSUMED_TOGETHER, RowMatcher, Words
+from penstock.models.batch.rows import Row
+from penstock.scheduler.plan import RowFailure
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TRUSTED_S = 0.001
+"""Rows whose last masks took no longer than this for each line are computed, and measured, together."""
+
+
+class MaskTools:
+    """Tools for computing masks."""
+
+    def __init__(self, tokenizer: LLTokenizer, num_threads: int, vocab_size: int, *, ends_slow_rows: bool) -> None:
+        """Tokens from ``vocab_size`` on are never allowed. ``ends_slow_rows``: whether a row ends when its grammar has
+        used up its CPU time."""
+        self.tokenizer = tokenizer
+        self.ends_slow_rows = ends_slow_rows
+        self.num_words = -(-tokenizer.vocab_size // 32)
+        self.end_words = _only(tokenizer.eos_tokens, self.num_words)
+        self._vocab_size = vocab_size
+        self._has_unknown = tokenizer.vocab_size > vocab_size
+        self._num_threads = num_threads
+        self._of_thread = threading.local()
+
+    def _executor(self) -> LLExecutor:
+        """One for each of our threads, so that none of them waits for what another one computes."""
+        mine = self._of_thread
+        if not hasattr(mine, "executor"):
+            mine.executor, mine.broken = (
+                LLExecutor(self._num_threads),
+                LLMatcher(self.tokenizer, "start: [", log_level=0),
+            )
+        executor: LLExecutor = mine.executor
+        return executor
+
+    def fill(
+        self, plain: list[tuple[LLMatcher, int]], drafted: list[tuple[LLMatcher, int, list[int]]], words: Words
+    ) -> None:
+        """Writes masks of matchers, each at its index, and those after drafts behind it."""
+        executor, where = self._executor(), (words.ctypes.data, 4 * words.shape[1], len(words))
+        for some in self._parts(plain):
+            executor.unsafe_compute_mask_ptr(some, *where)
+        for some_drafted in self._parts(drafted):
+            executor.unsafe_compute_mask_ptr_with_draft_token(some_drafted, *where)
+
+    def _parts(self, given: list[T]) -> list[list[T]]:
+        """The library computes several masks on threads of its own, and one on the calling thread."""
+        if self._num_threads == 1:
+            return [[one] for one in given]
+        return [given] if given else []
+
+    def consume(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Consumes a token while other threads run. The library lets them only where it is given two matchers: the
+        other one is in error, and takes no time."""
+        executor = self._executor()
+        return bool(executor.consume_token_par([(matcher, token_id), (self._of_thread.broken, 0)])[0])
+
+    def clear_unknown(self, words: Words) -> None:
+        """Forbids tokens that the model does not have."""
+        if not self._has_unknown:
+            return
+        first, bit = divmod(self._vocab_size, 32)
+        words[:, first : first + 1] &= np.uint32((1 << bit) - 1)
+        words[:, first + 1 :] = 0
+
+
+def _only(token_ids: list[int], num_words: int) -> Words:
+    words: Words = np.zeros(num_words, dtype=np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] |= np.uint32(1 << (token_id % 32))
+    return words
+
+
+class RowWork:
+    """Lines of one row: the first follows its history of length ``end``, each other one a draft more."""
+
+    def __init__(
+        self, row: Row, end: int, known: threading.Event, on_done: "Callable[[RowWork], None]", tools: Future[MaskTools]
+    ) -> None:
+        """``known`` is set when all of the history is known. ``on_done`` is called when the masks are in ``words``; it
+        calls ``end_wait``."""
+        assert row.matcher is not None, "the row has a grammar"
+        self.row = row
+        self.matcher: RowMatcher = row.matcher
+        self.end = end
+        self.drafts: list[int] = []
+        self.first = 0
+        """Index of the first of its lines among the masks."""
+        self.words: Words | None = None
+        """The masks of all lines of a batch; None: of its own line."""
+        self.known = known
+        self._on_done = on_done
+        self._tools = tools
+
+    @property
+    def tenant(self) -> str:
+        """The row's."""
+        return self.row.tenant
+
+    @property
+    def lock(self) -> threading.Lock:
+        """The grammar's."""
+        return self.matcher.grammar.lock
+
+    @property
+    def lines(self) -> slice:
+        """Where its masks are."""
+        return slice(self.first, self.first + 1 + len(self.drafts))
+
+    def run(self) -> bool:
+        """Computes its masks, and charges the row for the CPU time. A row that is far behind only catches up a little;
+        then this returns False, and it is called again."""
+        with failing([self]):
+            began_s = time.thread_time()
+            is_behind = self.matcher.is_behind(self.end) and not self.row.is_dropped
+            num_tokens = CONSUMED_TOGETHER if is_behind else 1 + len(self.drafts)
+            if is_behind:
+                end = min(self.end, self.matcher.frontier + num_tokens)
+                self.matcher.at(self.row.history, end, self._tools.result().consume)
+            elif not self.row.is_dropped:
+                self.words = self._new_words() if self.words is None else self.words
+                compute([self], self.words, self._tools.result())
+            cpu_s = time.thread_time() - began_s
+            self.matcher.is_trusted = cpu_s <= TRUSTED_S * num_tokens
+            if not self.matcher.charge(cpu_s, num_tokens) and self._tools.result().ends_slow_rows:
+                self.fail(RowFailure.SLOW)
+            return not is_behind or bool(self.matcher.failure)
+        return True
+
+    def _new_words(self) -> Words:
+        return np.zeros((1, self._tools.result().num_words), dtype=np.uint32)
+
+    def finish(self) -> None:
+        """Reports that its masks are computed."""
+        self._on_done(self)
+
+    def end_wait(self, keeps: bool) -> None:
+        """The row may be in a batch again. ``keeps``: the mask at the matcher's frontier is for a later batch."""
+        if keeps:
+            with failing([self]):
+                self._keep()
+        self.matcher.is_pending = False
+
+    def fail(self, kind: RowFailure | None = None) -> None:
+        """Ends the row's output."""
+        self.matcher.fail(self.end, kind)
+        if self.words is not None:
+            self.words[self.lines] = 0
+
+    def _keep(self) -> None:
+        index = self.matcher.frontier - self.end
+        if self.words is not None and not self.matcher.failure and 0 <= index <= len(self.drafts):
+            mask = self.words[self.first + index]
+            if mask.any():  # else it follows a draft that cannot come
+                self.matcher.keep(mask)
+
+
+@contextmanager
+def failing(works: Sequence[RowWork]) -> Iterator[None]:
+    """Ends the rows, and nothing else, where something goes wrong. The library's panics are no Exceptions."""
+    try:
+        yield
+    except BaseException:
+        logger.exception("masks could not be computed")
+        for work in works:
+            work.fail(RowFailure.COSTLY)
+
+
+def compute(works: Sequence[RowWork], words: Words, tools: MaskTools) -> None:
+    """Writes the masks of rows' lines. The caller has the locks of the rows' grammars. Where a row's output cannot go
+    on, its lines stay empty, and so do lines after a draft that cannot come."""
+    plain: list[tuple[LLMatcher, int]] = []
+    drafted: list[tuple[LLMatcher, int, list[int]]] = []
+    asked: list[tuple[RowWork, LLMatcher, int]] = []
+    for work in works:
+        library = work.matcher.at(work.row.history, work.end, tools.consume)
+        if library is None:
+            continue
+        num_filled, is_found = _fill_forced(work, library, words, tools)
+        if num_filled > len(work.drafts):
+            continue
+        # The library goes on where it stands, also if the mask there is known.
+        num_passed = work.matcher.frontier - work.end
+        first, rest = work.first + num_passed, work.drafts[num_passed:]
+        if rest:
+            drafted.append((library, first, rest))
+        elif not is_found:
+            plain.append((library, first))
+        asked.append((work, library, first))
+    tools.fill(plain, drafted, words)
+    for work, library, first in asked:
+        tools.clear_unknown(words[first : work.lines.stop])
+        if library.is_error() or not words[first].any():
+            work.fail()
+
+
+def _fill_forced(work: RowWork, library: LLMatcher, words: Words, tools: MaskTools) -> tuple[int, bool]:
+    """Writes the masks of lines at which a token is forced. Returns the number of lines for which nothing is left to
+    do, and whether the next line has the library's mask already."""
+    matcher, lines = work.matcher, words[work.lines]
+    num_filled = matcher.fill(lines, work.end, work.drafts)
+    while num_filled < len(lines):
+        if matcher.grammar.is_apart and not matcher.knows_text:
+            # Finding out the text may take long. Here it does not keep other threads waiting.
+            tools.fill([(library, work.first + num_filled)], [], words)
+            if not _is_single(lines[num_filled]):
+                return num_filled, True
+        if not matcher.force(tools.tokenizer):
+            break
+        num_filled = matcher.fill(lines, work.end, work.drafts)
+    return num_filled, False
+
+
+def _is_single(mask: Words) -> bool:
+    """Whether it allows just one token."""
+    [at] = mask.nonzero()
+    return len(at) == 1 and int(mask[at[0]]).bit_count() == 1

@@ -1,0 +1,1 @@
+"""The worker process: it receives plans, runs steps and returns tokens."""

@@ -1,0 +1,252 @@
+"""The worker process: loads a model, runs plans strictly in order, answers each. Holds nothing that can't be rebuilt.
+
+Started by ``launch`` with an inherited socket; ends when that closes, or with its parent. Knows no request and no
+stream.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.tensor_parallel import PeerLost
+from penstock.models.errors import ModelError
+from penstock.models.executor.child_process import WORKER, prepare_child
+from penstock.models.executor.log_format import set_up_logging
+from penstock.models.executor.wire import Channel, Kind, WireError
+from penstock.models.worker.runner import Runner
+from penstock.models.worker.speculation import check_speculation, make_drafting
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
+
+if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+    from penstock.models.structured_output.manager import Grammars
+
+logger = logging.getLogger(__name__)
+
+ALIVE_INTERVAL_S = 0.5
+PEER_LOST_S = 3.0
+"""For the service to see which other rank ended, and to end this one too."""
+PR_SET_PDEATHSIG = 1
+
+MAX_PARTS_BYTES = 64 << 10
+"""Prompt log-probabilities in one frame, about: the service decodes a frame in one go on its event loop."""
+TOKEN_BYTES = 14
+"""One log-probability with its token id, encoded."""
+
+
+def main() -> None:
+    """Runs a worker; arguments are the descriptor of the socket and the parent's process id."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    _end_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Terminals and service managers send these to every process at once; the service decides when this one ends.
+        signal.signal(number, signal.SIG_IGN)
+    prepare_child(WORKER)
+    faulthandler.enable()
+    with socket.socket(fileno=descriptor) as connection:
+        code = serve(Channel(connection))
+    logging.shutdown()
+    # Not by ``sys.exit``: threads may be inside a native library, which crashes if the interpreter is gone when it
+    # returns.
+    os._exit(code)
+
+
+def serve(channel: Channel) -> int:
+    """Answers frames until the service closes its end; returns the exit code."""
+    frames = channel.frames()
+    kind, config = next(frames, (None, None))
+    if kind is None:
+        return 0
+    assert isinstance(config, WorkerConfig), "the first frame is the config"
+    # On the service's own stderr, in its form.
+    set_up_logging(config.log_format, config.log_level, holds_texts=False)
+    try:
+        with _alive(channel):
+            config = check_speculation(config)
+            grammars = _grammars(config)
+            backend = load_backend(config)
+            runner = Runner(backend, make_drafting(config, backend), grammars)
+            runner.warm()
+            measured = tuple(runner.measure_steps()) if config.measures_steps else ()
+            backend.take_memory()
+            gc.freeze()
+            channel.send(Kind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
+            _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the service is gone
+    except ModelError as error:
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, str(error))
+        return 1
+    except PeerLost as error:
+        # Why is the other one's to tell; what is said here would only come before it.
+        channel.wait_closed(PEER_LOST_S)
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, f"another rank is lost: {error}")
+        return 1
+    except Exception as error:
+        logger.critical("the worker failed", exc_info=True)
+        with contextlib.suppress(OSError):
+            channel.send(Kind.FAILED, _summary(error))
+        return 1
+    return 0
+
+
+def _grammars(config: WorkerConfig) -> "Grammars | None":
+    if config.tokenizer is None:
+        return None
+    from penstock.models.structured_output.manager import grammars_of
+
+    return grammars_of(config)
+
+
+def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[Kind, object]], is_heard: bool = True) -> None:
+    """Has plans computed until there are no more. The next one is read and decoded while one computes; it also begins
+    then, where the backend computes without this thread. Without ``is_heard`` no result is sent."""
+    plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
+    threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
+    answers = _Answers(plans, partial(_send_result, channel) if is_heard else _keep)
+    if runner.runs_ahead:
+        threading.Thread(target=answers.send_all, name="answers", daemon=True).start()
+    while (plan := plans.get()) is not None:
+        if isinstance(plan, Exception):
+            raise plan
+        answers.expect(runner.begin, plan)
+        if not runner.runs_ahead:
+            answers.send_next()
+
+
+class _Answers:
+    """Sends the results of plans that have begun, in their order; and tells how long there was nothing to do."""
+
+    def __init__(self, plans: "SimpleQueue[StepPlan | Exception | None]", send: Callable[[StepResult], None]) -> None:
+        self._plans = plans
+        self._send = send
+        self._due: SimpleQueue[tuple[int, Callable[[], StepResult]]] = SimpleQueue()
+        self._counting = threading.Lock()
+        self._num_due = 0
+        self._idle_since: int | None = time.monotonic_ns()
+        """None: whoever waits for an answer has nobody wait, since there is a plan already."""
+
+    def expect(self, begin: Callable[[StepPlan], Callable[[], StepResult]], plan: StepPlan) -> None:
+        """Begins a plan."""
+        with self._counting:
+            waits = self._num_due == 0 and self._idle_since is not None
+            waited_us = (time.monotonic_ns() - (self._idle_since or 0)) // 1000 if waits else 0
+            self._num_due += 1
+        self._due.put((waited_us, begin(plan)))
+
+    def send_next(self) -> None:
+        """Waits for the oldest one's result."""
+        waited_us, finish = self._due.get()
+        result = finish()
+        result.waited_us = waited_us
+        with self._counting:
+            self._num_due -= 1
+            # Whoever waits for an answer to make the next plan has the worker wait from here on.
+            self._idle_since = time.monotonic_ns() if self._plans.empty() else None
+        self._send(result)
+
+    def send_all(self) -> None:
+        """On a thread of its own, until something fails; then that ends the worker."""
+        try:
+            while True:
+                self.send_next()
+        except Exception as error:
+            self._plans.put(error)
+
+
+def _read_plans(frames: Iterator[tuple[Kind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
+    try:
+        for kind, plan in frames:
+            if not isinstance(plan, StepPlan):
+                raise WireError(f"a {kind.name} frame came where a plan was due")
+            plans.put(plan)
+    except (WireError, OSError) as error:
+        plans.put(error)
+    else:
+        plans.put(None)
+
+
+def _keep(result: StepResult) -> None:
+    """What rank 0 says too."""
+
+
+def _send_result(channel: Channel, result: StepResult) -> None:
+    """Sends an answer; long prompt log-probabilities go ahead of it in frames of their own."""
+    pending: list[PromptLogprobsPart] = []
+    size = 0
+    for part in _bounded(result.prompt_logprobs):
+        if pending and size + _part_bytes(part) > MAX_PARTS_BYTES:
+            channel.send(Kind.PROMPT_LOGPROBS, pending)
+            pending, size = [], 0
+        pending.append(part)
+        size += _part_bytes(part)
+    result.prompt_logprobs = pending
+    channel.send(Kind.RESULT, result)
+
+
+def _part_bytes(part: PromptLogprobsPart) -> int:
+    return TOKEN_BYTES * (len(part.logprobs.chosen) + len(part.logprobs.top))
+
+
+def _bounded(parts: list[PromptLogprobsPart]) -> Iterator[PromptLogprobsPart]:
+    """Cuts parts so that each fits in a frame."""
+    for part in parts:
+        whole, num_top = part.logprobs, part.logprobs.num_top
+        step = max(1, MAX_PARTS_BYTES // (TOKEN_BYTES * (1 + num_top)))
+        for begin in range(0, len(whole.chosen), step):
+            end = begin + step
+            logprobs = msgspec.structs.replace(
+                whole,
+                chosen=whole.chosen[begin:end],
+                top_token_ids=whole.top_token_ids[begin * num_top : end * num_top],
+                top=whole.top[begin * num_top : end * num_top],
+            )
+            yield PromptLogprobsPart(part.row, part.epoch, part.start + begin, logprobs)
+
+
+@contextlib.contextmanager
+def _alive(channel: Channel) -> Iterator[None]:
+    """Says every 500 ms that the process lives, whatever it computes."""
+    over = threading.Event()
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            while not over.wait(ALIVE_INTERVAL_S):
+                channel.send(Kind.ALIVE, None)
+
+    teller = threading.Thread(target=tell, name="alive", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends, even if it ended before we asked."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _summary(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,346 @@
+"""One step of the worker: a plan in, a result out. Owns the rows; knows no process, no socket, no tensors, and no clock
+but its own."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.models.backends.base import Backend
+from penstock.models.batch.batch import Batch, Sampled, build_batch
+from penstock.models.batch.rows import Row, RowTable
+from penstock.models.speculative.controller import NOTHING, Drafted, Drafting
+from penstock.models.speculative.cost_model import SIZES
+from penstock.models.speculative.drafter import Wanted
+from penstock.models.structured_output.put_off import without_late
+from penstock.scheduler.plan import (
+    AddedRow,
+    Chunk,
+    Decode,
+    MeasuredStep,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:  # its library is not needed by a worker whose model has no tokenizer
+    from penstock.models.structured_output.manager import Grammars
+
+MEASURED_CHUNKS, MEASURED_DECODES = ((0, 128), (128, 144)), (1, 16)
+"""Chunks of one history, and rows that are continued, of the steps that are measured at the start: half a second for a
+model of 1.2 GB on two cores."""
+LARGE_BYTES = 256 << 20
+"""Of weights that a CPU takes long to multiply by: so long that new memory doesn't matter."""
+
+
+EMPTY_STEP_S = 0.01
+"""How long a step whose rows all wait for masks goes on, so that new rows can join the next one."""
+LATE = -2
+"""Where the next token of a row would stand that sits out."""
+
+
+class Runner:
+    """Runs plans on a backend, strictly in order."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        drafting: Drafting | None = None,
+        grammars: "Grammars | None" = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._backend = backend
+        self._drafting = drafting
+        self._grammars = grammars
+        self._matching: set[int] = set()
+        """Numbers of rows whose output must match a grammar."""
+        self._clock = clock
+        self._done_at = 0
+        self._newest = threading.Event()
+        """Whether the tokens of the newest step are known."""
+        self._newest.set()
+        self._has_drafts = False
+        """Whether the newest step has: how far it takes rows is not known until then."""
+        self.runs_ahead = backend.runs_ahead
+        """Whether the next plan may begin while one is computed."""
+        self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
+        if drafting is not None:
+            drafting.attach(self._rows)
+
+    def warm(self) -> None:
+        """Runs a short row, so that no request pays for what a library sets up at its first use; and finds out what
+        drafts cost, where any are made. Leaves nothing behind: blocks are renewed before anyone has them."""
+        facts = self._backend.facts
+        # No position is computed that no request could have: tables end with the context.
+        end = min(facts.block_size, facts.max_model_len)
+        length = max(1, end - 1)
+        sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
+        self.run(
+            StepPlan(0, [], [AddedRow(0, 0, [0] * length, length, 0, [0], sampling)], [], [Chunk(0, 0, length)], [])
+        )
+        if length < end:
+            self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
+        self.run(StepPlan(0, [0], [], [], [], []))
+        if self._drafting is not None:
+            room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+            self._drafting.measure(self._run_drafts, min(facts.max_num_batched_tokens, room))
+            self._measure_asking(self._drafting)
+
+    def measure_steps(self) -> Iterator[MeasuredStep]:
+        """Runs some, and tells what they took. Always the same ones: each rank of a group runs them. Leaves nothing
+        behind either."""
+        facts = self._backend.facts
+        room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
+        length = min(MEASURED_CHUNKS[-1][1], room)
+        blocks = list(range(-(-length // facts.block_size)))
+        row = AddedRow(0, 0, [0] * length, length, 0, blocks, SamplingParams(temperature=0.0))
+        chunks = [Chunk(0, start, min(end, length)) for start, end in MEASURED_CHUNKS if start < length]
+        # The first chunk is the first use of much memory, so it is computed twice, unless that would tell little of it.
+        if facts.device != "cpu" or facts.weight_bytes < LARGE_BYTES:
+            self.run(StepPlan(0, [], [row], [], chunks[:1], []))
+            self.run(StepPlan(0, [0], [], [], [], []))
+        self.run(StepPlan(0, [], [row], [], [], []))
+        for chunk in chunks:
+            result = self.run(StepPlan(0, [], [], [], [chunk], []))
+            yield MeasuredStep(chunk.start, chunk.end, 0, result.computed_us)
+        self.run(StepPlan(0, [0], [], [], [], []))
+        for number in MEASURED_DECODES:
+            rows, computed_us = self._begin_short_rows(number)
+            if rows:
+                if len(rows) > 1:
+                    # Many prompts of which little is left to compute: what is cached looks like this.
+                    yield MeasuredStep(0, 1, 0, computed_us, len(rows))
+                result = self.run(StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows]))
+                self.run(StepPlan(0, rows, [], [], [], []))
+                yield MeasuredStep(0, 0, len(rows), result.computed_us)
+
+    def _begin_short_rows(self, number: int) -> tuple[list[int], int]:
+        """Begins this many rows of two tokens, as far as a step has room for them; none where rows cannot be so long.
+        Returns them, and the microseconds that it took."""
+        facts = self._backend.facts
+        number = min(number, facts.max_num_seqs, facts.max_num_batched_tokens, facts.num_blocks)
+        if facts.block_size < 2 or facts.max_model_len < 3:
+            return [], 0
+        sampling = SamplingParams(temperature=0.0)
+        added = [AddedRow(row, 0, [0], 1, 0, [row], sampling, max_drafts=1) for row in range(number)]
+        result = self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
+        return list(range(number)), result.computed_us
+
+    def _run_drafts(self, num_tokens: int) -> None:
+        """Runs a row of one token and so many less one drafts."""
+        blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
+        added = AddedRow(0, 0, [0], 1, 0, blocks, SamplingParams())
+        plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
+        self._backend.renew(self._rows.apply(plan))
+        self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
+        self._rows.apply(StepPlan(0, [0], [], [], [], []))
+
+    def _measure_asking(self, drafting: Drafting) -> None:
+        """Asks for drafts of rows of two tokens."""
+        if rows := self._begin_short_rows(max(SIZES))[0]:
+            drafting.measure_asking([self._rows[row] for row in rows])
+            self.run(StepPlan(0, rows, [], [], [], []))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Applies a plan and computes it. ``waited_us`` of the result is left at 0 for the caller, who knows."""
+        return self.begin(plan)()
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Applies a plan and has it computed; what is returned waits for the result. Plans begin in their order, and
+        are waited for in their order, by another thread perhaps."""
+        began = self._clock()
+        if plan.copies_out:
+            self._backend.copy_out(plan.copies_out)
+        self._apply(plan)
+        if plan.copies_in:
+            self._backend.copy_in(plan.copies_in)
+        if plan.is_empty:
+            return lambda: StepResult(plan.step, [], [], 0, (self._clock() - began) // 1000)
+        plan, idle = self._without_late(plan)
+        if plan.is_empty:
+            return lambda: StepResult(plan.step, idle, [], 0, 0)
+        finish = self._compute(plan, self._draft(plan), began)
+        return finish if not idle else partial(_with_idle, finish, idle)
+
+    def _apply(self, plan: StepPlan) -> None:
+        drafting, rows = self._drafting, self._rows
+        if drafting is not None:
+            for number in plan.dropped:
+                drafting.forget(rows[number])
+        fresh = rows.apply(plan)
+        self._backend.renew(fresh)
+        if self._matching:
+            self._matching.difference_update(plan.dropped)
+        for added in plan.added:
+            if added.grammar:
+                self._matching.add(added.row)
+                assert self._grammars is not None, f"row {added.row} has a grammar, and the worker no tokenizer"
+                rows[added.row].matcher = self._grammars.matcher(added.grammar, added.num_prompt_tokens, added.tenant)
+        if drafting is not None:
+            if fresh or plan.copies_in:
+                drafting.renew([*fresh, *(block for _, block in plan.copies_in)])
+            for added in plan.added:
+                drafting.add(rows[added.row])
+
+    def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
+        """What a plan is without rows whose masks are not there, and these rows' results. Where that leaves nothing, it
+        waits a little."""
+        grammars, known = self._grammars, self._newest
+        if grammars is None or not self._matching:
+            return plan, []
+        left, idle = without_late(plan, self._rows, lambda row: grammars.is_ready(row, known))
+        if left.is_empty and idle:
+            grammars.wait_ready([self._rows[result.row] for result in idle], known, EMPTY_STEP_S)
+            left, idle = without_late(plan, self._rows, lambda row: grammars.is_ready(row, known))
+        return left, idle
+
+    def _draft(self, plan: StepPlan) -> Drafted:
+        """Drafts follow from what was chosen last, and so does where rows stand whose drafts are computed now."""
+        if self._has_drafts:
+            self._newest.wait()
+        matched = self._matched(plan)
+        wanted = [] if self._drafting is None else self._drafting.choose(self._rows, plan)
+        if not matched and not wanted:
+            return NOTHING
+        self._newest.wait()
+        forced = self._grammars.forced(matched, plan.max_drafts) if self._grammars is not None and matched else {}
+        drafted = NOTHING
+        if self._drafting is not None and (others := [one for one in wanted if one.row.number not in forced]):
+            room = plan.max_drafts - sum(map(len, forced.values()))
+            drafted = self._drafting.draft(others, msgspec.structs.replace(plan, max_drafts=room))
+        return replace(drafted, drafts={**drafted.drafts, **forced}) if forced else drafted
+
+    def _matched(self, plan: StepPlan) -> list[Wanted]:
+        """Rows that the plan continues, whose grammars may force tokens. None where ranks share the model: each of them
+        finds out by its own clock that a row ends, and batches must have the same size on all of them."""
+        if self._grammars is None or not self._grammars.puts_off or not self._matching or not plan.max_drafts:
+            return []
+        rows = [(self._rows[one.row], one.max_tokens - 1) for one in plan.decodes if one.row in self._matching]
+        return [Wanted(row, min(most, row.max_drafts)) for row, most in rows if most > 0]
+
+    def _compute(self, plan: StepPlan, drafted: Drafted, began: int) -> Callable[[], StepResult]:
+        is_fenced = self._newest.is_set()
+        layers = () if self._drafting is None else self._drafting.feature_layers
+        batch = build_batch(self._rows, plan, drafted.drafts, layers)
+        if self._grammars is not None and (masks := self._grammars.begin(batch.lines, self._newest)) is not None:
+            batch = replace(batch, masks=masks)
+        finish = self._backend.begin(batch)
+        ends = batch.ends.tolist()
+        # A backend that is still computing has waited for the masks all the same.
+        late = frozenset() if batch.masks is None else batch.masks.late
+        places = [
+            _sit_out(row, end, num) if row.number in late and num else _expect(row, end, num)
+            for row, end, num in zip(batch.rows, ends, batch.num_lines, strict=True)
+        ]
+        learned = self._newest = threading.Event()
+        self._has_drafts = bool(drafted.drafts)
+
+        def result() -> StepResult:
+            try:
+                sampled, parts, features = finish()
+                rows = _results(batch, places, sampled)
+                if self._drafting is not None and features is not None:
+                    self._drafting.read(batch, features)
+            finally:
+                learned.set()  # after a failure as well: whoever waits would never end
+            if batch.masks is not None:
+                self._prepare_masks(batch, learned)
+            done = self._clock()
+            # The device computes one step after the other.
+            computed_ns = done - max(began, self._done_at)
+            self._done_at = done
+            if self._drafting is not None:
+                self._drafting.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
+            return StepResult(plan.step, rows, parts, 0, computed_ns // 1000)
+
+        return result
+
+    def _prepare_masks(self, batch: Batch, known: threading.Event) -> None:
+        """Has masks that no step waits for found out before the next plan comes."""
+        if self._grammars is not None and not self.runs_ahead:
+            for row in batch.rows:
+                if row.matcher is not None and row.matcher.grammar.is_apart:
+                    self._grammars.is_ready(row, known)
+
+
+def _with_idle(finish: Callable[[], StepResult], idle: list[RowResult]) -> StepResult:
+    """The result, with those of rows of the plan that had nothing to compute."""
+    result = finish()
+    result.rows += idle
+    return result
+
+
+def _sit_out(row: Row, end: int, num_lines: int) -> int:
+    """The row stands before the token out of which its next one comes. Returns that no token is expected."""
+    row.num_computed = end - num_lines
+    return LATE
+
+
+def _expect(row: Row, end: int, num_lines: int) -> int:
+    """The row moves on as far as is certain. Returns where its next token will stand, if it gets one."""
+    if num_lines > 1:  # how many it gets is not known until then, so the next step that drafts for it waits
+        row.num_computed = len(row.history)
+        return len(row.history)
+    row.num_computed = end
+    return row.expect() if num_lines else -1
+
+
+def _results(batch: Batch, places: list[int], sampled: list[Sampled]) -> list[RowResult]:
+    """Tells the rows which tokens were chosen, and the scheduler what became of the rows."""
+    results = []
+    first = 0
+    for row, end, place, num_lines in zip(batch.rows, batch.ends.tolist(), places, batch.num_lines, strict=True):
+        if not num_lines:
+            vector = row.pooled.vector() if row.pooled is not None and end == len(row.history) else None
+            results.append(RowResult(row.number, row.epoch, end, [], vector=vector))
+        elif place == LATE:
+            results.append(RowResult(row.number, row.epoch, end - num_lines, []))
+        elif num_lines == 1:
+            token = sampled[first]
+            row.learn(place, token.token_id)
+            results.append(RowResult(row.number, row.epoch, end, [token.token_id], token.logprobs))
+        else:
+            drafts = batch.lines[first + num_lines - 1].drafts
+            results.append(_verified(row, drafts, sampled[first : first + num_lines]))
+        matcher = row.matcher if place != LATE else None
+        if num_lines and matcher is not None and matcher.fails_at(batch.lines[first].position):
+            results[-1] = RowResult(
+                row.number,
+                row.epoch,
+                row.num_computed,
+                [],
+                failure=matcher.failure,
+                failure_kind=matcher.failure_kind,
+            )
+        first += num_lines
+    return results
+
+
+def _verified(row: Row, drafts: Sequence[int], sampled: list[Sampled]) -> RowResult:
+    """Keeps the tokens up to the first that is another one than its draft: those behind it follow what did not come."""
+    num_right = next((index for index, draft in enumerate(drafts) if draft != sampled[index].token_id), len(drafts))
+    kept = sampled[: num_right + 1]
+    for token in kept:
+        row.append(token.token_id)
+    row.num_computed = len(row.history) - 1
+    logprobs = _joined([token.logprobs for token in kept if token.logprobs is not None])
+    token_ids = [token.token_id for token in kept]
+    return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs, num_drafted=len(drafts))
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    """Those of a row's tokens, one after another."""
+    if not parts:
+        return None
+    return TokenLogprobs(
+        parts[0].num_top,
+        [value for part in parts for value in part.chosen],
+        [token_id for part in parts for token_id in part.top_token_ids],
+        [value for part in parts for value in part.top],
+    )

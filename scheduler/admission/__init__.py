@@ -1,0 +1,1 @@
+"""Whether a request may enter: bounds, deadlines, predicted waiting time."""

@@ -1,0 +1,168 @@
+"""Whether a request may enter the queue. Knows limits and counts; changes nothing."""
+
+import math
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.allowance import Allowance, Rated
+from penstock.scheduler.planning.queues import Queued
+from penstock.scheduler.request import RefusalKind, Refused, Request
+from penstock.scheduler.timing.queue_time import Prediction
+
+RETRY_AFTER_MS = 1000
+MIN_RETRY_AFTER_MS = 50
+"""Sooner nobody need try again, whatever is predicted."""
+MAX_QUEUED_POOLED = 1 << 16
+"""Prompts to embed that may wait, unless one request brings more: each is a choice of its own, however short."""
+
+
+class Admission:
+    """Bounds the queue and what a tenant may have, and refuses at once what could never run or would be too late."""
+
+    def __init__(self, config: SchedulerConfig, facts: WorkerFacts) -> None:
+        self._config = config
+        self._facts = facts
+
+    def max_tokens(self, request: Request) -> int:
+        """Output tokens of a choice: within the model's context, and within the tenant's cap where it is a default."""
+        max_tokens = min(request.max_tokens, self._facts.max_model_len - len(request.prompt_token_ids))
+        cap = self._config.tenant(request.tenant).max_tokens
+        return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
+
+    def check(
+        self,
+        request: Request,
+        *,
+        queue: Queued,
+        own_queue: Queued,
+        queue_share: float,
+        num_pooled: int,
+        num_tenant_live: int,
+        allowance: Allowance,
+        prediction: Prediction | None,
+        alone_s: float | None,
+        now: float,
+    ) -> None:
+        """Raises Refused if the request may not enter the queue.
+
+        ``queue`` is what waits, ``own_queue`` what of it is its tenant's. Where tenants take turns, a tenant may fill
+        ``queue_share`` of the queue although others have filled all of it; else the share is 0. ``num_pooled`` prompts
+        to embed wait, each of which is a choice of its own, however short it is.
+        ``num_tenant_live`` requests of its tenant are alive, and ``allowance`` is what it may still have. ``alone_s``
+        is what it takes with no other beside it. Where nothing is predicted, nobody is refused for it.
+        """
+        num_prompt_tokens = request.num_prompt_tokens
+        if request.pooling is None:
+            assert 0 < num_prompt_tokens < self._facts.max_model_len, "the prompt's length is checked before admission"
+            assert request.max_tokens > 0
+        else:
+            assert request.n == request.num_prompts
+            assert request.max_tokens == 0
+            assert request.longest_prompt <= self._facts.max_model_len, "lengths are checked before admission"
+        if request.deadline is not None and request.deadline <= now:
+            raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
+        self.check_size(request)
+        self._check_tenant(request, num_tenant_live)
+        check_tokens(num_prompt_tokens, allowance, now)
+        if not self._has_room(own_queue, num_prompt_tokens, queue_share):
+            self._check_queue(queue, num_prompt_tokens)
+        if request.pooling is not None and num_pooled and num_pooled + request.num_prompts > MAX_QUEUED_POOLED:
+            raise Refused(RefusalKind.QUEUE_FULL, f"prompts to embed that wait: {num_pooled:,}", RETRY_AFTER_MS)
+        if request.deadline is not None and prediction is not None:
+            _check_deadline(request.deadline - now, prediction, alone_s)
+
+    def check_size(self, request: Request) -> None:
+        """Raises Refused if the request can never be served: by its tenant's caps, or by what the KV cache holds."""
+        limits = self._config.tenant(request.tenant)
+        num_prompt_tokens, max_tokens = request.longest_prompt, self.max_tokens(request)
+        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+            raise Refused(
+                RefusalKind.TENANT_CAP,
+                f"the prompt has {num_prompt_tokens} tokens; this tenant's may have at most {limits.max_prompt_tokens}",
+            )
+        if limits.max_tokens is not None and max_tokens > limits.max_tokens:
+            raise Refused(
+                RefusalKind.TENANT_CAP,
+                f"max_tokens is {max_tokens}; this tenant's may be at most {limits.max_tokens}",
+            )
+        # The last output token is never computed: nothing follows it.
+        num_slots = num_prompt_tokens + max(0, max_tokens - 1)
+        facts = self._facts
+        if -(-num_slots // facts.block_size) > facts.num_blocks:
+            raise Refused(
+                RefusalKind.TOO_LARGE,
+                f"prompt and max_tokens need {num_slots} tokens of KV cache, which holds "
+                f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
+            )
+
+    def _has_room(self, queue: Queued, num_tokens: int, share: float) -> bool:
+        config = self._config
+        return (
+            queue.requests + 1 <= share * config.max_queued_requests
+            and queue.tokens + num_tokens <= share * config.max_queued_tokens
+        )
+
+    def _check_queue(self, queue: Queued, num_tokens: int) -> None:
+        if queue.requests + 1 > self._config.max_queued_requests:
+            raise Refused(RefusalKind.QUEUE_FULL, f"requests waiting already: {queue.requests}", RETRY_AFTER_MS)
+        if queue.tokens + num_tokens > self._config.max_queued_tokens:
+            raise Refused(
+                RefusalKind.QUEUE_FULL,
+                f"{queue.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
+                None if num_tokens > self._config.max_queued_tokens else RETRY_AFTER_MS,
+            )
+
+    def _check_tenant(self, request: Request, num_live: int) -> None:
+        most = self._config.tenant(request.tenant).max_live_requests
+        if most is not None and num_live >= most:
+            raise Refused(
+                RefusalKind.TENANT_BUSY,
+                f"this tenant's requests at a time: {num_live:,}, at most {most:,}; try again when one has ended",
+                RETRY_AFTER_MS,
+            )
+
+
+_TOO_FAST = {
+    Rated.REQUEST: "sends requests faster than it may",
+    Rated.TOKENIZER_CALL: "calls the tokenizer faster than it may",
+}
+
+
+def check_rate(kind: Rated, allowance: Allowance, now: float) -> None:
+    """Raises Refused if the rate is used up, with the time after which one more is allowed if no other comes first."""
+    wait_s = allowance.wait_s(kind, now)
+    if wait_s > 0:
+        raise Refused(
+            RefusalKind.TENANT_RATE,
+            f"this tenant {_TOO_FAST[kind]}; try again in {wait_s:.3g} s",
+            _retry_after_ms(wait_s),
+        )
+
+
+def check_tokens(num_prompt_tokens: int, allowance: Allowance, now: float) -> None:
+    """Raises Refused if the tenant has too few tokens left, with the time after which it has enough if it uses none."""
+    wait_s = allowance.token_wait_s(num_prompt_tokens, now)
+    if wait_s > 0:
+        raise Refused(
+            RefusalKind.TENANT_TOKENS,
+            f"this tenant has used its tokens of this minute; try again in {wait_s:.3g} s",
+            _retry_after_ms(wait_s),
+        )
+
+
+def _retry_after_ms(wait_s: float) -> int:
+    return max(MIN_RETRY_AFTER_MS, math.ceil(wait_s * 1000))
+
+
+def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None) -> None:
+    """A request that would take too long even with nobody beside it is cut by its deadline in any case: its caller gets
+    what there is by then, and only the first token has to be in time."""
+    is_cut = alone_s is not None and alone_s > left_s
+    needed_s = prediction.ttft_s if is_cut else prediction.latest_s
+    if needed_s > left_s:
+        what = "its first token would come" if is_cut else "it might be done"
+        raise Refused(
+            RefusalKind.OVERLOADED,
+            f"{what} in {needed_s:.3g} s, and its deadline is in {left_s:.3g} s; try again, or allow it more time",
+            _retry_after_ms(needed_s - left_s),
+        )

@@ -1,0 +1,172 @@
+"""What a request meets on its way into the queue: how much of it is cached, its rank and place, what is predicted for
+it, and whether it may enter. Counts refusals, and changes nothing else."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.admission.control import Admission, check_rate, check_tokens
+from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.sequence import Choice, ChoiceState
+from penstock.scheduler.planning.tenants import Tenants
+from penstock.scheduler.policy import Policy, Rank, rank_of
+from penstock.scheduler.request import Refused, Request
+from penstock.scheduler.timing.queue_time import Prediction
+from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
+
+
+class _Found(NamedTuple):
+    """What is known of a prompt. Blocks, but for the tokens."""
+
+    num_tokens: int
+    num_cached: int = 0
+    num_held: int = 0
+    """Of the cached ones, those that running sequences hold."""
+    num_evicted: int = 0
+    """In the host tier, and worth being copied back."""
+    num_coming: int = 0
+    """Computed for requests that are ahead."""
+
+
+def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedWork:
+    return total_work(
+        [
+            sequence_work(
+                prompt.num_tokens,
+                prompt.num_tokens - (prompt.num_cached + prompt.num_evicted + prompt.num_coming) * block_size,
+                block_size,
+                is_pooled=request.pooling is not None,
+                num_evicted=prompt.num_evicted,
+                num_shared=prompt.num_held + prompt.num_coming,
+            )
+            for prompt in found
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a request enters the queue."""
+
+    rank: Rank
+    """Of its first choice."""
+    num_cached_tokens: int
+    """Of its prompts, as things stand."""
+    work: QueuedWork
+    """What has to be computed for it: neither cached, nor computed for a request that is ahead of it."""
+    position: int
+    """How many are before it."""
+    prediction: Prediction | None
+
+
+class Intake:
+    """Examines requests. For what it looks at see the planner and the tenants, whose owner this is not."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        planner: Planner,
+        outlook: Outlook,
+        tenants: Tenants,
+        facts: WorkerFacts,
+        config: SchedulerConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kv = kv
+        self._planner = planner
+        self._outlook = outlook
+        self._tenants = tenants
+        self._facts = facts
+        self._clock = clock
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """For the requests that come from now on."""
+        self._policy = config.policy
+        self.admission = Admission(config, self._facts)
+
+    def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
+        """The rank of one choice of the request that arrived as number ``number``, and needs so much ``work``."""
+        predicted_s = self._outlook.service_s(request, work) or 0.0 if self._policy is Policy.DEADLINE else 0.0
+        return rank_of(self._policy, request, predicted_s, number, choice)
+
+    def check_rates(self, tenant: str, kind: Rated) -> None:
+        """Raises Refused if a tenant has used up its rate or, for a request, its tokens: before any work is done."""
+        allowance, now = self._tenants.allowance(tenant), self._clock()
+        try:
+            check_rate(kind, allowance, now)
+            if kind is Rated.REQUEST:
+                check_tokens(1, allowance, now)
+        except Refused:
+            self._planner.counters.refused += 1
+            raise
+
+    def examine(self, request: Request, number: int, *, is_first: bool) -> Entry:
+        """How it enters as number ``number``; ``is_first``: there is no other request. Raises Refused."""
+        found = [self._find(request, index) for index in range(request.num_prompts)]
+        cached_work = _work(request, found, self._kv.block_size)
+        rank = self.rank(request, number, 0, cached_work)
+        position = self._planner.waiting.num_ahead(request.tenant, rank)
+        work = self._work_left(request, found, rank) if request.reads_cache else cached_work
+        prediction = self._outlook.predict(request, work, rank)
+        # While nobody is there, trying again later cannot help, and nothing would be learned.
+        self._admit(request, cached_work, None if is_first or self._outlook.needs_test else prediction)
+        num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
+        return Entry(rank, num_cached, work, position, prediction)
+
+    def _find(self, request: Request, index: int) -> "_Found":
+        """What of a prompt is cached."""
+        prompt = request.prompt(index)
+        num_tokens = len(prompt.token_ids)
+        if not request.reads_cache:
+            return _Found(num_tokens)
+        hashes = self._kv.hashing.first(prompt.block_hashes)
+        prefix = self._kv.find_prefix(hashes, num_tokens)
+        restored = self._planner.restoring.find(hashes, len(prefix), num_tokens)
+        num_held = sum(map(self._kv.pool.is_held, prefix))
+        return _Found(num_tokens, len(prefix), num_held, len(restored))
+
+    def _work_left(self, request: Request, found: "list[_Found]", rank: Rank) -> QueuedWork:
+        """What is left to compute once those ahead have computed what they share with it."""
+
+        def is_ahead(other: Hashable) -> bool:
+            choice = cast(Choice, other)
+            # A choice does not wait for what a running one of a higher rank computes: see ``Beginnings``.
+            return choice.rank < rank if choice.state is ChoiceState.WAITING else choice.rank[0] <= rank[0]
+
+        left: list[_Found] = []
+        of_siblings: set[bytes] = set()
+        for index, prompt in enumerate(found):
+            hashes = self._kv.hashing.first(request.prompt(index).block_hashes)
+            num_at_hand = prompt.num_cached + prompt.num_evicted
+            num_coming = self._kv.num_coming(hashes, num_at_hand, prompt.num_tokens, is_ahead)
+            if len(found) > 1:
+                own = hashes[num_at_hand + num_coming : (prompt.num_tokens - 1) // self._kv.block_size]
+                num_coming += sum(block_hash in of_siblings for block_hash in own)
+                of_siblings.update(own)
+            left.append(prompt._replace(num_coming=num_coming))
+        return _work(request, left, self._kv.block_size)
+
+    def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
+        waiting, tenants = self._planner.waiting, self._tenants
+        try:
+            self.admission.check(
+                request,
+                queue=waiting.queued,
+                own_queue=waiting.queued_of(request.tenant),
+                queue_share=tenants.share_of(request.tenant) if waiting.by_turns else 0.0,
+                num_pooled=waiting.num_pooled,
+                num_tenant_live=tenants.num_live(request.tenant),
+                allowance=tenants.allowance(request.tenant),
+                prediction=prediction,
+                alone_s=self._outlook.alone_s(request, cached_work),
+                now=self._clock(),
+            )
+        except Refused:
+            self._planner.counters.refused += 1
+            raise

@@ -1,0 +1,197 @@
+"""What is to be expected: of steps, of waiting, of a deadline. Looks at rows and the queue; changes nothing."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import StepResult
+from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.sequence import LiveRequest
+from penstock.scheduler.policy import Rank
+from penstock.scheduler.request import FinishReason, Request
+from penstock.scheduler.timing.queue_time import Forecast, Load, Prediction
+from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork, fork_work, sequence_work
+from penstock.scheduler.timing.step_time import StepModel, StepWork
+
+NUM_RECENT_STEPS = 128
+MIN_MARGIN_S, MARGIN = 0.003, 0.25
+"""The next plan is there so much before the worker is expected to want it, at least, and by such a part of the step.
+More after each wait of the worker's was tried: it waited no less, a tenant beside a loud one 15 % longer."""
+SHORT_PROMPT = 32
+UNTESTED_S = 30.0
+"""What nothing has put to the test for so long refuses nobody any more: it might be why there was nothing."""
+
+
+class Outlook:
+    """Predicts, from what steps and requests took so far."""
+
+    def __init__(
+        self, planner: Planner, model: StepModel, block_size: int, config: SchedulerConfig, clock: Callable[[], float]
+    ) -> None:
+        self._planner = planner
+        self._model = model
+        self._block_size = block_size
+        self._clock = clock
+        self._in_flight: deque[StepWork] = deque()
+        self._answered_at = clock()
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._forecast = Forecast(model, planner.budget, config.target_itl_s)
+        self._learned_at = self._prompts_at = clock()
+        """When a request told last what predictions are worth, and a step with prompts what these take."""
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Limits are as ``config`` has them from now on. The planner has them already."""
+        self._forecast.configure(self._planner.budget, config.target_itl_s)
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def planned(self, work: StepWork) -> None:
+        """A step of so much work is on its way."""
+        if not self._in_flight:
+            self._answered_at = self._clock()
+        self._in_flight.append(work)
+
+    def answered(self, result: StepResult) -> None:
+        """The oldest step is answered."""
+        work, seconds = self._in_flight.popleft(), result.computed_us * 1e-6
+        drafted = [row for row in result.rows if row.num_drafted]
+        num_drafted, num_tokens = sum(row.num_drafted for row in drafted), sum(len(row.token_ids) for row in drafted)
+        if result.computed_us:  # else all of its rows waited for something
+            self._model.observe(work, seconds, num_drafted, num_tokens - len(drafted))
+            self._recent_s.append(seconds)
+        self._answered_at = self._clock()
+        if work.chunks:
+            self._prompts_at = self._answered_at
+
+    def restart(self) -> None:
+        """What was on its way is lost."""
+        self._in_flight.clear()
+
+    @property
+    def median_step_s(self) -> float:
+        """Of the last steps; 0 before the first."""
+        return median(self._recent_s) if self._recent_s else 0.0
+
+    @property
+    def oldest_step_s(self) -> float | None:
+        """What the step that is being computed is predicted to take; None without one, or while nothing is known."""
+        return self._model.predict(self._in_flight[0]) if self._in_flight else None
+
+    @property
+    def spare_s(self) -> float:
+        """How long the next plan can wait and still be there when the worker wants it, which may be sooner than is
+        predicted: the worker may draft nothing this time. Whoever comes until then is in it, and does not wait for a
+        whole step more. 0 while too little is known."""
+        if len(self._in_flight) != 1:
+            return 0.0
+        step_s = self._model.least(self._in_flight[0]) or 0.0
+        return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())
+
+    # Requests -------------------------------------------------------------------------------------------------------
+
+    def began(self, live: LiveRequest, now: float) -> None:
+        """A request has its first token, by itself."""
+        if live.expected_s is not None and live.expected_ttft_s is not None:
+            self._forecast.learn_ttft(live.work, live.expected_ttft_s, now - live.entered_at)
+
+    def ended(self, live: LiveRequest, reason: FinishReason) -> None:
+        """A request is over: its output tells how long others' may be, and its time what predictions are worth."""
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for choice in live.choices:
+                if not choice.is_pooled:
+                    self._forecast.learn(choice.delivery.num_tokens, choice.delivery.max_tokens)
+            if live.expected_s is not None:
+                self._learn_total(live, live.expected_s, self._clock() - live.entered_at)
+        elif reason is FinishReason.DEADLINE and live.expected_s is not None:
+            deadline = live.request.deadline
+            # Nobody knows when it would have ended: too late, which tells something if it was expected in time.
+            if deadline is not None and live.entered_at + live.expected_s <= deadline:
+                self._learn_total(live, live.expected_s, math.inf)
+
+    def _learn_total(self, live: LiveRequest, expected_s: float, took_s: float) -> None:
+        self._forecast.learn_total(live.work, expected_s, took_s)
+        self._learned_at = self._clock()
+
+    def predict(self, request: Request, work: QueuedWork, rank: Rank) -> Prediction | None:
+        """For a request with so much work that enters the queue now; None while too little is known."""
+        if self._clock() - self._learned_at > UNTESTED_S:
+            self._forecast.forget_lateness()
+        if self._planner.would_make_room(request.tenant, rank):
+            load = self._load(NO_WORK)
+            load.free_rows, load.free_blocks = max(1, load.free_rows), load.num_blocks
+        else:
+            load = self._load(self._planner.waiting.work_ahead(request.tenant, rank, request.deadline))
+        num_forks = request.n - request.num_prompts
+        self._forecast.learn_arrival(work)
+        forks = fork_work(len(request.prompt_token_ids), num_forks, self._block_size) if num_forks else NO_WORK
+        return self._forecast.predict(load, work, request.max_tokens, forks)
+
+    @property
+    def needs_test(self) -> bool:
+        """Whether nobody would find out that predictions are wrong: no prompt was computed lately, and none will be."""
+        return self._is_untested and not self._planner.waiting.num_requests and not self._planner.running.prefilling
+
+    @property
+    def _is_untested(self) -> bool:
+        return self._clock() - self._prompts_at > UNTESTED_S
+
+    @property
+    def short_ttft_s(self) -> float | None:
+        """Until the first token of a short request that entered the queue now; None while too little is known."""
+        work = sequence_work(SHORT_PROMPT, SHORT_PROMPT, self._block_size)
+        prediction = self._forecast.predict(self._load(self._planner.waiting.work), work, 1)
+        return None if prediction is None else prediction.ttft_s
+
+    def service_s(self, request: Request, work: QueuedWork) -> float | None:
+        """How long a request with so much work takes if it begins now; None while too little is known."""
+        planner = self._planner
+        return self._forecast.service_s(len(planner.running.decoding), planner.decode_kv, work, request.max_tokens)
+
+    def alone_s(self, request: Request, work: QueuedWork) -> float | None:
+        """How long a request with so much work takes with no other beside it; None while too little is known."""
+        return self._forecast.alone_s(work, request.max_tokens)
+
+    def is_late(self, live: LiveRequest) -> bool:
+        """Whether a request that has not begun can no longer meet its deadline, though it could have when it came.
+
+        One that could not meet it in any case runs until its deadline: its caller gets what there is by then.
+        """
+        request = live.request
+        if request.deadline is None or self._is_untested:
+            return False
+        # Of the prompts of a request that is embedded there may be thousands, too many to look at each time.
+        work = live.work if request.pooling is not None else live.choices[0].work
+        service_s, alone_s = self.service_s(request, work), self.alone_s(request, work)
+        if service_s is None or alone_s is None:
+            return False
+        return self._clock() + service_s > request.deadline and request.arrival + alone_s <= request.deadline
+
+    def _load(self, ahead: QueuedWork) -> Load:
+        planner = self._planner
+        running, pool = planner.running, planner.kv.pool
+        in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
+        for choice in running.prefilling:
+            if not choice.live.forked:  # its other choices come as soon as its prompt is computed
+                num_forks = choice.live.request.n - 1
+                ahead = ahead.plus(fork_work(choice.num_prompt_tokens, num_forks, self._block_size))
+        return Load(
+            in_flight_s=max(0.0, in_flight_s - (self._clock() - self._answered_at)) if self._in_flight else 0.0,
+            decodes=len(running.decoding),
+            decode_kv=planner.decode_kv,
+            prefill_tokens=sum(choice.prefill_end - choice.num_planned for choice in running.prefilling),
+            prefill_rows=len(running.prefilling),
+            prefill_context=sum(choice.prefill_end for choice in running.prefilling),
+            ahead=ahead,
+            remaining=[choice.length_limit - choice.length_bound for choice in running],
+            free_rows=planner.max_rows - len(running),
+            max_rows=planner.max_rows,
+            free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            block_size=self._block_size,
+            prefill_kv=sum(
+                (choice.prefill_end - choice.num_planned) * (choice.prefill_end + choice.num_planned) // 2
+                for choice in running.prefilling
+            ),
+        )

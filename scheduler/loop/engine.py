@@ -1,0 +1,389 @@
+"""The step loop: submits plans, applies answers in order, replaces a worker that is gone, and ends what must end. The
+one asynchronous part.
+
+Knows neither gRPC nor processes. All of it runs on one event loop, without locks: ``submit`` and ``abort`` change the
+scheduler at once, and ask for plans to be made in the loop's next turn, so that requests that arrive together are
+planned together.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from penstock.kv.events import KvEventLog
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine_stats import EngineState, EngineStats
+from penstock.scheduler.executor import Executor, ExecutorError
+from penstock.scheduler.loop.scheduler import Scheduler
+from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.tenants import TenantUse
+from penstock.scheduler.recovery.restarts import FIRST_DELAY_S
+from penstock.scheduler.recovery.supervisor import Workers
+from penstock.scheduler.recovery.watchdog import StepWatchdog
+from penstock.scheduler.request import Change, FinishReason, RefusalKind, Refused, Request
+from penstock.scheduler.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+STEP_LIMIT_S = 30.0
+"""A step may take so long, or ten times what was predicted for it."""
+TIMER_S = 0.001
+"""The loop's timers count whole milliseconds: for less they ring at once, and would be set again and again."""
+
+
+class Engine:
+    """Serves requests from one executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig | None = None,
+        *,
+        step_limit_s: float = STEP_LIMIT_S,
+        restart_delay_s: float = FIRST_DELAY_S,
+    ) -> None:
+        self.state = EngineState.STARTING
+        self._executor = executor
+        self._config = config or SchedulerConfig()
+        self._facts: WorkerFacts | None = None
+        self._scheduler: Scheduler | None = None
+        self._callbacks: list[Callable[[EngineState], None]] = []
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pump_is_due = False
+        self._pump_timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
+        self._num_finished = 0
+        self._num_refused = 0
+        self._is_draining = False
+        self._workers = Workers(executor, restart_delay_s)
+        self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """The worker's; there are none before ``start``."""
+        assert self._facts is not None, "the engine has not started"
+        return self._facts
+
+    def watch(self, callback: Callable[[EngineState], None]) -> None:
+        """``callback`` is called at every change of ``state``, synchronously."""
+        self._callbacks.append(callback)
+
+    async def start(self) -> WorkerFacts:
+        """Starts the executor, then serves. Raises ExecutorError."""
+        assert self._scheduler is None, "an engine starts once"
+        try:
+            self._facts = await self._workers.start()
+        except Exception:
+            self._set_state(EngineState.FAILED)
+            raise
+        self._scheduler = Scheduler(self._facts, self._config, on_finished=self._on_finished)
+        self._task = asyncio.create_task(self._run(), name="penstock engine")
+        self._watchdog.start()
+        self._set_ready()
+        return self._facts
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Takes a request; its sink has ``Accepted`` when this returns. Raises Refused."""
+        if self.state is not EngineState.SERVING or self._scheduler is None:
+            self._num_refused += 1
+            raise self._refusal()
+        # Before it is added, since its sink may end it at once.
+        self._idle.clear()
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = self._call_at(request.deadline, request.request_id)
+        try:
+            self._scheduler.add(request)
+        except BaseException:
+            self._forget(request.request_id)
+            raise
+        self._pump_soon()
+
+    def charge(self, tenant: str, kind: Rated) -> None:
+        """Counts a request or call against its tenant's rate, before its text is tokenized and whatever becomes of it.
+        Raises Refused, without counting it, if the rate is used up."""
+        if self._scheduler is not None:
+            self._scheduler.charge(tenant, kind)
+
+    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
+        """Ends a request early; its sink has ``Finished`` when this returns. False if it is not alive."""
+        if self._scheduler is None:
+            return False
+        with self._failing_as_a_whole():
+            if not self._scheduler.abort(request_id, reason, message):
+                return False
+        self._pump_soon()  # others may have waited for its blocks
+        return True
+
+    def update(self, request_id: str, change: Change) -> bool:
+        """Changes a live request, from the next plan on; False if it is not alive. Raises Refused, and then nothing has
+        changed."""
+        if self._scheduler is None:
+            return False
+        with self._failing_as_a_whole():
+            if not self._scheduler.update_request(request_id, change):
+                return False
+        if change.deadline is not None and request_id in self._deadlines:
+            self._deadlines.pop(request_id).cancel()
+        if change.deadline is not None and self._scheduler.is_live(request_id):
+            self._deadlines[request_id] = self._call_at(change.deadline, request_id)
+        self._pump_soon()
+        return True
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """While it is held a request is in no plan, and loses its blocks before any other: nobody reads its output."""
+        if self._scheduler is not None:
+            with self._failing_as_a_whole():
+                self._scheduler.hold(request_id, held)
+            self._pump_soon()
+
+    def _refusal(self) -> Refused:
+        if self._is_draining or self.state is EngineState.STOPPED:
+            return Refused(RefusalKind.DRAINING, "the service is shutting down")
+        retry_ms = self._workers.retry_ms if self.state is EngineState.RECOVERING else None
+        return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
+
+    # Operation ----------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """As it is now."""
+        return self._config
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on ``config`` holds; no request is lost by it. Raises ValueError."""
+        if self._scheduler is not None:
+            self._scheduler.reconfigure(config)
+        self._config = config
+        self._pump_soon()
+
+    def flush_cache(self) -> int:
+        """Forgets every cached block that nobody holds; returns how many."""
+        return 0 if self._scheduler is None else self._scheduler.kv.flush()
+
+    def explain(self, request_id: str) -> Timeline | None:
+        """What became of a request that lives, or that ended lately."""
+        return None if self._scheduler is None else self._scheduler.explain(request_id)
+
+    @property
+    def kv_events(self) -> KvEventLog:
+        """What can be found in the prefix cache, and the changes; there is none before ``start``."""
+        assert self._scheduler is not None, "the engine has not started"
+        return self._scheduler.kv.events
+
+    def busiest_tenants(self, limit: int) -> list[TenantUse]:
+        """Of those with live requests."""
+        return [] if self._scheduler is None else self._scheduler.tenants.busiest(limit)
+
+    def busy_tenants(self) -> Iterator[TenantUse]:
+        """Those with live requests."""
+        return iter(()) if self._scheduler is None else iter(self._scheduler.tenants)
+
+    def _call_at(self, deadline: float, request_id: str) -> asyncio.TimerHandle:
+        # Both clocks are CLOCK_MONOTONIC, but a loop may round its own.
+        delay = max(0.0, deadline - time.monotonic())
+        loop = asyncio.get_running_loop()
+        return loop.call_later(delay, self.abort, request_id, FinishReason.DEADLINE, "the request's deadline passed")
+
+    def _on_finished(self, request: Request) -> None:
+        self._num_finished += 1
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        timer = self._deadlines.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+        if self._scheduler is not None and not self._scheduler.num_requests:
+            self._idle.set()
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump_due)
+
+    def _pump_due(self) -> None:
+        self._pump_is_due = False
+        if self._task is None or self._task.done():
+            return
+        with suppress(Exception), self._failing_as_a_whole():
+            self._pump()
+
+    def _pump(self) -> None:
+        """Submits plans until the executor has as many as it may; the last one as late as it can be."""
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+            self._pump_timer = None
+        if self._scheduler is None or self.state not in (EngineState.SERVING, EngineState.DRAINING):
+            return
+        with suppress(ExecutorError):  # the worker is gone: ``results`` says so too, after its last answer
+            while True:
+                spare_s = self._scheduler.outlook.spare_s
+                if spare_s >= TIMER_S:
+                    self._pump_timer = asyncio.get_running_loop().call_later(spare_s, self._pump_due)
+                    return
+                plan = self._scheduler.schedule()
+                if plan is None:
+                    return
+                self._executor.submit(plan)
+                self._watchdog.submitted()
+
+    async def _run(self) -> None:
+        try:
+            goes_on = True
+            while goes_on:
+                goes_on = await self._replace_worker(await self._apply_results())
+        except Exception:
+            logger.exception("the scheduler failed")
+            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+
+    async def _apply_results(self) -> ExecutorError:
+        """Until the worker is gone; returns how it ended."""
+        assert self._scheduler is not None
+        try:
+            async for result in self._executor.results():
+                self._watchdog.answered()
+                self._workers.answered()
+                self._scheduler.update(result)
+                self._pump()
+                await asyncio.sleep(0)  # whoever writes to streams has a turn, though answers may be there already
+        except ExecutorError as error:
+            return error
+        return ExecutorError("the worker has stopped")
+
+    def _predicted_step_s(self) -> float | None:
+        return None if self._scheduler is None else self._scheduler.outlook.oldest_step_s
+
+    def _on_step_expired(self, limit_s: float) -> None:
+        self._executor.condemn(f"a step took more than {limit_s:.3g} s")
+
+    @contextmanager
+    def _failing_as_a_whole(self) -> Iterator[None]:
+        """After an error of our own nobody can say what rows and blocks are worth."""
+        try:
+            yield
+        except Refused:
+            raise
+        except Exception:
+            logger.exception("the scheduler failed")
+            self._fail(FinishReason.INTERNAL, "the scheduler failed")
+            raise
+
+    def _fail(self, reason: FinishReason, message: str) -> None:
+        if self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return
+        logger.error("the engine failed: %s", message)
+        assert self._scheduler is not None
+        self._set_state(EngineState.FAILED)
+        self._scheduler.abandon(reason, message)
+
+    # A worker that is gone ----------------------------------------------------------------------------------------
+
+    async def _replace_worker(self, error: ExecutorError) -> bool:
+        """Starts another one, for which all that was admitted waits; False if there is nothing to go on with."""
+        if self._scheduler is None or self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return False
+        blames_step = error.blames_step and self._watchdog.num_unanswered > 0
+        self._workers.died(error, in_a_step=blames_step)
+        self._set_state(EngineState.RECOVERING)
+        self._watchdog.restarted()
+        self._scheduler.recover(blames_step)
+        logger.error("%s; requests that wait for another worker: %d", error, self._scheduler.num_requests)
+        began = time.monotonic()
+        failure = await self._workers.replace(error)
+        if failure is not None:
+            self._fail(FinishReason.WORKER_DIED, str(failure))
+            return False
+        duration = time.monotonic() - began
+        logger.warning("another worker runs after %.1f s; %d requests go on", duration, self._scheduler.num_requests)
+        self._set_ready()
+        self._pump()
+        return True
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that were admitted go on, also where the worker must be replaced
+        first."""
+        self._is_draining = True
+        if self.state in (EngineState.STARTING, EngineState.SERVING):
+            self._set_state(EngineState.DRAINING)
+
+    def resume(self) -> bool:
+        """Takes new requests again after ``drain``; False where the engine was not draining, or takes none for good."""
+        if not self._is_draining or self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return False
+        self._is_draining = False
+        if self.state is EngineState.DRAINING:
+            self._set_state(EngineState.STARTING if self._scheduler is None else EngineState.SERVING)
+        return True
+
+    async def wait_idle(self) -> None:
+        """Waits until no request is alive."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Ends every request with SHUTDOWN, then the executor. Safe to call twice, and at the same time."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._stop(), name="penstock engine's end")
+        await asyncio.shield(self._end)
+
+    async def _stop(self) -> None:
+        self._set_state(EngineState.STOPPED)
+        if self._scheduler is not None:
+            self._scheduler.abandon(FinishReason.SHUTDOWN, "the service is shutting down")
+        self._watchdog.stop()
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+        if self._task is not None:  # before the executor, which it may be about to start
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._executor.stop()
+
+    def _set_ready(self) -> None:
+        self._set_state(EngineState.DRAINING if self._is_draining else EngineState.SERVING)
+
+    def _set_state(self, state: EngineState) -> None:
+        if self.state in (state, EngineState.STOPPED):
+            return  # that one is for good
+        self.state = state
+        for callback in self._callbacks:
+            callback(state)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, cheap enough for every second."""
+        if self._scheduler is None:
+            return EngineStats(self.state, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, refused=self._num_refused)
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            state=self.state,
+            requests=scheduler.num_requests,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv.usage,
+            cached_blocks=scheduler.kv.pool.num_cached,
+            steps=counters.steps,
+            prefill_tokens=counters.prefill_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
+            decode_rows=counters.decode_rows,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            finished=self._num_finished,
+            stalled=scheduler.num_held,
+            retained_blocks=scheduler.kv.num_retained,
+            host_blocks=len(scheduler.kv.host),
+            restored_tokens=scheduler.kv.num_restored_tokens,
+            refused=self._num_refused + counters.refused,
+            restarts=self._workers.num_replaced,
+            step_s=scheduler.outlook.median_step_s,
+            predicted_ttft_s=scheduler.outlook.short_ttft_s,
+            speculation=counters.speculation.copy(),
+        )

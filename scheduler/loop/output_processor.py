@@ -1,0 +1,132 @@
+"""Commits what a worker answers for a row: tokens that go on to the caller, a vector, or why the row cannot go on.
+
+Knows no plan. A request that ends by an answer is ended by the scheduler, which has it.
+"""
+
+import logging
+from collections.abc import Callable
+
+from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.plan import RowFailure, RowResult, TokenLogprobs
+from penstock.scheduler.planning.planner import Planner
+from penstock.scheduler.planning.sequence import Choice, ChoiceState, LiveRequest
+from penstock.scheduler.request import Delta, Embedded, FinishReason
+
+_REASONS = {
+    RowFailure.COSTLY: FinishReason.GRAMMAR,
+    RowFailure.DEAD_END: FinishReason.DEAD_END,
+    RowFailure.SLOW: FinishReason.SLOW_CONSTRAINT,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """Of rows, each for its choice. Rows are the planner's, and predictions the outlook's, whose owner this is not."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        outlook: Outlook,
+        clock: Callable[[], float],
+        finish: Callable[[LiveRequest, FinishReason, str], None],
+    ) -> None:
+        """``finish`` ends a request, with a message."""
+        self._planner = planner
+        self._outlook = outlook
+        self._clock = clock
+        self._finish = finish
+
+    def apply(self, row: RowResult) -> None:
+        """Commits the answer for one row of a step."""
+        choice = self._planner.rows.holder(row.row, row.epoch)
+        max_tokens = choice.in_flight.popleft()
+        if choice.state is ChoiceState.ENDED:
+            return
+        token_ids = row.token_ids
+        num_tokens = len(token_ids)
+        assert num_tokens <= max_tokens, f"row {row.row} is answered with {num_tokens} tokens"
+        has_token = num_tokens or not max_tokens or row.failure or choice.live.request.grammar
+        assert has_token, f"row {row.row} is answered with no token"
+        if num_tokens < max_tokens:
+            choice.fall_short(max_tokens - num_tokens)
+        choice.token_ids += token_ids
+        if row.num_drafted:
+            self._count_drafts(choice, row.num_drafted, max(0, num_tokens - 1))
+        # After preemption the row has no KV here any more, or none yet; its tokens are as good as ever.
+        if choice.row == row.row and not row.failure:
+            if num_tokens:
+                assert row.num_computed == len(choice.token_ids) - 1, f"row {row.row} is out of step with its worker"
+            else:
+                # A row that decodes and sits out stands where it stood.
+                most = max(choice.num_planned, len(choice.token_ids) - 1)
+                assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
+            choice.num_computed = row.num_computed
+            self._planner.publish_confirmed(choice)
+        if num_tokens:
+            self._planner.counters.output_tokens += num_tokens
+            choice.live.tenant.num_new += num_tokens
+            self._deliver(choice, token_ids, row.logprobs)
+        is_embedded = choice.is_pooled and row.num_computed == choice.num_prompt_tokens
+        assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
+        if row.vector is not None:
+            choice.live.request.sink(Embedded(choice.index, row.vector))
+            self._end(choice, FinishReason.STOP)
+        if row.failure:
+            self._break_off(choice, _REASONS[row.failure_kind], row.failure)
+
+    def limit(self, choice: Choice, max_tokens: int) -> None:
+        """Output ends after so many tokens: at once, if there are as many."""
+        choice.limit(max_tokens)
+        if choice.delivery.num_tokens < max_tokens or choice.delivery.end is not None:
+            return
+        try:
+            delta = choice.delivery.cut()
+        except Exception as error:
+            self._give_up(choice.live, error)
+        else:
+            self._tell(choice, delta)
+
+    def _count_drafts(self, choice: Choice, num_drafted: int, num_accepted: int) -> None:
+        choice.live.speculation.add(num_drafted, num_accepted)
+        choice.live.timeline.drafted(choice.index, num_drafted, num_accepted)
+        self._planner.counters.speculation.add(num_drafted, num_accepted)
+
+    def _deliver(self, choice: Choice, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
+        live = choice.live
+        if live.first_token_at is None:
+            live.first_token_at = self._clock()
+            live.timeline.first_token(live.first_token_at)
+            self._outlook.began(live, live.first_token_at)
+        try:
+            delta = choice.delivery.take(token_ids, logprobs)
+        except Exception as error:
+            self._give_up(live, error)
+            return
+        if delta is not None:
+            self._tell(choice, delta)
+
+    def _tell(self, choice: Choice, delta: Delta) -> None:
+        choice.live.request.sink(delta)
+        if delta.end is not None:
+            self._end(choice, delta.end.reason)
+
+    def _break_off(self, choice: Choice, reason: FinishReason, why: str) -> None:
+        """The worker cannot go on with it; and a request goes on with all of its choices, or with none."""
+        if choice.state is not ChoiceState.ENDED:
+            self._finish(choice.live, reason, why)
+
+    def _give_up(self, live: LiveRequest, error: Exception) -> None:
+        """A text state failed. It is not ours, and what it cannot do must not end the other requests."""
+        request_id = live.request.request_id
+        logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
+        self._finish(live, FinishReason.INTERNAL, "the output could not be turned into text")
+
+    def _end(self, choice: Choice, reason: FinishReason) -> None:
+        """A choice ended, and its caller was told; who may have aborted the request."""
+        live = choice.live
+        if choice.state is not ChoiceState.ENDED:
+            self._planner.retire(choice)
+            live.num_ended += 1
+            if live.num_ended == live.request.n:
+                self._finish(live, reason, "")

@@ -1,0 +1,345 @@
+"""Decides what runs next: ``schedule`` makes a plan, ``update`` commits an answer. Synchronous, and knows no worker.
+
+There are no phases. A row's history is longer than what is computed of it, and a step lets some rows catch up within a
+budget. Two things make that safe while two plans are unanswered:
+
+- Plans run in order, so order is the fence for memory. A block that is free when a plan is made may be given out in it:
+  all that was planned for its last holder runs before. And KV that a plan computes from known tokens may be read by
+  every later plan, so the blocks of chunks are published as soon as their plan is closed. A decoding row's blocks are
+  published when an answer confirms them, because until then nobody here knows their tokens.
+- What is not answered counts. A row is never continued past its limit, counting the tokens in flight; and a preempted
+  row first takes the token that is in flight, and only then begins again.
+
+A worker's death is a preemption of everybody: what was in flight is lost, and every row waits again.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from penstock.kv.manager import ChainedHashing, KVCacheManager, NoHashing
+from penstock.scheduler.admission.intake import Intake
+from penstock.scheduler.admission.latency_predictor import Outlook
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.loop.output_processor import Answers
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.planning.planner import Counters, Planned, Planner
+from penstock.scheduler.planning.sequence import Choice, ChoiceState, LiveRequest
+from penstock.scheduler.planning.tenants import Tenants
+from penstock.scheduler.policy import Rank
+from penstock.scheduler.recovery.crash_bisector import Suspects
+from penstock.scheduler.request import Accepted, Change, Context, FinishReason, Request
+from penstock.scheduler.timeline import Cause, Timeline, Timelines
+from penstock.scheduler.timing.step_time import StepModel, StepWork
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Requests in, plans out; answers in, events out. A request's events go to its sink, at once and in order."""
+
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        on_finished: Callable[[Request], None] = lambda _: None,
+    ) -> None:
+        hashing = ChainedHashing(facts.block_size) if config.enable_prefix_caching else NoHashing()
+        self.kv = KVCacheManager(facts.num_blocks, facts.block_size, hashing, facts.num_host_blocks)
+        self.tenants = Tenants(config, clock)
+        self.timelines = Timelines(config.explain_requests, clock)
+        self._suspects = Suspects()
+        model = StepModel(facts.copy_us_per_block * 1e-6)
+        for measured in facts.measured_steps:
+            model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
+        self._planner = Planner(self.kv, facts, config, self.tenants, model, self._suspects, clock)
+        self.outlook = Outlook(self._planner, model, facts.block_size, config, clock)
+        self._planner.beginnings.is_late = self.outlook.is_late
+        self._facts = facts
+        self._intake = Intake(self.kv, self._planner, self.outlook, self.tenants, facts, config, clock)
+        self._answers = Answers(self._planner, self.outlook, clock, self._finish)
+        self._config = config
+        self._clock = clock
+        self._on_finished = on_finished
+        self._requests: dict[str, LiveRequest] = {}
+        self._num_arrived = 0
+        self._in_flight: deque[StepPlan] = deque()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not finished."""
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Rows that run."""
+        return len(self._planner.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that wait for a row."""
+        return len(self._planner.waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that are held back, because nobody reads their output."""
+        return sum(live.held for live in self._requests.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Positions that the prefix cache saved, since the start."""
+        return self._planner.beginnings.num_cached_tokens
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start."""
+        return self._planner.counters
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has not finished."""
+        return request_id in self._requests
+
+    # Requests in and out --------------------------------------------------------------------------------------------
+
+    def charge(self, tenant: str, kind: Rated) -> None:
+        """Counts a request or call against its tenant's rate, before any work is done for it and whatever becomes of
+        it. Raises Refused, without counting it, if the rate is used up."""
+        self._intake.check_rates(tenant, kind)
+        self.tenants.charge(tenant, kind)
+
+    def add(self, request: Request) -> None:
+        """Takes a request into the queue and tells its sink. Raises Refused."""
+        assert request.request_id not in self._requests, "request ids are unique among live requests"
+        entry = self._intake.examine(request, self._num_arrived, is_first=not self._requests)
+        texts = [request.make_text() for _ in range(request.n)]  # which may fail: nothing has changed yet
+        tenant, timeline = self.tenants.enter(request.tenant, request.num_prompt_tokens), self.timelines.open(request)
+        live = LiveRequest(request, self._num_arrived, texts, tenant, timeline)
+        live.entered_at, live.work = self._clock(), entry.work
+        self._num_arrived += 1
+        self._requests[request.request_id] = live
+        for index in range(request.num_prompts):
+            self._planner.enter(self._new_choice(live, index, (*entry.rank[:2], index), pinned=[]))
+        ttft_s = None
+        if entry.prediction is not None:
+            ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
+            live.expected_ttft_s = entry.prediction.modelled_ttft_s
+        timeline.accepted(entry.position, ttft_s)
+        request.sink(Accepted(entry.num_cached_tokens, entry.position, ttft_s))
+
+    def update_request(self, request_id: str, change: Change) -> bool:
+        """Changes a live request from the next plan on; False if it is not alive. Raises Refused, and then nothing has
+        changed."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return False
+        request = live.request.changed(change)
+        if change.max_tokens is not None:  # no other change makes it larger, though its tenant's caps may be lower now
+            self._intake.admission.check_size(request)
+            live.expected_s = None
+        live.request = request
+        live.timeline.updated(change)
+        for choice in list(live.choices):
+            if choice.state is not ChoiceState.ENDED:
+                self._planner.change_rank(choice, self._intake.rank(request, live.number, choice.index, live.work))
+                if change.max_tokens is not None:
+                    self._answers.limit(choice, self._intake.admission.max_tokens(request))
+        return True
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """While it is held a request is in no plan, and its rows give way before any other."""
+        live = self._requests.get(request_id)
+        if live is None or live.held == held:
+            return
+        self._planner.hold(live, held)
+        self._suspects.hold(request_id, held)
+        if held:
+            live.expected_s = None
+            live.timeline.held()
+        else:
+            live.timeline.released()
+
+    def explain(self, request_id: str) -> Timeline | None:
+        """What became of a request that lives, or that ended lately."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return self.timelines.find(request_id)
+        self._tell_so_far(live)
+        return live.timeline
+
+    def _tell_so_far(self, live: LiveRequest) -> None:
+        for choice in live.choices:
+            live.timeline.so_far(choice.index, self._planner.end_of(choice), choice.delivery.num_tokens)
+
+    def abort(self, request_id: str, reason: FinishReason, message: str = "") -> bool:
+        """Ends a request early; False if it is not alive."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return False
+        self._finish(live, reason, message)
+        return True
+
+    def abandon(self, reason: FinishReason, message: str) -> None:
+        """Ends every request without touching rows and blocks, which may be in any state. Nothing may follow."""
+        lives = list(self._requests.values())
+        self._requests.clear()
+        for live in lives:
+            request_id, context = live.request.request_id, None
+            try:
+                self._tell_so_far(live)
+                context = self._close(live, reason)
+            except Exception:
+                logger.exception("request %s: its accounts could not be closed", request_id)
+            try:
+                self._report_finished(live, reason, message, context)
+            except Exception:
+                logger.exception("request %s: nobody could be told of its end", request_id)
+
+    def _new_choice(self, live: LiveRequest, index: int, rank: Rank, pinned: list[int]) -> Choice:
+        request = live.request
+        hashes = self.kv.hashing.first(request.prompt(index).block_hashes)
+        # What holds for the first choice holds for all, though its tenant's cap may be another one now.
+        max_tokens = live.choices[0].delivery.max_tokens if live.choices else self._intake.admission.max_tokens(request)
+        choice = Choice(live, index, rank, hashes, max_tokens, pinned)
+        live.choices.append(choice)
+        return choice
+
+    def _fork(self, live: LiveRequest) -> None:
+        """The prompt is computed, in a plan or before it: the other choices share its full blocks."""
+        live.forked = True
+        first = live.choices[0]
+        shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
+        for index in range(1, live.request.n):
+            rank = self._intake.rank(live.request, live.number, index, live.work)
+            self._planner.enter(self._new_choice(live, index, rank, shared.copy()))
+
+    def _finish(self, live: LiveRequest, reason: FinishReason, message: str) -> None:
+        # Should our own bookkeeping fail here, the request is still known, and told of its end by ``abandon``.
+        for choice in live.choices:
+            if choice.state is not ChoiceState.ENDED:
+                self._planner.retire(choice)
+        self._suspects.forget(live.request.request_id)
+        self.outlook.ended(live, reason)
+        context = self._close(live, reason)
+        del self._requests[live.request.request_id]
+        self._report_finished(live, reason, message, context)
+
+    def _close(self, live: LiveRequest, reason: FinishReason) -> Context | None:
+        """Ends all accounts of a request; returns what those that continue it begin with."""
+        request = live.request
+        self.tenants.leave(live.tenant)
+        live.timeline.ended(reason.name)
+        self.timelines.close(live.timeline)
+        context = live.context(reason, self.kv.block_size)
+        if context is not None and request.retain_s > 0:
+            self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
+        return context
+
+    def _report_finished(self, live: LiveRequest, reason: FinishReason, message: str, context: Context | None) -> None:
+        try:
+            live.request.sink(live.finished(reason, message, context, self._clock()))
+        finally:
+            live.choices.clear()  # each has it: a circle, which would be there until the cycle collector comes by
+            self._on_finished(live.request)
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan, to be submitted at once; None if there is nothing to do, or too much unanswered."""
+        if len(self._in_flight) >= self._config.max_plans_in_flight:
+            return None
+        while True:
+            planned = self._planner.plan()
+            plan = None if planned is None else self._submit(planned)
+            late = self._planner.beginnings.take_late()
+            for live in late:
+                # It may have ended, since it may be found twice; or be in time after all, once room was made for it.
+                if live.started_at is None:
+                    message = "the deadline could no longer be met when its turn came"
+                    self.abort(live.request.request_id, FinishReason.DEADLINE, message)
+            if plan is not None or not late:  # otherwise somebody behind it may begin
+                return plan
+
+    def _submit(self, planned: Planned) -> StepPlan:
+        plan = planned.plan
+        self._in_flight.append(plan)
+        self.outlook.planned(planned.work)
+        for chunk in plan.chunks:
+            live = self._planner.rows.current(chunk.row).live
+            if not live.forked and chunk.end >= len(live.request.prompt_token_ids):
+                self._fork(live)
+        return plan
+
+    def update(self, result: StepResult) -> None:
+        """Commits the answer to the oldest plan in flight."""
+        plan = self._in_flight.popleft()
+        assert result.step == plan.step, f"step {result.step} is answered, but {plan.step} is next"
+        num_rows = len(plan.chunks) + len(plan.decodes)
+        assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; {len(result.rows)} are answered"
+        self.outlook.answered(result)
+        for part in result.prompt_logprobs:
+            self._apply_prompt_logprobs(part)
+        for chunk in plan.chunks:
+            choice = self._planner.rows.current(chunk.row)
+            if choice.row == chunk.row and chunk.end == choice.prefill_end and not choice.is_pooled:
+                choice.live.timeline.decodes(choice.index, plan.step)
+        for row in result.rows:
+            self._answers.apply(row)
+        self.tenants.charge_new()
+        self._planner.rows.reclaim(plan.dropped)
+        if self._suspects:
+            self._suspects.answered(self._progress(plan))
+
+    def recover(self, blames_step: bool) -> None:
+        """The worker is gone, and every answer that it gave is applied: all rows wait for the next worker.
+
+        ``blames_step``: whoever was in the oldest step that is not answered may have been why.
+        """
+        fatal = self._progress(self._in_flight[0]) if blames_step and self._in_flight else {}
+        running = {choice.live for choice in self._planner.running}
+        self._in_flight.clear()
+        self.outlook.restart()
+        self._planner.restart()
+        for live in self._requests.values():
+            live.expected_s = None
+        for live in running:
+            live.timings.restarts += 1
+            live.timeline.restarted(self.counters.steps)
+        for choice in self._planner.waiting:
+            choice.live.timeline.waits(choice.index, Cause.WORKER)
+        for request_id in self._suspects.crashed(fatal) if fatal else []:
+            logger.error("request %s ended the worker twice while it ran alone; it is refused", request_id)
+            self.abort(request_id, FinishReason.KILLED_WORKER)
+        for request_id in fatal.keys() - self._requests.keys():
+            self._suspects.forget(request_id)
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """From the next plan on ``config`` holds, but for what stays as it was at the start; no request is lost by it.
+        Raises ValueError, and then nothing has changed."""
+        config.check_fits(self._facts, self._config)
+        self._config = config
+        self._intake.configure(config)
+        self.tenants.reconfigure(config)
+        self.timelines.resize(config.explain_requests)
+        for live in self._requests.values():
+            rank = self._intake.rank(live.request, live.number, 0, live.work)
+            for choice in live.choices:
+                choice.rank = (rank[0], rank[1], choice.index)
+        self._planner.configure(config)
+        self.outlook.configure(config)
+
+    def _progress(self, plan: StepPlan) -> dict[str, int]:
+        """The requests of a plan, and how far each is."""
+        rows = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
+        lives = dict.fromkeys(self._planner.rows.current(row).live for row in rows)
+        return {live.request.request_id: live.progress for live in lives}
+
+    def _apply_prompt_logprobs(self, part: PromptLogprobsPart) -> None:
+        live = self._planner.rows.holder(part.row, part.epoch).live
+        if live.request.request_id not in self._requests:
+            return
+        new = live.new_prompt_logprobs(part)
+        if new is not None:
+            live.request.sink(new)

@@ -1,0 +1,102 @@
+"""A sorted line of waiting choices that knows how much work its first ones are, without looking at each of them."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from penstock.scheduler.planning.sequence import Choice
+from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork, total_work
+
+_PART = 64
+"""Choices in a part of a lane: at most twice as many, and their work is summed for the whole part."""
+
+
+class Lane:
+    """Choices in the order of a key, which is unique and stands still while they are here."""
+
+    def __init__(self, key: Callable[[Choice], Any], choices: Iterable[Choice] = ()) -> None:
+        self._key = key
+        ordered = sorted(choices, key=key)
+        self._parts = [ordered[start : start + _PART] for start in range(0, len(ordered), _PART)]
+        self._works = [total_work(choice.work for choice in part) for part in self._parts]
+        self._num_choices = len(ordered)
+        self.work = total_work(self._works)
+        """Of all of them."""
+
+    def __len__(self) -> int:
+        return self._num_choices
+
+    def __iter__(self) -> Iterator[Choice]:
+        return chain.from_iterable(self._parts)
+
+    def snapshot(self) -> Iterator[Choice]:
+        """Those that are here now, whatever comes and goes while they are looked at."""
+        return chain.from_iterable([tuple(part) for part in self._parts])
+
+    @property
+    def first(self) -> Choice:
+        """The first one; there must be one."""
+        return self._parts[0][0]
+
+    def insert(self, choice: Choice) -> None:
+        """Puts a choice in its place."""
+        index = min(self._part_of(self._key(choice)), len(self._parts) - 1)
+        if index < 0:
+            self._parts.append([])
+            self._works.append(NO_WORK)
+            index = 0
+        part = self._parts[index]
+        insort(part, choice, key=self._key)
+        self._num_choices += 1
+        self._add(index, choice.work)
+        if len(part) > 2 * _PART:
+            halves = [part[:_PART], part[_PART:]]
+            self._parts[index : index + 1] = halves
+            self._works[index : index + 1] = [total_work(choice.work for choice in half) for half in halves]
+
+    def remove(self, choice: Choice) -> None:
+        """Takes a choice out."""
+        value = self._key(choice)
+        index = self._part_of(value)
+        part = self._parts[index]
+        place = bisect_left(part, value, key=self._key)
+        assert part[place] is choice
+        del part[place]
+        self._num_choices -= 1
+        if part:
+            self._add(index, NO_WORK.minus(choice.work))
+        else:
+            del self._parts[index], self._works[index]
+            self.work = self.work.minus(choice.work) if self._parts else NO_WORK
+
+    def change_work(self, choice: Choice, change: QueuedWork) -> None:
+        """The work of a choice in the lane has changed by so much."""
+        self._add(self._part_of(self._key(choice)), change)
+
+    def num_before(self, value: Any) -> int:
+        """How many choices have a lower key."""
+        index = self._part_of(value)
+        if index == len(self._parts):
+            return self._num_choices
+        return sum(map(len, self._parts[:index])) + bisect_left(self._parts[index], value, key=self._key)
+
+    def work_of_first(self, num_choices: int) -> QueuedWork:
+        """The work of the first ones together."""
+        if num_choices >= self._num_choices:
+            return self.work
+        work = NO_WORK
+        for part, part_work in zip(self._parts, self._works, strict=True):
+            if num_choices < len(part):
+                return work.plus(total_work(choice.work for choice in part[:num_choices]))
+            work = work.plus(part_work)
+            num_choices -= len(part)
+        return work
+
+    def _part_of(self, value: Any) -> int:
+        """The part that a key belongs to; their number, if it comes after all."""
+        return bisect_left(self._parts, value, key=lambda part: self._key(part[-1]))
+
+    def _add(self, index: int, work: QueuedWork) -> None:
+        self._works[index] = self._works[index].plus(work)
+        self.work = self.work.plus(work)

@@ -1,0 +1,136 @@
+"""Decides which row gives way when blocks or rows are short. It knows rows and their blocks, and takes none.
+
+Rows whose output is not read go first. Then those that come after the one in need, by the policy: the lowest priority,
+or the tenant with the largest share for its weight; among them the one that has the least to compute again.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.planning.queues import RunningRows
+from penstock.scheduler.planning.sequence import Choice, ChoiceState
+from penstock.scheduler.planning.tenants import Tenants, TenantUse
+from penstock.scheduler.policy import Policy, Rank
+
+
+class GivingWay:
+    """Chooses the row."""
+
+    def __init__(self, policy: Policy, running: RunningRows, kv: KVCacheManager, tenants: Tenants) -> None:
+        self._policy = policy
+        self._running = running
+        self._kv = kv
+        self._tenants = tenants
+        self._shares: dict[TenantUse, float] = {}
+        """The tenants' dominant shares when the plan began. They stay until the next plan: otherwise two rows could
+        give way to each other."""
+
+    def rows_to_plan(self) -> list[Choice]:
+        """Returns the decoding rows in the order in which the plan continues them. Under ``fair``, rows of the tenant
+        with the smallest share come first, so that rows of one with a large share are still there to give way."""
+        decoding = self._running.decoding
+        if self._policy is not Policy.FAIR:
+            return decoding.copy()
+        self._shares = self._dominant_shares()
+        return sorted(decoding, key=self._order)
+
+    def _order(self, choice: Choice) -> tuple[float, Rank]:
+        return (self._share(choice), choice.rank)
+
+    def _share(self, choice: Choice) -> float:
+        return self._shares.get(choice.live.tenant, 0.0)
+
+    def _dominant_shares(self) -> dict[TenantUse, float]:
+        """Returns each tenant's share of the running rows or of the blocks, whichever is larger, for its weight (Ghodsi
+        et al., "Dominant Resource Fairness", NSDI 2011)."""
+        num_rows, num_blocks = max(1, len(self._running)), self._kv.pool.num_blocks
+        return {
+            use: max(use.num_rows / num_rows, held / num_blocks) / use.limits.weight
+            for use, held in self._blocks_held().items()
+        }
+
+    def _blocks_held(self) -> Counter[TenantUse]:
+        held = Counter[TenantUse]()
+        for choice in self._running:
+            held[choice.live.tenant] += len(choice.block_ids)
+        return held
+
+    def for_row(self, needy: Choice, not_planned: Sequence[Choice]) -> Choice:
+        """Returns the row whose blocks a decoding row takes: itself, if no row comes after it. ``not_planned``: the
+        decoding rows that were not in the plan yet, some of which may have given way since; rows in the plan never
+        do."""
+        running = self._running
+        if running.held:
+            return self._cheapest(running.held)
+        own = self._order(needy)
+        unplanned = chain(running.prefilling, (row for row in not_planned if row.state is ChoiceState.DECODING))
+        later = [choice for choice in unplanned if self._order(choice) > own]
+        return self._cheapest(self._last(later)) if later else needy
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether any row might give way to one that waits."""
+        return bool(self._running.held) or self._policy in (Policy.PRIORITY, Policy.FAIR)
+
+    def would_make_room(self, tenant: str, rank: Rank, max_rows: int) -> bool:
+        """Whether a row would give way to a request that is still to come, with nobody of its own ahead of it."""
+        if self._policy is Policy.PRIORITY:
+            return any(choice.rank[0] > rank[0] for choice in self._running)
+        if self._policy is not Policy.FAIR:
+            return False
+        tenants, num_rows = self._tenants, min(max_rows, len(self._running) + 1)
+        if tenants.num_rows(tenant) + 1 > max(1.0, num_rows * tenants.share_of(tenant)):
+            return False
+        return any(
+            use.num_rows > 1 and use.num_rows - 1 >= num_rows * tenants.share_beside(use, tenant) for use in tenants
+        )
+
+    def for_waiting(self, choice: Choice, num_blocks: int, max_rows: int) -> Choice | None:
+        """Who gives way to a choice that waits for ``num_blocks`` or for one of ``max_rows``; None if nobody has to, or
+        if it would not be enough."""
+        if self._running.held:
+            return self._cheapest(self._running.held)
+        inferior = self._after(choice, num_blocks, max_rows)
+        pool = self._kv.pool
+        if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
+            return None
+        return self._cheapest(self._last(inferior))
+
+    def _after(self, waiting: Choice, num_blocks: int, max_rows: int) -> list[Choice]:
+        """Returns the rows that come after a choice that waits for ``num_blocks`` or for a row."""
+        if self._policy is Policy.PRIORITY:
+            return [choice for choice in self._running if choice.rank[0] > waiting.rank[0]]
+        if self._policy is not Policy.FAIR:
+            return []
+        # A tenant with less than its share takes from a tenant with more than its own, and no more than its share, so
+        # no row goes to and fro.
+        num_rows = min(max_rows, len(self._running) + 1)
+        poor, share = waiting.live.tenant, self._tenants.share
+        rich: set[TenantUse] = set()
+        if poor.num_rows + 1 <= max(1.0, num_rows * share(poor)):
+            rich = {use for use in self._tenants if use.num_rows > 1 and use.num_rows - 1 >= num_rows * share(use)}
+        pool, held = self._kv.pool, self._blocks_held()
+        if pool.num_free < num_blocks and held[poor] + num_blocks <= pool.num_blocks * share(poor):
+            rich.update(use for use in held if held[use] > pool.num_blocks * share(use))
+        if not rich:
+            return []
+        self._shares = self._dominant_shares()
+        return [choice for choice in self._running if choice.live.tenant in rich]
+
+    def _last(self, choices: Iterable[Choice]) -> list[Choice]:
+        """Returns those that give way first."""
+        match self._policy:
+            case Policy.PRIORITY:
+                placed = [(float(choice.rank[0]), choice) for choice in choices]
+            case Policy.FAIR:
+                placed = [(self._share(choice), choice) for choice in choices]
+            case _:
+                return list(choices)
+        highest = max(value for value, _ in placed)
+        return [choice for value, choice in placed if value == highest]
+
+    def _cheapest(self, choices: Iterable[Choice]) -> Choice:
+        """The one that shares the most of its blocks, or has the fewest, has the least to compute again."""
+        return min(choices, key=lambda choice: (self._kv.num_unshared(choice.block_ids), -choice.rank[1]))

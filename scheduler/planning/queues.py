@@ -1,0 +1,295 @@
+"""Who waits, who runs and who is held back, each in order, and how much work the queue is. Knows no plans.
+
+The order is that of ranks; where tenants take turns it is that of their turns first, which move with every step.
+"""
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple, cast
+
+from penstock.kv.wanted import WantedBlocks
+from penstock.scheduler.planning.lane import Lane
+from penstock.scheduler.planning.sequence import Choice, ChoiceState
+from penstock.scheduler.policy import Policy, Rank
+from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
+
+Order = tuple[float, Rank]
+"""(the tenant's turn, or 0 where tenants take none; the rank)."""
+
+
+def _rank(choice: Choice) -> Rank:
+    return choice.rank
+
+
+def _due(choice: Choice) -> tuple[float, Rank]:
+    assert choice.due is not None
+    return choice.due
+
+
+class Queued(NamedTuple):
+    """How much waits: requests whose first prompt has not begun, and the tokens of all prompts that have not."""
+
+    requests: int
+    tokens: int
+
+
+_NOTHING = Queued(0, 0)
+
+
+class WaitingQueue:
+    """Choices without a row: new ones, forked ones, preempted ones."""
+
+    def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
+        self.by_turns = False
+        """Whether tenants take turns."""
+        self.num_requests = 0
+        """Requests whose first prompt has not begun."""
+        self.num_tokens = 0
+        """Of all prompts that have not begun."""
+        self.num_pooled = 0
+        """Choices that are pooled, which have a row for as long as their prompts take."""
+        self._wanted = wanted
+        self._block_size = block_size
+        self._num_choices = 0
+        self._own: dict[str, Queued] = {}
+        """Of each tenant that has any: counted as they come and go, since there may be many."""
+        self._lanes: dict[str, Lane] = {}
+        """One for each tenant, or one for all; none is empty."""
+        self._due: Lane | None = None
+        """Those with a deadline, by it; only under the policy ``deadline``."""
+        wanted.on_charged = self._charge
+        self.arrange(policy)
+
+    def __len__(self) -> int:
+        return self._num_choices
+
+    def __iter__(self) -> Iterator[Choice]:
+        """In any order."""
+        return chain.from_iterable(self._lanes.values())
+
+    @property
+    def queued(self) -> Queued:
+        """Of everybody."""
+        return Queued(self.num_requests, self.num_tokens)
+
+    def queued_of(self, tenant: str) -> Queued:
+        """Of a tenant."""
+        return self._own.get(tenant, _NOTHING)
+
+    def order(self, choice: Choice) -> Order:
+        """What a choice is ordered by now."""
+        return (choice.live.tenant.turn if self.by_turns else 0.0, choice.rank)
+
+    def arrange(self, policy: Policy) -> None:
+        """Ranks have changed, or the policy that orders the queue."""
+        choices = list(self)
+        self.by_turns = policy is Policy.FAIR
+        by_lane: dict[str, list[Choice]] = {}
+        for choice in choices:
+            by_lane.setdefault(self._lane(choice), []).append(choice)
+        self._lanes = {name: Lane(_rank, lane) for name, lane in by_lane.items()}
+        self._due = None
+        if policy is Policy.DEADLINE:
+            for choice in choices:
+                choice.due = _due_of(choice)
+            self._due = Lane(_due, [choice for choice in choices if choice.due])
+
+    def put(self, choice: Choice) -> None:
+        """Enters a choice."""
+        self._want(choice)
+        name = self._lane(choice)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(_rank)
+        lane.insert(choice)
+        if self._due is not None:
+            choice.due = _due_of(choice)
+            if choice.due:
+                self._due.insert(choice)
+        self._count(choice, 1)
+
+    def remove(self, choice: Choice) -> None:
+        """Takes a choice out, while it is still as new as it was."""
+        name = self._lane(choice)
+        lane = self._lanes[name]
+        lane.remove(choice)
+        if not len(lane):
+            del self._lanes[name]
+        if self._due is not None and choice.due:
+            self._due.remove(choice)
+        self._count(choice, -1)
+        choice.is_queued = False
+        self._wanted.remove(choice, choice.hashes[: choice.num_wanted])
+        choice.num_missing = choice.num_evicted = 0
+
+    def _want(self, choice: Choice) -> None:
+        """Finds out what the choice lacks; from then on ``_charge`` keeps it right."""
+        choice.num_wanted = choice.num_missing = choice.num_evicted = 0
+        num_shared = 0
+        if choice.reads_cache:
+            num_tokens = len(choice.token_ids)
+            choice.num_wanted = min(len(choice.hashes), (num_tokens - 1) // self._block_size)
+            hashes = choice.hashes[: choice.num_wanted]
+            num_shared = self._wanted.add(choice, hashes, lambda other: cast(Choice, other).rank > choice.rank)
+        choice.num_shared = num_shared
+        choice.work = self._work(choice)
+        choice.is_queued = True
+
+    def _charge(self, owner: object, num_missing: int, num_evicted: int) -> None:
+        choice = cast(Choice, owner)
+        choice.num_missing += num_missing
+        choice.num_evicted += num_evicted
+        if choice.is_queued:
+            self.update_work(choice)
+
+    def update_work(self, choice: Choice) -> None:
+        """What a choice lacks has changed while it waits: blocks have moved, or those that it kept were taken."""
+        before, choice.work = choice.work, self._work(choice)
+        change = choice.work.minus(before)
+        self._lanes[self._lane(choice)].change_work(choice, change)
+        if self._due is not None and choice.due:
+            self._due.change_work(choice, change)
+
+    def _work(self, choice: Choice) -> QueuedWork:
+        live, num_tokens, size = choice.live, len(choice.token_ids), self._block_size
+        num_at_hand = choice.num_wanted - choice.num_missing if choice.num_wanted else len(choice.pinned)
+        return sequence_work(
+            num_tokens,
+            num_tokens - size * num_at_hand,
+            size,
+            is_pooled=choice.is_pooled,
+            num_forks=0 if live.forked else live.request.n - 1,
+            num_evicted=choice.num_evicted,
+            num_shared=max(choice.num_shared, len(choice.pinned)),
+        )
+
+    def _count(self, choice: Choice, sign: int) -> None:
+        new_tokens = sign * choice.num_prompt_tokens if choice.is_new else 0
+        self._num_choices += sign
+        choice.live.tenant.num_waiting += sign
+        self.num_tokens += new_tokens
+        if choice.is_new:
+            num_first = sign if choice.index == 0 else 0
+            self.num_requests += num_first
+            self._count_own(choice.live.tenant.name, num_first, new_tokens)
+        if choice.is_pooled:
+            self.num_pooled += sign
+
+    def _count_own(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        before = self.queued_of(tenant)
+        after = Queued(before.requests + num_requests, before.tokens + num_tokens)
+        if any(after):
+            self._own[tenant] = after
+        else:
+            self._own.pop(tenant, None)
+
+    @property
+    def work(self) -> QueuedWork:
+        """Of all that wait."""
+        return total_work([lane.work for lane in self._lanes.values()]).plus(self._unowned)
+
+    def num_ahead(self, tenant: str, rank: Rank) -> int:
+        """How many would be ahead of a choice that entered now; with turns, about so many."""
+        return sum(num_choices for _, num_choices in self._ahead(tenant, rank))
+
+    def work_ahead(self, tenant: str, rank: Rank, deadline: float | None) -> QueuedWork:
+        """The work of those ahead of a choice that entered now.
+
+        Under the policy ``deadline`` long requests overtake short ones that are due sooner. If each counted only those
+        with less slack than its own, more would be admitted than can be done in time: so those that are due before it
+        count, if they are more."""
+        ahead = self._ahead(tenant, rank)
+        if self._due is not None and deadline is not None:
+            num_due = self._due.num_before((deadline, (math.inf, 0, 0)))
+            if num_due > sum(num_choices for _, num_choices in ahead):
+                ahead = [(self._due, num_due)]
+        return total_work([lane.work_of_first(num_choices) for lane, num_choices in ahead]).plus(self._unowned)
+
+    def _ahead(self, tenant: str, rank: Rank) -> list[tuple[Lane, int]]:
+        """The lanes, and how many of the first choices of each."""
+        own = self._lanes.get(tenant if self.by_turns else "")
+        num_own = 0 if own is None else own.num_before(rank)
+        return [(lane, num_own if lane is own else min(len(lane), num_own + 1)) for lane in self._lanes.values()]
+
+    @property
+    def _unowned(self) -> QueuedWork:
+        """Blocks that have to be computed for those that wait, by whichever comes first."""
+        return QueuedWork(tokens=self._wanted.num_missing * self._block_size)
+
+    def in_order(self) -> Iterator[Choice]:
+        """All of them. Choices may be put and removed meanwhile: those that enter are not seen."""
+        if len(self._lanes) <= 1:
+            for lane in list(self._lanes.values()):
+                yield from lane.snapshot()
+            return
+        # A turn may move while its lane's first is looked at, so it is read again for the next one.
+        lanes = [(self.order(lane.first), lane.snapshot()) for lane in self._lanes.values()]
+        heap = [(order, next(choices), choices) for order, choices in lanes]
+        heapq.heapify(heap)
+        while heap:
+            _, choice, choices = heap[0]
+            yield choice
+            following = next(choices, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (self.order(following), following, choices))
+
+    def _lane(self, choice: Choice) -> str:
+        return choice.live.tenant.name if self.by_turns else ""
+
+
+def _due_of(choice: Choice) -> tuple[float, Rank] | None:
+    deadline = choice.live.request.deadline
+    return None if deadline is None else (deadline, choice.rank)
+
+
+class RunningRows:
+    """Choices with a row."""
+
+    def __init__(self) -> None:
+        self.prefilling: list[Choice] = []
+        self.decoding: list[Choice] = []
+        self.held: list[Choice] = []
+        """Of requests whose output nobody reads: in no plan until they are released."""
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self.decoding) + len(self.held)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return chain(self.prefilling, self.decoding, self.held)
+
+    def add(self, choice: Choice) -> None:
+        """Enters a choice whose row begins."""
+        insort(self.prefilling, choice, key=_rank)
+        choice.live.tenant.num_rows += 1
+
+    def promote(self, choice: Choice) -> None:
+        """All of its history is planned."""
+        self.prefilling.remove(choice)
+        insort(self.decoding, choice, key=_rank)
+        choice.state = ChoiceState.DECODING
+
+    def remove(self, choice: Choice) -> None:
+        """Takes a choice out."""
+        self._line(choice).remove(choice)
+        choice.live.tenant.num_rows -= 1
+
+    def hold(self, choice: Choice, held: bool) -> None:
+        """Takes a row out of the plans, or puts it back; its request says the same from now on."""
+        (self._moving(choice) if held else self.held).remove(choice)
+        insort(self.held if held else self._moving(choice), choice, key=_rank)
+
+    def arrange(self) -> None:
+        """Ranks have changed."""
+        for line in (self.prefilling, self.decoding, self.held):
+            line.sort(key=_rank)
+
+    def _line(self, choice: Choice) -> list[Choice]:
+        return self.held if choice.live.held else self._moving(choice)
+
+    def _moving(self, choice: Choice) -> list[Choice]:
+        return self.prefilling if choice.state is ChoiceState.PREFILLING else self.decoding

@@ -1,0 +1,181 @@
+"""What each tenant has and was served: the turns of the ``fair`` policy, what is left of its rates, and the counts
+behind caps and statistics.
+
+A turn is the tokens that a tenant was served, divided by its weight (the virtual counter of Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024): whoever has the lowest goes next. A tenant with nothing in the queue saves
+up few turns: when a request of it comes, it is lifted to just below the lowest turn of those that wait, or that of the
+last one that began. Work is never held back for a tenant that has none. Knows neither blocks nor rows, but how many
+rows each has.
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.planning.allowance import Allowance, Rated
+
+MAX_REMEMBERED = 4096
+"""Tenants without a live request whose turn is still remembered."""
+MAX_SAVED_TOKENS = 2048
+"""What a tenant may save up: a request or two of one that asks for less than its share go first."""
+
+
+class TenantUse:
+    """One tenant's."""
+
+    __slots__ = ("allowance", "limits", "name", "num_live", "num_new", "num_rows", "num_waiting", "served", "turn")
+
+    def __init__(self, name: str, limits: TenantLimits, now: float) -> None:
+        self.name = name
+        self.limits = limits
+        self.allowance = Allowance(limits, now)
+        self.num_live = 0
+        """Requests that have not finished."""
+        self.num_rows = 0
+        """Of those that run."""
+        self.num_waiting = 0
+        """Choices in the queue."""
+        self.served = 0
+        """Tokens computed for its prompts and chosen for its outputs."""
+        self.turn = 0.0
+        self.num_new = 0
+        """Tokens that a step chose for it, until they are charged."""
+
+    def charge(self, num_tokens: int) -> None:
+        """So many tokens were served to it."""
+        self.served += num_tokens
+        self.turn += num_tokens / self.limits.weight
+
+    def charge_new(self, now: float) -> None:
+        """What was chosen for it lately was served to it."""
+        if self.num_new:
+            self.charge(self.num_new)
+            self.allowance.take_tokens(self.num_new, now)
+            self.num_new = 0
+
+
+class Tenants:
+    """Those that have live requests, and those whose turn is remembered."""
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._uses: dict[str, TenantUse] = {}
+        self._busy: dict[str, TenantUse] = {}
+        self._last: TenantUse | None = None
+        """Whoever began last."""
+        self._total_weight = 0.0
+        """Of the busy ones."""
+
+    def __iter__(self) -> Iterator[TenantUse]:
+        """Those with live requests."""
+        return iter(self._busy.values())
+
+    def num_live(self, name: str) -> int:
+        """A tenant's requests that have not finished."""
+        use = self._busy.get(name)
+        return 0 if use is None else use.num_live
+
+    def allowance(self, name: str) -> Allowance:
+        """What is left of a tenant's rates; only to be looked at."""
+        use = self._uses.get(name)
+        return Allowance(self._config.tenant(name), self._clock()) if use is None else use.allowance
+
+    def charge(self, name: str, kind: Rated) -> None:
+        """Counts a request or call against a tenant's rate, whatever becomes of it."""
+        if self._config.tenant(name).requests_per_second is None:
+            return
+        now = self._clock()
+        self._use(name, now).allowance.take(kind, now)
+        self._forget_some()
+
+    def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
+        """A request begins to live."""
+        now = self._clock()
+        use = self._use(name, now)
+        use.allowance.take_tokens(num_prompt_tokens, now)
+        if not use.num_waiting:
+            turns = [other.turn for other in self._busy.values() if other.num_waiting]
+            last_turn = 0.0 if self._last is None else self._last.turn
+            saved = MAX_SAVED_TOKENS / use.limits.weight
+            use.turn = max(use.turn, min(turns, default=last_turn) - saved)
+        if not use.num_live:
+            self._busy[name] = use
+            self._total_weight += use.limits.weight
+        use.num_live += 1
+        return use
+
+    def began(self, use: TenantUse) -> None:
+        """A choice of it got a row."""
+        self._last = use
+
+    def leave(self, use: TenantUse) -> None:
+        """A request of it is over."""
+        use.num_live -= 1
+        if use.num_live:
+            return
+        use.charge_new(self._clock())
+        del self._busy[use.name]
+        # Anew, so that no rounding error stays.
+        self._total_weight = sum(other.limits.weight for other in self._busy.values())
+        self._forget_some()
+
+    def charge_new(self) -> None:
+        """A step is answered: what it chose is charged."""
+        now = self._clock()
+        for use in self._busy.values():
+            use.charge_new(now)
+
+    def share(self, use: TenantUse) -> float:
+        """The part of everything that is a busy tenant's, 0 to 1."""
+        return use.limits.weight / self._total_weight
+
+    def share_of(self, name: str) -> float:
+        """What the part of a tenant is, or would be if it had a request."""
+        use = self._busy.get(name)
+        if use is not None:
+            return self.share(use)
+        weight = self._config.tenant(name).weight
+        return weight / (self._total_weight + weight)
+
+    def share_beside(self, use: TenantUse, newcomer: str) -> float:
+        """What the part of a busy tenant is once the newcomer has a request too."""
+        return self.share(use) if newcomer in self._busy else self.share(use) * (1 - self.share_of(newcomer))
+
+    def num_rows(self, name: str) -> int:
+        """A tenant's choices that run."""
+        use = self._busy.get(name)
+        return 0 if use is None else use.num_rows
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Weights and caps are as ``config`` has them from now on. Where the policy changes nobody has had a turn."""
+        is_new_policy = config.policy is not self._config.policy
+        self._config = config
+        now = self._clock()
+        for use in self._uses.values():
+            use.limits = config.tenant(use.name)
+            use.allowance.reconfigure(use.limits, now)
+            if is_new_policy:
+                use.turn = 0.0
+        self._total_weight = sum(use.limits.weight for use in self._busy.values())
+
+    def busiest(self, limit: int) -> list[TenantUse]:
+        """Those with the most live requests."""
+        return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
+
+    def _use(self, name: str, now: float) -> TenantUse:
+        use = self._uses.get(name)
+        if use is None:
+            use = self._uses[name] = TenantUse(name, self._config.tenant(name), now)
+        return use
+
+    def _forget_some(self) -> None:
+        """Those whose rates are untouched and that were served least since they were lifted lose the least by it."""
+        if len(self._uses) <= 2 * MAX_REMEMBERED:
+            return
+        now = self._clock()
+        idle = [use for use in self._uses.values() if not use.num_live]
+        idle.sort(key=lambda use: (not use.allowance.is_full(now), use.turn))
+        for use in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
+            del self._uses[use.name]

@@ -1,0 +1,1 @@
+"""Stand-ins for workers, and the simulation. Not in the wheel."""

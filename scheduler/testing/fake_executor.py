@@ -1,0 +1,148 @@
+"""An Executor without a worker process or a model, for tests and benchmarks of all that stands above one."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT, ExecutorError
+from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.testing.fake_worker import (
+    CheckedSlots,
+    FakeRow,
+    FakeWorker,
+    NextToken,
+    Slots,
+    WorkerKilled,
+    token_of_history,
+)
+
+
+class FakeExecutor:
+    """Answers each plan only when the next one is there, or when none comes: so two plans are in flight, unless steps
+    take so long that the engine puts the next one off.
+
+    ``next_token`` chooses a row's next token; by default it is a function of the history alone. ``slots`` checks what
+    the plans do to the KV cache. ``seconds_per_step`` is how long a step takes.
+
+    Its worker dies when it is told to, and in each step with a row that ``kills`` says does it; ``start`` after
+    ``stop`` brings another one, once ``may_start`` is set.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 1024,
+        vocab_size: int = 256,
+        delay_plans: int = 1,
+        next_token: NextToken | None = None,
+        *,
+        block_size: int = 16,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        hidden_size: int = 8,
+        num_host_blocks: int = 0,
+        seconds_per_step: float = 0.0,
+        slots: Callable[[], Slots] | None = None,
+        kills: Callable[[FakeRow], bool] = lambda row: False,
+    ) -> None:
+        self.facts = WorkerFacts(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            architecture="fake",
+            backend="fake",
+            device="cpu",
+            dtype="float32",
+            kv_cache_dtype="float32",
+            weight_bytes=0,
+            kv_bytes=0,
+            hidden_size=hidden_size,
+            num_host_blocks=num_host_blocks,
+        )
+        self.plans: deque[StepPlan] = deque()
+        """Plans that are not answered."""
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.num_starts = 0
+        self.fails_to_start: deque[ExecutorError] = deque()
+        """One for each of the next starts."""
+        self._next_token = next_token or token_of_history(vocab_size)
+        self._new_slots = slots or (lambda: CheckedSlots(num_blocks, block_size, num_host_blocks))
+        self._kills = kills
+        self._worker = self._new_worker()
+        self._delay_plans = delay_plans
+        self._seconds_per_step = seconds_per_step
+        self._changed = asyncio.Event()
+        self._death: ExecutorError | None = None
+        self._stopped = False
+
+    async def start(self) -> WorkerFacts:
+        """At once, unless it was told otherwise."""
+        self.num_starts += 1
+        await self.may_start.wait()
+        if self.fails_to_start:
+            raise self.fails_to_start.popleft()
+        if self._stopped:
+            self.plans.clear()
+            self._worker = self._new_worker()
+            self._death = None
+            self._stopped = False
+        return self.facts
+
+    def _new_worker(self) -> FakeWorker:
+        return FakeWorker(self.facts, self._next_token, self._new_slots(), self._kills)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Takes a plan."""
+        if self._death is not None:
+            raise self._death
+        assert len(self.plans) < MAX_PLANS_IN_FLIGHT, "too many plans are unanswered"
+        self.plans.append(plan)
+        self._changed.set()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Answers, each a plan late."""
+        while True:
+            await self._wait_for_plan()
+            if self._seconds_per_step:
+                await asyncio.sleep(self._seconds_per_step)
+            if self._stopped:
+                return
+            if self._death is not None:
+                raise self._death
+            try:
+                result = self._worker.run(self.plans[0])
+            except WorkerKilled as killed:
+                self._death = ExecutorError(str(killed), blames_step=True)
+                raise self._death from killed
+            self.plans.popleft()
+            if self._seconds_per_step:
+                result.computed_us = round(self._seconds_per_step * 1e6)
+            yield result
+
+    async def _wait_for_plan(self) -> None:
+        while not self.plans and not self._stopped and self._death is None:
+            self._changed.clear()
+            await self._changed.wait()
+        # A few turns of the loop, in which the engine would have submitted the next one if it had one.
+        for _ in range(4):
+            if len(self.plans) > self._delay_plans:
+                return
+            await asyncio.sleep(0)
+
+    def die(self, message: str = "the worker was killed", blames_step: bool = False) -> None:
+        """What a crash of the worker looks like from here: plans on their way are lost."""
+        self._death = ExecutorError(message, blames_step)
+        self._changed.set()
+
+    def condemn(self, why: str) -> None:
+        """It dies of it."""
+        self.die(why, blames_step=True)
+
+    async def stop(self) -> None:
+        """Ends ``results``."""
+        self._stopped = True
+        self._changed.set()

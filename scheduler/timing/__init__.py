@@ -1,0 +1,1 @@
+"""Models of how long steps take and requests wait."""

@@ -1,0 +1,1 @@
+"""AdminService: settings, statistics, timelines and KV events, for operators."""

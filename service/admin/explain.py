@@ -1,0 +1,78 @@
+"""Explain: a request's timeline as the wire has it. What is told is the scheduler's; nothing is found out here."""
+
+import time
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.timeline import Entry, Kind, Timeline
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.streaming.messages import milliseconds
+from penstock.v1 import admin_pb2 as pb
+
+_KINDS = {kind: pb.TimelineKind.Value(f"TIMELINE_KIND_{kind.name}") for kind in Kind}
+
+
+class Explainer:
+    """Answers for requests that live, and for the last ones that ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def Explain(
+        self, request: pb.ExplainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> pb.ExplainResponse:
+        """Raises ServiceError REQUEST_UNKNOWN. The request is within its bounds."""
+        timeline = self._engine.explain(request.request_id)
+        if timeline is None:
+            num_kept = self._engine.config.explain_requests
+            raise ServiceError(
+                Reason.REQUEST_UNKNOWN,
+                f"no request of this id lives, nor is it among the last {num_kept:,} that ended; "
+                "--explain-requests keeps more",
+                field="request_id",
+            )
+        return _explained(timeline, time.monotonic(), time.time())
+
+
+def _explained(timeline: Timeline, now: float, unix_now: float) -> pb.ExplainResponse:
+    """What goes on is told as if it ended ``now``, which is ``unix_now`` by the calendar."""
+    arrival = timeline.arrival
+    told = pb.ExplainResponse(
+        request_id=timeline.request_id,
+        tenant=timeline.tenant,
+        client_request_id=timeline.client_request_id,
+        arrived_unix_us=_microseconds(unix_now - (now - arrival)),
+        prompt_tokens=timeline.prompt_tokens,
+        max_tokens=timeline.max_tokens,
+        num_choices=timeline.num_choices,
+        ended=timeline.ended_by,
+        timeline=[_entry(entry, arrival, now) for entry in timeline.entries()],
+        omitted_entries=timeline.num_omitted,
+    )
+    if timeline.predicted_ttft_s is not None:
+        told.predicted_ttft_ms = milliseconds(timeline.predicted_ttft_s)
+    if timeline.first_token_at is not None:
+        told.first_token_us = _microseconds(timeline.first_token_at - arrival)
+    return told
+
+
+def _entry(entry: Entry, arrival: float, now: float) -> pb.TimelineEntry:
+    until = now if entry.until is None else entry.until
+    at_us = _microseconds(entry.at - arrival)
+    return pb.TimelineEntry(
+        at_us=at_us,
+        # The difference of what is shown, so that what follows begins where this ends.
+        duration_us=max(0, _microseconds(until - arrival) - at_us),
+        choice=entry.choice,
+        kind=_KINDS[entry.kind],
+        first_step=entry.first_step,
+        last_step=entry.last_step,
+        num_tokens=entry.num_tokens,
+        detail=entry.detail,
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))

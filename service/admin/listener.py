@@ -1,0 +1,61 @@
+"""The listener of the administration: a gRPC server of its own, so that callers' networks need not reach it."""
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.service.admin.operations import AdminService
+from penstock.service.auth.tls import ServerTls
+from penstock.service.config.addresses import Address
+from penstock.service.rpc.health import Health
+from penstock.service.rpc.reflection import add_reflection
+from penstock.service.transport.connections import MAX_ADMIN_CONNECTIONS, Connections
+from penstock.service.transport.transport import bind, for_this_user_alone, new_server
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_MAX_STREAMS = 1024
+_LAST_WORDS_S = 0.1
+"""How long what watches has to hear of the end."""
+
+
+class AdminListener:
+    """Up as long as the service, draining included."""
+
+    def __init__(
+        self,
+        address: Address,
+        service: AdminService,
+        health: Health,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        tls: ServerTls | None,
+        connections: Connections,
+    ) -> None:
+        """``tls`` holds where other machines can reach the address; on loopback the tools need no certificates."""
+        self._address = address
+        self._tls = None if address.is_local else tls
+        self._service = service
+        self._connections = connections
+        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        add_reflection((ADMIN_SERVICE, health_name), self._server)
+
+    def bind(self) -> str:
+        """Returns the address with the port that was bound; a Unix socket is this user's alone. Raises ListenError."""
+        with for_this_user_alone():
+            bound = bind(self._server, self._address, self._tls)
+        self._connections.add_listener(Address.parse(bound), MAX_ADMIN_CONNECTIONS)
+        return bound
+
+    async def start(self) -> None:
+        """Answers from here on."""
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Ends what is on it."""
+        self._service.close()
+        await self._server.stop(_LAST_WORDS_S)
+        self._address.remove()

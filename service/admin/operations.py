@@ -1,0 +1,106 @@
+"""AdminService: operators and routers ask what a running service does and why, and change what may be changed.
+
+Nothing happens here: each request is held against the bounds, and handed to the part that answers it. What changes the
+service is logged, with the tenant of the key that did it.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf import text_format
+
+from penstock.scheduler.loop.engine import Engine
+from penstock.service.admin.explain import Explainer
+from penstock.service.admin.kv_events import KvEvents
+from penstock.service.admin.settings import LiveSettings
+from penstock.service.admin.stats import StatsFeed
+from penstock.service.auth.identity import current_caller
+from penstock.service.config.limits import Validator
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.telemetry.event_loop_lag import LoopLag
+from penstock.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+_MAX_LOGGED = 1000
+"""Characters of a change."""
+
+
+class AdminService(pb_grpc.AdminServiceServicer):
+    """The servicer. The engine has started."""
+
+    def __init__(
+        self, engine: Engine, validator: Validator, loop_lag: LoopLag, is_going_down: Callable[[], bool]
+    ) -> None:
+        """``is_going_down``: whether the process ends, so that nothing new can be taken ever again."""
+        self._engine = engine
+        self._validator = validator
+        self._is_going_down = is_going_down
+        self._settings = LiveSettings(engine)
+        self._explainer = Explainer(engine)
+        self._stats = StatsFeed(engine, loop_lag)
+        self._kv_events = KvEvents(engine.kv_events)
+
+    def close(self) -> None:
+        """Ends what watches: the service goes down."""
+        self._stats.close()
+        self._kv_events.close()
+
+    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    async def WatchStats(  # type: ignore[override]
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> None:
+        """Until the caller leaves."""
+        self._validator.check(request)
+        await self._stats.WatchStats(request, context)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Whoever watches the engine's state does the rest."""
+        self._engine.drain()
+        _log_change("new requests are refused")
+        return pb.DrainResponse(live_requests=self._engine.stats().requests)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """Also where nothing was drained."""
+        if self._is_going_down():
+            raise ServiceError(Reason.GOING_DOWN)
+        if self._engine.resume():
+            _log_change("new requests are taken again")
+        return pb.ResumeResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        """What rows hold stays."""
+        num_blocks = self._engine.flush_cache()
+        _log_change(f"{num_blocks} cached blocks are forgotten")
+        return pb.FlushCacheResponse(flushed_blocks=num_blocks)
+
+    async def GetSettings(self, request: pb.GetSettingsRequest, context: Context) -> pb.GetSettingsResponse:
+        """As they are now."""
+        return pb.GetSettingsResponse(settings=self._settings.get())
+
+    async def UpdateSettings(self, request: pb.UpdateSettingsRequest, context: Context) -> pb.UpdateSettingsResponse:
+        """All or nothing."""
+        self._validator.check(request)
+        settings = self._settings.update(request)
+        _log_change(f"settings: {text_format.MessageToString(request, as_one_line=True)}")
+        return pb.UpdateSettingsResponse(settings=settings)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        """Also of a request that has ended."""
+        self._validator.check(request)
+        return await self._explainer.Explain(request, context)
+
+    async def WatchKvEvents(  # type: ignore[override]
+        self, request: pb.WatchKvEventsRequest, context: Context
+    ) -> None:
+        """Until the caller leaves."""
+        self._validator.check(request)
+        await self._kv_events.WatchKvEvents(request, context)
+
+
+def _log_change(what: str) -> None:
+    _log.info("by tenant %s: %s", current_caller.get().tenant, what[:_MAX_LOGGED])

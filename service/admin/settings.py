@@ -1,0 +1,143 @@
+"""The settings that may be changed while the service runs: from the engine's configuration to the contract, and back.
+
+A change is a new configuration, whole: it holds from the next plan on, or is refused and nothing has changed.
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.message import Message
+
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.policy import Policy
+from penstock.service.config.limits import MAX_NAMED_TENANTS
+from penstock.service.errors import ServiceError, invalid
+from penstock.v1 import admin_pb2 as pb
+
+_POLICIES: Mapping[Policy, "pb.SchedulingPolicy.ValueType"] = {
+    Policy.FCFS: pb.SCHEDULING_POLICY_FCFS,
+    Policy.PRIORITY: pb.SCHEDULING_POLICY_PRIORITY,
+    Policy.DEADLINE: pb.SCHEDULING_POLICY_DEADLINE,
+    Policy.FAIR: pb.SCHEDULING_POLICY_FAIR,
+}
+_POLICY_OF = {number: policy for policy, number in _POLICIES.items()}
+_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
+_CAPS = ("max_prompt_tokens", "max_tokens", "max_live_requests", "requests_per_second", "tokens_per_minute")
+
+
+class LiveSettings:
+    """Tells and changes an engine's settings. The engine has started."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def get(self) -> pb.Settings:
+        """As they are now."""
+        config = self._effective()
+        return pb.Settings(
+            policy=_POLICIES[config.policy],
+            **{name: getattr(config, name) for name in _LIMITS},
+            target_itl_ms=round(1000 * (config.target_itl_s or 0.0), 6),
+            default_tenant=_tenant_message("", config.default_tenant),
+            tenants=[_tenant_message(name, limits) for name, limits in sorted(config.tenants.items())],
+        )
+
+    def update(self, request: pb.UpdateSettingsRequest) -> pb.Settings:
+        """Makes all changes and returns what holds then. Raises ServiceError INVALID_FIELD, and nothing has changed.
+        ``request`` is within the bounds of its fields."""
+        before, given = self._effective(), _given(request)
+        changes: dict[str, Any] = {name: given[name] for name in _LIMITS if name in given}
+        if request.policy:
+            changes["policy"] = _POLICY_OF[request.policy]
+        if "target_itl_ms" in given:
+            changes["target_itl_s"] = request.target_itl_ms / 1000 or None
+        if request.HasField("default_tenant"):
+            changes["default_tenant"] = _default_tenant(request.default_tenant)
+        changes["tenants"] = _tenants(before.tenants, request)
+        after = replace(before, **changes)
+        try:
+            after.check_fits(self._engine.facts, before)
+            _check_rows(after, given, self._engine.facts.max_num_batched_tokens)
+            self._engine.reconfigure(after)
+        except ValueError as error:
+            raise _refusal(error) from None
+        return self.get()
+
+    def _effective(self) -> SchedulerConfig:
+        """With the limits that hold on this worker: the operator may have asked for more than it can do."""
+        config, facts = self._engine.config, self._engine.facts
+        return replace(config, max_num_seqs=config.max_rows(facts), max_num_batched_tokens=config.token_budget(facts))
+
+
+def _check_rows(config: SchedulerConfig, given: Container[str], most_tokens: int) -> None:
+    """Raises ServiceError where a step would not have a token for each row. Names the limit that is in ``given``: the
+    other one was right before. ``most_tokens``: what the worker can compute in a step."""
+    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if tokens >= rows:
+        return
+    if "max_num_batched_tokens" in given:
+        lower = "lower max_num_seqs" if "max_num_seqs" in given else "lower max_num_seqs too"
+        raise invalid(
+            "max_num_batched_tokens",
+            f"must be at least max_num_seqs, {rows:,}, so that each row gets a token; it is {tokens:,}: raise it, or "
+            f"{lower}",
+        )
+    or_more = ", or raise max_num_batched_tokens too" if rows <= most_tokens else ""
+    raise invalid(
+        "max_num_seqs",
+        f"must be at most max_num_batched_tokens, {tokens:,}, so that each row gets a token; it is {rows:,}: lower it"
+        f"{or_more}",
+    )
+
+
+def _given(message: Message) -> dict[str, Any]:
+    """The fields that are set, by name."""
+    return {descriptor.name: value for descriptor, value in message.ListFields()}
+
+
+def _tenant_message(name: str, limits: TenantLimits) -> pb.TenantSettings:
+    message = pb.TenantSettings(tenant=name, weight=limits.weight)
+    for cap in _CAPS:
+        value = getattr(limits, cap)
+        if value is not None:
+            setattr(message, cap, value)
+    return message
+
+
+def _tenant_limits(message: pb.TenantSettings) -> TenantLimits:
+    return TenantLimits(**{name: value for name, value in _given(message).items() if name != "tenant"})
+
+
+def _default_tenant(message: pb.TenantSettings) -> TenantLimits:
+    if message.tenant:
+        raise invalid("default_tenant.tenant", "must be empty; put the settings of one tenant into tenants")
+    return _tenant_limits(message)
+
+
+def _tenants(before: Mapping[str, TenantLimits], request: pb.UpdateSettingsRequest) -> dict[str, TenantLimits]:
+    """Those that are named from now on. Raises ServiceError."""
+    forgotten, seen = set(request.forget_tenants), set[str]()
+    after = {name: limits for name, limits in before.items() if name not in forgotten}
+    for index, message in enumerate(request.tenants):
+        field = f"tenants[{index}].tenant"
+        if not message.tenant:
+            raise invalid(field, "is required; put the settings of all tenants without a name into default_tenant")
+        if message.tenant in forgotten:
+            raise invalid(field, "the tenant is in forget_tenants too; name it in one of the two")
+        if message.tenant in seen:
+            raise invalid(field, "the tenant is in this request already; name it once")
+        seen.add(message.tenant)
+        after[message.tenant] = _tenant_limits(message)
+    if len(after) > MAX_NAMED_TENANTS:
+        raise invalid(
+            "tenants", f"at most {MAX_NAMED_TENANTS:,} tenants may have settings; use forget_tenants for some"
+        )
+    return after
+
+
+def _refusal(error: ValueError) -> ServiceError:
+    """The engine's own refusal, whose text begins with the name of the field, as the contract has it."""
+    name, _, problem = str(error).partition(" ")
+    return invalid(name, problem)

@@ -1,0 +1,90 @@
+"""WatchStats: where the engine and the event loop stand, again and again. Nothing is counted here."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.loop.engine import Engine
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.streaming.messages import milliseconds
+from penstock.service.telemetry.event_loop_lag import PERIOD_S, Lag, LoopLag
+from penstock.service.transport.call_end import write
+from penstock.v1 import admin_pb2 as pb
+
+DEFAULT_INTERVAL_MS = 1000
+MAX_TENANTS = 64
+
+_STATES = {state: pb.EngineState.Value(f"ENGINE_STATE_{state.name}") for state in EngineState}
+
+
+class StatsFeed:
+    """One for all who watch; the service's uptime is the feed's."""
+
+    def __init__(self, engine: Engine, loop_lag: LoopLag) -> None:
+        self._engine = engine
+        self._loop_lag = loop_lag
+        self._began = time.monotonic()
+        self._closed = asyncio.Event()
+
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        """Now, then after every interval, until the caller leaves or the service ends. The request is within its
+        bounds."""
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+        num_told = self._loop_lag.num_samples - round(interval_ms / 1000 / PERIOD_S)
+        await context.send_initial_metadata(())
+        while True:
+            num_samples = self._loop_lag.num_samples
+            lag = self._loop_lag.over(num_samples - num_told)
+            num_told = num_samples
+            await write(context, self._read(lag))
+            try:
+                async with asyncio.timeout(interval_ms / 1000):
+                    await self._closed.wait()
+            except TimeoutError:
+                continue
+            raise ServiceError(Reason.SHUTDOWN, "the service is going down")
+
+    def close(self) -> None:
+        """Ends what watches: the service goes down."""
+        self._closed.set()
+
+    def _read(self, lag: Lag | None) -> pb.WatchStatsResponse:
+        stats = self._engine.stats()
+        answer = pb.WatchStatsResponse(
+            state=_STATES[stats.state],
+            uptime_ms=round((time.monotonic() - self._began) * 1000),
+            live_requests=stats.requests,
+            running_rows=stats.running,
+            waiting_choices=stats.waiting,
+            stalled_requests=stats.stalled,
+            kv_usage=stats.kv_usage,
+            cached_blocks=stats.cached_blocks,
+            retained_blocks=stats.retained_blocks,
+            host_blocks=stats.host_blocks,
+            steps=stats.steps,
+            prefill_tokens=stats.prefill_tokens,
+            cached_tokens=stats.cached_tokens,
+            restored_tokens=stats.restored_tokens,
+            output_tokens=stats.output_tokens,
+            drafts=stats.speculation.steps,
+            drafted_tokens=stats.speculation.drafted,
+            accepted_tokens=stats.speculation.accepted,
+            preemptions=stats.preemptions,
+            finished_requests=stats.finished,
+            refused_requests=stats.refused,
+            worker_restarts=stats.restarts,
+            step_us=round(stats.step_s * 1e6),
+            tenants=[
+                pb.TenantStats(tenant=use.name, live_requests=use.num_live, served_tokens=use.served)
+                for use in self._engine.busiest_tenants(MAX_TENANTS)
+            ],
+        )
+        if stats.predicted_ttft_s is not None:
+            answer.predicted_ttft_ms = milliseconds(stats.predicted_ttft_s)
+        if lag is not None:
+            p50_us, p99_us, max_us = (round(seconds * 1e6) for seconds in (lag.p50_s, lag.p99_s, lag.max_s))
+            answer.loop_lag.CopyFrom(pb.LoopLag(p50_us=p50_us, p99_us=p99_us, max_us=max_us))
+        return answer

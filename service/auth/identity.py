@@ -1,0 +1,240 @@
+"""Who calls: API keys and tokens to tenants, and which methods are open to whom. Everything that is not named here is
+denied.
+
+A key file has one line a key: ``sha256:<hex> <tenant> [act-for-others] [admin]``; blank lines and what follows a ``#``
+are ignored. Keys are long and random, so no slower hash is needed. They themselves are in no file, log or message.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+
+from penstock.service.auth.reloaded_files import FileError, NamedFile
+from penstock.service.config.limits import TENANT_NAME
+from penstock.service.errors import Reason, ServiceError, invalid
+
+DEFAULT_TENANT = "default"
+ACT_FOR_OTHERS, ADMIN = "act-for-others", "admin"
+"""The rights that a key or a token may have."""
+API_KEYS_FLAG = "--api-keys-file"
+_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+_MAX_KEY_BYTES = 1024
+_REMEDY = """echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" makes a line"""
+
+Metadata = Sequence[tuple[str, str | bytes]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made a call."""
+
+    tenant: str
+    may_act_for_others: bool = False
+    may_administer: bool = False
+
+    def tenant_for(self, named: str) -> str:
+        """The tenant of a request that names ``named`` (empty: none). Raises ServiceError TENANT_DENIED, and
+        INVALID_FIELD for what is no name."""
+        if named in ("", self.tenant):
+            return self.tenant
+        if not TENANT_NAME.fullmatch(named):
+            raise invalid("tenant", "must be 1 to 64 letters, digits, '_', '.' and '-'")
+        if not self.may_act_for_others:
+            raise ServiceError(Reason.TENANT_DENIED, field="tenant")
+        return named
+
+
+class Authenticator(Protocol):
+    """Finds out who calls, from a call's metadata alone."""
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Raises ServiceError UNAUTHENTICATED."""
+        ...
+
+
+class Everyone:
+    """Without keys or tokens everyone is one tenant, and nobody acts for another. Who reaches the listener of the
+    administration may administer: it is then this machine's alone."""
+
+    _CALLER = Caller(DEFAULT_TENANT, may_administer=True)
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Never fails."""
+        return self._CALLER
+
+
+class ApiKeys:
+    """Keys known by their hashes."""
+
+    def __init__(self, callers: Mapping[bytes, Caller]) -> None:
+        """``callers`` has the sha256 digest of each key."""
+        # Looked up by a keyed hash of the digest, under a secret of this process: how long a look-up takes then tells
+        # nothing about the digests, and the one comparison that follows takes the same time for every key.
+        self._secret = secrets.token_bytes(32)
+        self._callers = {self._blind(digest): (digest, caller) for digest, caller in callers.items()}
+        self._nobody = (bytes(32), Caller(DEFAULT_TENANT))
+
+    @classmethod
+    def parse(cls, file: NamedFile, content: bytes) -> "ApiKeys":
+        """Reads what a key file holds. Raises FileError, which names the line and never a key."""
+        callers: dict[bytes, Caller] = {}
+        for number, line in enumerate(file.text(content).splitlines(), start=1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            digest, caller = _parse_line(words, f"{file}:{number}")
+            if digest in callers:
+                raise FileError(f"{file}:{number}: the key is in the file already; remove one of the lines")
+            callers[digest] = caller
+        if not callers:
+            raise FileError(f"{file}: holds no key; leave the flag out, or add a line: {_REMEDY}")
+        return cls(callers)
+
+    def caller_of(self, credential: str) -> Caller | None:
+        """See ``Credentials``."""
+        if len(credential) > _MAX_KEY_BYTES:
+            return None
+        digest = _digest(credential)
+        known, caller = self._callers.get(self._blind(digest), self._nobody)
+        return caller if hmac.compare_digest(known, digest) else None
+
+    def _blind(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
+
+class Credentials(Protocol):
+    """One kind of what may stand after ``Bearer``."""
+
+    def caller_of(self, credential: str) -> Caller | None:
+        """Whose it is; None where it is not one of these. Raises ServiceError UNAUTHENTICATED where it is one, and no
+        good."""
+        ...
+
+
+class Bearers:
+    """Several kinds of credentials, each as it is at the moment."""
+
+    def __init__(self, kinds: Sequence[Callable[[], Credentials]]) -> None:
+        """``kinds`` are asked in order, anew for each call."""
+        self._kinds = kinds
+
+    def authenticate(self, metadata: Metadata) -> Caller:
+        """Wants ``authorization: Bearer <key or token>``, once."""
+        credential = bearer_of(metadata)
+        for kind in self._kinds:
+            caller = kind().caller_of(credential)
+            if caller is not None:
+                return caller
+        raise ServiceError(Reason.UNAUTHENTICATED)
+
+
+def bearer_of(metadata: Metadata) -> str:
+    """What stands after ``Bearer`` in the one header ``authorization``. Raises ServiceError UNAUTHENTICATED."""
+    values = [value for name, value in metadata if name == "authorization"]
+    if len(values) == 1 and isinstance(values[0], str):
+        scheme, _, credential = values[0].partition(" ")
+        if scheme.lower() == "bearer" and credential:
+            return credential
+    raise ServiceError(Reason.UNAUTHENTICATED)
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    OPEN = auto()
+    """Anyone: probes and tools that ask what there is."""
+    CALLERS = auto()
+    """Whoever the authenticator knows."""
+    ADMINS = auto()
+    """Those of them that may administer."""
+
+
+ACCESS: Mapping[str, Access] = {
+    "/grpc.health.v1.Health/Check": Access.OPEN,
+    "/grpc.health.v1.Health/Watch": Access.OPEN,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/penstock.v1.AdminService/Drain": Access.ADMINS,
+    "/penstock.v1.AdminService/Explain": Access.ADMINS,
+    "/penstock.v1.AdminService/FlushCache": Access.ADMINS,
+    "/penstock.v1.AdminService/GetSettings": Access.ADMINS,
+    "/penstock.v1.AdminService/Resume": Access.ADMINS,
+    "/penstock.v1.AdminService/UpdateSettings": Access.ADMINS,
+    "/penstock.v1.AdminService/WatchKvEvents": Access.ADMINS,
+    "/penstock.v1.AdminService/WatchStats": Access.ADMINS,
+    "/penstock.v1.EmbeddingService/Embed": Access.CALLERS,
+    "/penstock.v1.GenerationService/Complete": Access.CALLERS,
+    "/penstock.v1.GenerationService/Generate": Access.CALLERS,
+    "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
+    "/penstock.v1.ModelService/GetModel": Access.CALLERS,
+    "/penstock.v1.TokenizerService/DescribeTokens": Access.CALLERS,
+    "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
+    "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
+    "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
+}
+"""Every method that is served. One that is not here is denied to everyone."""
+
+current_caller: ContextVar[Caller] = ContextVar("current_caller")
+"""Who made the call that this task answers."""
+
+
+class IdentityInterceptor(grpc.aio.ServerInterceptor):
+    """Turns callers away before their message is looked at."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """The method's own handler, or one that ends the call without reading it."""
+        handler = await continuation(handler_call_details)
+        access = ACCESS.get(handler_call_details.method)
+        if handler is None or access is Access.OPEN:
+            return handler
+        try:
+            if access is None:
+                raise ServiceError(Reason.METHOD_DENIED)
+            caller = self._authenticator.authenticate(handler_call_details.invocation_metadata)
+            if access is Access.ADMINS and not caller.may_administer:
+                raise ServiceError(Reason.ADMIN_DENIED)
+            current_caller.set(caller)
+        except ServiceError as error:
+            return _denial(error)
+        return handler
+
+
+def _denial(error: ServiceError) -> Handler:
+    # As a stream, whatever the method is: a unary handler would have the message received and parsed first.
+    async def deny(request_iterator: Any, context: Any) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(deny)
+
+
+def _parse_line(words: Iterable[str], where: str) -> tuple[bytes, Caller]:
+    hashed, *rest = words
+    match = _HASHED.fullmatch(hashed)
+    if match is None:
+        raise FileError(f"{where}: the first word must be 'sha256:' and 64 small hex digits; {_REMEDY}")
+    if not rest or not TENANT_NAME.fullmatch(rest[0]):
+        raise FileError(f"{where}: the second word must be a tenant, 1 to 64 characters of [A-Za-z0-9_.-]")
+    tenant, *rights = rest
+    if len(set(rights)) < len(rights) or not set(rights) <= {ACT_FOR_OTHERS, ADMIN}:
+        raise FileError(f"{where}: after the tenant only '{ACT_FOR_OTHERS}' and '{ADMIN}' may follow, each once")
+    return bytes.fromhex(match[1]), Caller(tenant, ACT_FOR_OTHERS in rights, ADMIN in rights)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,112 @@
+"""The file of tenants' weights, caps and rates: YAML, a key for each tenant, and ``default`` for all that are not
+named.
+
+Under each are the keys of ``_KEYS``, none of which must be there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+import yaml
+
+from penstock.scheduler.config import (
+    MAX_REQUEST_RATE,
+    MAX_TOKEN_BUDGET,
+    MAX_WEIGHT,
+    MIN_REQUEST_RATE,
+    MIN_WEIGHT,
+    TenantLimits,
+)
+from penstock.service.auth.reloaded_files import FileError, NamedFile
+from penstock.service.config.limits import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENANTS, MAX_TOKENS_CAP, TENANT_NAME
+
+TENANTS_FLAG = "--tenants-file"
+_DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """What holds for whom."""
+
+    default: TenantLimits = field(default_factory=TenantLimits)
+    named: Mapping[str, TenantLimits] = field(default_factory=dict)
+
+
+class _Key(NamedTuple):
+    name: str
+    parse: Callable[[str], float]
+    wanted: str
+    low: float
+    high: float
+
+
+_KEYS: Mapping[str, _Key] = {
+    "weight": _Key("weight", float, "a number", MIN_WEIGHT, MAX_WEIGHT),
+    "max-prompt-tokens": _Key("max_prompt_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
+    "max-tokens": _Key("max_tokens", int, "a whole number", 1, MAX_TOKENS_CAP),
+    "max-live-requests": _Key("max_live_requests", int, "a whole number", 1, MAX_LIVE_REQUESTS_CAP),
+    "requests-per-second": _Key("requests_per_second", float, "a number", MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+    "tokens-per-minute": _Key("tokens_per_minute", int, "a whole number", 1, MAX_TOKEN_BUDGET),
+}
+
+
+def parse_tenants(file: NamedFile, content: bytes) -> Tenants:
+    """Reads what a tenants file holds. Raises FileError, which names the tenant and the key."""
+    where = str(file)
+    try:
+        # The tree of nodes, not values: names stay as they are written (`007`, `no`), and what stands twice shows.
+        root = yaml.compose(file.text(content), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise FileError(f"{where}: is no YAML ({' '.join(str(error).split())}); correct it") from error
+    if root is None:
+        _fail(where, "is empty; write {} for no limits")
+    limits = {name: _limits(node, f"{where}: {name}") for name, node in _entries(root, where)}
+    default = limits.pop(_DEFAULT, TenantLimits())
+    for name in limits:
+        if not TENANT_NAME.fullmatch(name):
+            _fail(f"{where}: {name!r}", "is no tenant's name; use 1 to 64 characters of [A-Za-z0-9_.-]")
+    if len(limits) > MAX_NAMED_TENANTS:
+        _fail(where, f"names {len(limits):,} tenants; at most {MAX_NAMED_TENANTS:,} are possible, so group some")
+    return Tenants(default, limits)
+
+
+def _limits(node: yaml.Node, where: str) -> TenantLimits:
+    if isinstance(node, yaml.ScalarNode) and not node.value:
+        return TenantLimits()  # a name alone: all is at its default
+    given: dict[str, float] = {}
+    for written, value in _entries(node, where):
+        key = _KEYS.get(written.replace("_", "-"))
+        if key is None:
+            _fail(f"{where}: {written}", f"is no key; there are {', '.join(_KEYS)}")
+        given[key.name] = _value(key, value, f"{where}: {written}")
+    return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed as its field wants it
+
+
+def _value(key: _Key, node: yaml.Node, where: str) -> float:
+    text = node.value if isinstance(node, yaml.ScalarNode) else ""
+    try:
+        value = key.parse(text)
+    except ValueError:
+        _fail(where, f"must be {key.wanted} of {key.low:,} to {key.high:,.0f}; it is {text or 'none'!r}")
+    if not key.low <= value <= key.high:
+        _fail(where, f"must be {key.low:,} to {key.high:,.0f}; it is {value:,}")
+    return value
+
+
+def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node]]:
+    """Keys and values of a mapping, each key once. Raises FileError."""
+    if not isinstance(node, yaml.MappingNode):
+        _fail(where, "must hold keys and values, such as weight: 2")
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            _fail(where, "must have names as keys, such as weight")
+        if key.value in seen:
+            _fail(f"{where}: {key.value}", "is there twice; remove one of them")
+        seen.add(key.value)
+        yield key.value, value
+
+
+def _fail(where: str, problem: str) -> NoReturn:
+    raise FileError(f"{where}: {problem}")

@@ -1,0 +1,110 @@
+"""Transport security of a listener: its certificate and key, and whose certificates its callers must have.
+
+The files may be exchanged while the service runs: connections that are open stay as they are, and new ones get what is
+new. What gRPC is given has been checked here first, as it would say little of what is wrong.
+"""
+
+import datetime
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from penstock.service.auth.reloaded_files import FileError, NamedFile, TooEarly, WatchedFiles
+
+CERT_FLAG, KEY_FLAG, CLIENT_CA_FLAG = "--tls-cert", "--tls-key", "--tls-client-ca"
+_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+
+_log = logging.getLogger(__name__)
+
+_Configuration: TypeAlias = "grpc.ServerCertificateConfiguration"
+
+
+class ServerTls:
+    """What listeners present to callers, and ask of them."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        """Paths of PEM files: the chain, the service's own certificate first; its private key; and, for mutual TLS, the
+        certificates that callers' ones must be signed by. Raises FileError."""
+        self._certificate, self._key = NamedFile(CERT_FLAG, certificate), NamedFile(KEY_FLAG, key)
+        self._client_ca = None if client_ca is None else NamedFile(CLIENT_CA_FLAG, client_ca)
+        files = [self._certificate, self._key, *([] if self._client_ca is None else [self._client_ca])]
+        self.files: WatchedFiles[_Configuration] = WatchedFiles(files, self._load)
+
+    @property
+    def is_mutual(self) -> bool:
+        """Whether callers need a certificate too."""
+        return self._client_ca is not None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For one listener."""
+        told = self.files.value
+
+        def news() -> "_Configuration | None":
+            # Called by gRPC at each new connection, in a thread of its own.
+            nonlocal told
+            now = self.files.value
+            if now is told:
+                return None
+            told = now
+            return now
+
+        # Its type has no None, which means that nothing is new.
+        return grpc.dynamic_ssl_server_credentials(told, news, self.is_mutual)  # type: ignore[arg-type]
+
+    def _load(self, chain: bytes, key: bytes, client_ca: bytes | None = None) -> _Configuration:
+        """Raises FileError."""
+        certificate = _certificates(self._certificate, chain)[0]
+        _check_pair(self._certificate, certificate, self._key, key)
+        _check_time(self._certificate, certificate)
+        if client_ca is not None:
+            assert self._client_ca is not None
+            _certificates(self._client_ca, client_ca)
+        _log.info("%s: valid until %s", self._certificate, _date(certificate.not_valid_after_utc))
+        return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca)
+
+
+def _certificates(file: NamedFile, content: bytes) -> Sequence[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(content)
+    except ValueError:
+        raise FileError(f"{file}: holds no certificate in PEM, or a broken one; check the file") from None
+
+
+def _check_pair(named: NamedFile, certificate: x509.Certificate, key_file: NamedFile, content: bytes) -> None:
+    """Raises FileError. Nothing that it says comes from the key."""
+    try:
+        key = load_pem_private_key(content, None)
+    except TypeError:
+        remedy = "give it without a passphrase, readable by this user alone"
+        raise FileError(f"{key_file}: is encrypted; {remedy}") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise FileError(f"{key_file}: holds no private key in PEM, or a broken one; check the file") from None
+    public = key.public_key()
+    is_known_curve = isinstance(public, ec.EllipticCurvePublicKey) and isinstance(public.curve, _CURVES)
+    if not (is_known_curve or isinstance(public, rsa.RSAPublicKey)):
+        raise FileError(f"{key_file}: is of a kind that TLS clients do not take; use RSA, or EC with P-256 or P-384")
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if public.public_bytes(*form) != certificate.public_key().public_bytes(*form):
+        problem = f"is not the key of the first certificate in {named}"
+        raise FileError(f"{key_file}: {problem}; give the two that belong together")
+
+
+def _check_time(file: NamedFile, certificate: x509.Certificate) -> None:
+    """Raises FileError."""
+    now = datetime.datetime.now(datetime.UTC)
+    if now < certificate.not_valid_before_utc:
+        begin = _date(certificate.not_valid_before_utc)
+        raise TooEarly(f"{file}: is valid from {begin} on only; give one that is valid now, or set the clock")
+    if now > certificate.not_valid_after_utc:
+        raise FileError(f"{file}: has expired on {_date(certificate.not_valid_after_utc)}; get a new one")
+
+
+def _date(when: datetime.datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,1 @@
+"""Chat templates, rendered in processes of their own."""

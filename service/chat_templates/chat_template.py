@@ -1,0 +1,88 @@
+"""A model's chat templates, as the service sees them: another process renders with them (``template_renderers``)."""
+
+from collections.abc import Mapping
+
+from penstock.service.chat_templates.chat_message import Chat, Message, ToolCall
+from penstock.service.chat_templates.frames import Compiled, Failure
+from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S, Renderers, TemplateBusy, TemplateLimit
+from penstock.service.chat_templates.text import with_marks
+from penstock.service.errors import Reason, ServiceError, invalid
+
+__all__ = ["Chat", "ChatTemplate", "Message", "TemplateError", "ToolCall", "compile_templates"]
+
+_NOT_CONTINUABLE = (
+    "chat.continue_final_message: this model's chat template does not show the last message as it is; leave it out, or "
+    "send text or token_ids"
+)
+
+
+class TemplateError(Exception):
+    """A template that cannot be used; the text says what is wrong with it."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+def compile_templates(
+    sources: Mapping[str, str], special_tokens: Mapping[str, str], timeout_s: float = DEFAULT_TIMEOUT_S
+) -> dict[str, "ChatTemplate"]:
+    """The templates by name. ``special_tokens`` are their variables ``bos_token``, ``eos_token`` and so on;
+    ``timeout_s`` is the processor time for rendering one conversation. Raises TemplateError."""
+    if not sources:
+        return {}
+    try:
+        renderers = Renderers(sources, special_tokens, timeout_s)
+    except TemplateLimit as error:
+        raise TemplateError(next(iter(sources)), error.problem) from None
+    except TemplateBusy:
+        raise TemplateError(next(iter(sources)), "could not be compiled: the machine is too busy") from None
+    ready = renderers.ready
+    if ready.problem:
+        raise TemplateError(ready.name, ready.problem)
+    return {name: ChatTemplate(name, source, ready.templates[name], renderers) for name, source in sources.items()}
+
+
+class ChatTemplate:
+    """A compiled template. Threads may share one.
+
+    What it renders is ``TemplateText``, which tells the template's own text from the caller's.
+    """
+
+    def __init__(self, name: str, source: str, compiled: Compiled, renderers: Renderers) -> None:
+        self._name = name
+        self._renderers = renderers
+        self.source = source
+        """As its author wrote it."""
+        self.shows_tools = compiled.shows_tools
+        """Whether it looks at ``tools`` at all."""
+        self.roles = compiled.roles
+        """The roles that messages may have."""
+
+    def render(self, chat: Chat) -> str:
+        """The prompt. Raises ServiceError where the template refuses the messages, or cannot cope with them."""
+        return self._rendered(chat, after_answer=False)
+
+    def render_after_answer(self, chat: Chat) -> str:
+        """What follows an answer of the assistant's that stands in a prompt as it was given: the end of its turn, then
+        the messages. Raises ServiceError as ``render`` does, and where the template shows answers otherwise."""
+        return self._rendered(chat, after_answer=True)
+
+    def _rendered(self, chat: Chat, after_answer: bool) -> str:
+        try:
+            rendered = self._renderers.render(self._name, chat, after_answer)
+        except TemplateLimit as error:
+            raise invalid("chat", f"the model's chat template {error.problem}") from None
+        except TemplateBusy:
+            busy = "the machine is too busy to render the conversation; try again"
+            raise ServiceError(Reason.PREPARATION_FULL, busy) from None
+        match rendered.failure:
+            case None:
+                return with_marks(rendered.text, rendered.marks)
+            case Failure.REFUSED:
+                raise invalid("chat", rendered.problem)
+            case Failure.NOT_CONTINUABLE:
+                field = "chat.continue_final_message"
+                raise ServiceError(Reason.CHAT_NOT_CONTINUABLE, _NOT_CONTINUABLE, field=field)
+            case Failure.ANSWER_NOT_SHOWN:
+                raise ServiceError(Reason.CHAT_NOT_CONTINUABLE, field="chat")

@@ -1,0 +1,1 @@
+"""Flags, addresses and the bounds of requests."""

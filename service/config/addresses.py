@@ -1,0 +1,232 @@
+"""Where the service listens: ``host:port`` or ``unix:PATH``, checked before anything slow begins."""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.clients.host.loopback import is_loopback, resolves_to_loopback
+from penstock.clients.host.socket_lock import PathTaken, socket_lock
+
+MAX_SOCKET_PATH = 107
+"""Bytes that Linux has room for."""
+MAX_PORT = 65535
+ADMIN_FLAG = "--admin-listen"
+HTTP_FLAG = "--http-port"
+HTTP_HOST_FLAG = "--http-host"
+METRICS_FLAG = "--metrics-listen"
+METRICS_PATH = "/metrics"
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared with, not listened on
+OFF = "off"
+"""As an address: no listener at all."""
+
+_log = logging.getLogger(__name__)
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the text names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A listener's address, parsed."""
+
+    host: str = ""
+    port: int = 0
+    """0: one that is free."""
+    path: Path | None = None
+    """Of a Unix socket; then host and port mean nothing."""
+    flag: str = field(default="--listen", compare=False)
+    """The flag that it comes from, for errors."""
+    host_flag: str = field(default="", compare=False)
+    """The flag that the host comes from, where ``flag`` is the port's."""
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--listen", host_flag: str = "") -> "Address":
+        """Raises ListenError."""
+        if text.startswith("unix:"):
+            path = Path(text.removeprefix("unix:"))
+            if not path.name or len(os.fsencode(path.absolute())) > MAX_SOCKET_PATH:
+                raise ListenError(f"{flag} {text}: the socket's path must be 1 to {MAX_SOCKET_PATH} bytes long")
+            return cls(path=path.absolute(), flag=flag)
+        host, colon, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            or_path = "" if flag == METRICS_FLAG else ", or unix:PATH"
+            or_off = f", or {OFF}" if flag in (ADMIN_FLAG, METRICS_FLAG) else ""
+            raise ListenError(f"{flag} {text}: must be HOST:PORT with a port of 0 to {MAX_PORT}{or_path}{or_off}")
+        return cls(host, int(port), flag=flag, host_flag=host_flag)
+
+    def __str__(self) -> str:
+        """As ``parse`` takes it, and gRPC too."""
+        return f"unix:{self.path}" if self.path is not None else self.with_port(self.port)
+
+    def with_port(self, port: int) -> str:
+        """The address as text, with another port."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def reached_at(self) -> str:
+        """What a client on this machine connects to."""
+        if self.path is not None:
+            return str(self)
+        return Address(_ANYWHERE.get(self.host, self.host)).with_port(self.port)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine's users can reach it."""
+        return self.path is not None or is_loopback(self.host)
+
+    def check_free(self) -> None:
+        """gRPC says nothing of why it cannot listen, and takes a socket's path away from whoever has it. So this is
+        found out first; what is left of a service that is gone is removed. Raises ListenError."""
+        if self.path is None:
+            self._check_port()
+        else:
+            self._check_path(self.path)
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Reserves a Unix socket's path, from before ``check_free`` until the service has left it: without this, two
+        services that start at the same time would both find it free. Raises ListenError."""
+        with contextlib.ExitStack() as lock:
+            try:
+                if self.path is not None:
+                    lock.enter_context(socket_lock(self.path))
+            except PathTaken:
+                raise self._unusable("is in use") from None
+            except OSError as error:
+                raise self._unusable(f"cannot be locked ({error.strerror or error})") from None
+            yield
+
+    def remove(self) -> None:
+        """Removes a Unix socket's path."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _check_port(self) -> None:
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except socket.gaierror as error:
+            problem = f"no address for this host: {error.strerror}; choose 127.0.0.1 or 0.0.0.0"
+            raise ListenError(f"{self.host_flag or self.flag} {self}: {problem}") from None
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                flag = self.host_flag if self.host_flag and error.errno == errno.EADDRNOTAVAIL else self.flag
+                raise ListenError(f"{flag} {self}: {_explained(error)}") from None
+
+    def _check_path(self, path: Path) -> None:
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise ListenError(f"{self.flag} {self}: {path.parent} is not a directory; create it first") from None
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ListenError(f"{self.flag} {self}: the path exists and is not a socket; choose another")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:  # of a service that is gone
+                path.unlink(missing_ok=True)
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:  # of one with too many connections, of another user, of another kind
+                why = f"cannot be tried ({error.strerror or error})"
+            else:
+                why = "is in use"
+        raise self._unusable(why)
+
+    def _unusable(self, why: str) -> ListenError:
+        return ListenError(f"{self.flag} {self}: the socket {why}; stop that service or choose another path")
+
+
+def _explained(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use; stop what uses it or choose another"
+    if error.errno == errno.EACCES:
+        return "this user may not listen there; choose a port of 1024 or more"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; choose 127.0.0.1 or 0.0.0.0"
+    return error.strerror or str(error)
+
+
+def admin_address(text: str | None, service: Address, *, has_keys: bool) -> Address | None:
+    """Where a service that listens at ``service`` is administered by ``--admin-listen``; None is nowhere.
+
+    By default on loopback, on the next port, or on another socket beside its own. Raises ListenError, also where other
+    machines could administer it without a key.
+    """
+    if text == OFF:
+        return None
+    if text is None and service.path is not None:
+        text = f"unix:{service.path}.admin"
+    elif text is None:
+        beside = service.port - 1 if service.port == MAX_PORT else service.port + 1
+        text = f"127.0.0.1:{beside if service.port else 0}"
+    address = Address.parse(text, ADMIN_FLAG)
+    if address == service and (address.path is not None or address.port):
+        raise ListenError(f"{ADMIN_FLAG} {text}: the service listens there; choose another address, or {OFF}")
+    if not (has_keys or address.is_local):
+        raise ListenError(
+            f"{ADMIN_FLAG} {text}: anyone who reaches it could administer the service; give --api-keys-file with an "
+            "admin's key, or listen on 127.0.0.1 or a Unix socket"
+        )
+    return address
+
+
+def metrics_address(text: str | None, service: Address) -> Address | None:
+    """Where the metrics of a service that listens at ``service`` are, by ``--metrics-listen``; None is nowhere.
+
+    By default on loopback, two ports after its own; nowhere for one that listens on a Unix socket. Raises ListenError.
+    """
+    if text == OFF or (text is None and service.path is not None):
+        return None
+    if text is None:
+        beside = service.port - 2 if service.port > MAX_PORT - 2 else service.port + 2
+        text = f"127.0.0.1:{beside if service.port else 0}"
+    address = Address.parse(text, METRICS_FLAG)
+    if address.path is not None:
+        raise ListenError(f"{METRICS_FLAG} {text}: must be HOST:PORT, or {OFF}; Prometheus reads metrics over HTTP")
+    return address
+
+
+def http_address(text: str | None) -> Address | None:
+    """Where a service serves HTTP by ``--http-host`` and ``--http-port``; None is nowhere. Raises ListenError."""
+    return None if text is None else Address.parse(text, HTTP_FLAG, HTTP_HOST_FLAG)
+
+
+def warn_of_exposure(
+    service: Address, http: Address | None, metrics: Address | None, *, has_keys: bool, is_mutual: bool
+) -> None:
+    """Logs what other machines can do at the listeners of a service without showing who they are.
+
+    ``has_keys``: callers need a key or a token; ``is_mutual``: they need a certificate, though not over HTTP. The
+    administration needs no warning: without keys ``admin_address`` refuses what other machines can reach.
+    """
+    if not (has_keys or is_mutual):
+        _warn(service, "use the model without a key", "give --api-keys-file, --jwt-jwks-file or --tls-client-ca")
+        _warn(metrics, "read the metrics, with the names of tenants", "keep others out with a firewall")
+    if not has_keys:
+        _warn(http, "use the model over HTTP without a key", "give --api-keys-file or --jwt-jwks-file")
+
+
+def _warn(address: Address | None, what: str, remedy: str) -> None:
+    if address is None or address.is_local or resolves_to_loopback(address.host):
+        return
+    flag = address.host_flag or address.flag
+    _log.warning(
+        "%s %s: anyone who can reach this address can %s; %s, or listen on 127.0.0.1", flag, address, what, remedy
+    )

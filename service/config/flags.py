@@ -1,0 +1,192 @@
+"""Flags as the fields of a frozen dataclass: a command line, a file and Python say the same, and are held against the
+same bounds. Knows no flag by name.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+import yaml
+
+from penstock.clients.cli.command_parser import misspelt, nearest, shortened
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class ConfigError(Exception):
+    """A flag, a key or its value is wrong. The text is one line that names it and says what would be right."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shortened(text))
+
+
+def flag(
+    default: Any, text: str, *, metavar: str | None = None, low: float | None = None, high: float | None = None,
+    choices: Sequence[str | int] | None = None, shown: str | None = None, is_size: bool = False, is_json: bool = False,
+    group: str = "",
+) -> Any:  # fmt: skip
+    """A field with what its flag needs: bounds that include their ends, and ``shown`` as the default in the help, where
+    ``group`` begins a group of flags. A file may have what ``is_json`` as keys and values of its own."""
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": text, "metavar": metavar, "low": low, "high": high, "choices": choices, "shown": shown,
+            "is_size": is_size, "is_json": is_json, "group": group,
+        },
+    )  # fmt: skip
+
+
+def read_file(path: Path, of: "type[DataclassInstance]", listed: str) -> dict[str, Any]:
+    """The values of a YAML file that has flags' names as keys. ``listed`` says where they can be found. Raises
+    ConfigError."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}); check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: is no YAML ({' '.join(str(error).split())}); correct it") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: must hold keys and values, such as port: 50051")
+    fields = {_name(field): field for field in dataclasses.fields(of)}
+    values = {}
+    for key, value in loaded.items():
+        field = fields.get(f"--{str(key).replace('_', '-')}")
+        if field is None:
+            near = nearest(str(key).replace("_", "-"), [name.removeprefix("--") for name in fields])
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"--config {path}: {key} is no flag{hint}; {listed}")
+        try:
+            values[field.name] = _from_file(field, value)
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"--config {path}: {key}: {error}") from None
+    return values
+
+
+def _from_file(field: "dataclasses.Field[Any]", value: object) -> Any:
+    if bool in _types(field) or isinstance(value, bool):
+        if isinstance(value, bool) and bool in _types(field):
+            return value
+        raise ConfigError(f"must be {'true or false' if bool in _types(field) else _wanted(field)}; it is {value!r}")
+    if field.metadata["is_json"] and isinstance(value, dict):
+        return json.dumps(value, default=str)
+    if not isinstance(value, str | int | float):
+        raise ConfigError(f"must be {_wanted(field)}; it is {value!r}")
+    return _parse(field, str(value))
+
+
+def _parse(field: "dataclasses.Field[Any]", text: str) -> Any:
+    """A value from its text. Raises ConfigError."""
+    types = _types(field)
+    try:
+        if field.metadata["is_size"]:
+            return _size(text)
+        for kind in (int, float):
+            if kind in types:
+                return kind(text)
+    except ValueError:
+        raise ConfigError(f"must be {_wanted(field)}; it is {text!r}") from None
+    return Path(text).expanduser() if Path in types else text
+
+
+def check(field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raises ConfigError where a value is not of its field's type, or out of its bounds."""
+    kinds = (*_types(field), int) if float in _types(field) else _types(field)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{_name(field)}: must be {_wanted(field)}; it is {value!r}")
+    low, high, choices = (field.metadata[name] for name in ("low", "high", "choices"))
+    below, above = low is not None and not value >= low, high is not None and not value <= high
+    if below or above:
+        bounds = f"{low:,} to {high:,}" if high is not None else f"at least {low:,}"
+        raise ConfigError(f"{_name(field)}: must be {bounds}; it is {value:,}")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{_name(field)}: must be {_one_of(choices)}; it is {value!r}")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+)([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError
+    return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
+
+
+def _types(field: "dataclasses.Field[Any]") -> tuple[Any, ...]:
+    return tuple(kind for kind in get_args(field.type) or (field.type,) if kind is not type(None))
+
+
+def _wanted(field: "dataclasses.Field[Any]") -> str:
+    if field.metadata["choices"] is not None:
+        return _one_of(field.metadata["choices"])
+    if field.metadata["is_size"]:
+        return "a number of bytes, such as 512M"
+    if bool in _types(field):
+        return "true or false"
+    kinds = {int: "a whole number", float: "a number", Path: "a path"}
+    return next((text for kind, text in kinds.items() if kind in _types(field)), "text")
+
+
+def _one_of(choices: Sequence[object]) -> str:
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _name(field: "dataclasses.Field[Any]") -> str:
+    return f"--{field.name.replace('_', '-')}"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, by raising ConfigError. Values that are not given stay out of its results."""
+
+    def __init__(self, listed: str, **settings: Any) -> None:
+        """``listed`` says where flags can be found."""
+        super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
+        self._listed = listed
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        unknown = text.removeprefix("unrecognized arguments")
+        if unknown == text:
+            raise ConfigError(text)
+        near = misspelt(unknown.removeprefix(":").split(), self._option_string_actions)
+        hint = f"; did you mean {' and '.join(dict.fromkeys(near.values()))}?" if near else ""
+        raise ConfigError(f"no such flag or argument{shortened(unknown)}{hint}; {self._listed}")
+
+    def add_fields(self, of: "type[DataclassInstance]", positional: str) -> None:
+        """A flag for each field, by the groups that fields begin; ``positional`` names the one that needs no flag."""
+        for field in dataclasses.fields(of):
+            if field.metadata["group"]:
+                flags = self.add_argument_group(field.metadata["group"])
+            text = field.metadata["help"]
+            shown = field.metadata["shown"] or field.default
+            if field.name == positional:
+                name = field.name.upper()
+                flags.add_argument(field.name, nargs="?", metavar=name, help=f"{text} (default: {shown})")
+                flags.add_argument(_name(field), dest=f"{field.name}_flag", metavar=name, help="the same, as a flag")
+            elif bool in _types(field):
+                help_text = f"{text} (default: {'on' if shown else 'off'})"
+                flags.add_argument(_name(field), action=argparse.BooleanOptionalAction, help=help_text)
+            else:
+                choices = field.metadata["choices"]
+                metavar = field.metadata["metavar"] or (f"{{{','.join(map(str, choices))}}}" if choices else None)
+                help_text = f"{text} (default: {shown})"
+                flags.add_argument(_name(field), type=_Argument(field), metavar=metavar, help=help_text)
+        flags.add_argument("--config", metavar="FILE", help="a YAML file of flags (default: none)")
+
+
+class _Argument:
+    """What argparse calls to read a flag's value."""
+
+    def __init__(self, field: "dataclasses.Field[Any]") -> None:
+        self._field = field
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return _parse(self._field, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None

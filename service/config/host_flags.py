@@ -1,0 +1,49 @@
+"""The flags that say where the service listens: a host is a name or an IP address, without a port."""
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+from penstock.service.config.flags import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.service.config.serve_config import ServeConfig
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+def check_listeners(config: "ServeConfig") -> None:
+    """Raises ConfigError for hosts that are none, and for flags that do not go together."""
+    if config.host is not None:
+        _check_host("--host", config.host, "--port", "--listen")
+    if config.http_host is not None:
+        _check_host("--http-host", config.http_host, "--http-port")
+    if config.listen is not None and (config.host is not None or config.port is not None):
+        raise ConfigError("--listen: already sets the host and the port; leave --host and --port out")
+    if config.http_host is not None and config.http_port is None:
+        raise ConfigError("--http-host: needs --http-port as well: give that too, or leave --http-host out")
+
+
+def _check_host(flag: str, host: str, port_flag: str, or_socket: str = "") -> None:
+    """Raises ConfigError for what is not a host. ``or_socket`` is the flag that takes a Unix socket, if one does."""
+    if host.startswith("unix:") and or_socket:
+        raise ConfigError(f"{flag}: must be a host; for a Unix socket, give {or_socket} {host} instead")
+    if not host or (":" in host and not _is_ipv6(_bare(host))):
+        raise ConfigError(f"{flag}: must be a host name or an IP address, and {port_flag} the port; it is {host!r}")
+
+
+def host_port(host: str, port: int) -> str:
+    """The two in one, an IPv6 address in brackets."""
+    host = _bare(host)
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bare(host: str) -> str:
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

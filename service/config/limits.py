@@ -1,0 +1,298 @@
+"""The bounds of every field of every request message, as data, and the one validator that walks them.
+
+What the protos' comments promise stands here once more, in a form that runs; a test walks the descriptors, so that a
+new field without a bound fails. A check looks at what is there: nothing is allocated in proportion to what a request
+asks for.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from penstock.scheduler.config import MAX_REQUEST_RATE, MAX_TOKEN_BUDGET, MIN_REQUEST_RATE
+from penstock.service.config.field_rules import (
+    Biases,
+    Bound,
+    Free,
+    Ids,
+    Items,
+    Known,
+    Limit,
+    ModelLimits,
+    NestedIds,
+    Number,
+    Problem,
+    Refs,
+    Text,
+    Texts,
+    foreign_id,
+    too_many_ids,
+)
+from penstock.service.config.speculative import MAX_DRAFTS
+from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
+from penstock.service.errors import Reason, invalid
+
+__all__ = ["FIELD_BOUNDS", "Limit", "ModelLimits", "Validator", "chat_bytes"]
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+MAX_TIMEOUT_MS = 86_400_000
+MAX_CONNECTIONS = 4096
+"""Default limit for the callers' listener, if the limit of open files allows as many."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_DETOKENIZED_IDS = 1 << 20
+MAX_DESCRIBED_IDS = 1 << 16
+MAX_NAMED_TENANTS = 16_384
+"""With settings of their own: all of them fit in one message."""
+MAX_TOKENS_CAP = 1 << 24
+MAX_LIVE_REQUESTS_CAP = 1 << 20
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_REGEX_BYTES = 64 << 10
+MAX_TOOL_CALLS = 4096
+"""In all messages of a conversation: each is a message to look at, on the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A message with bounds of its own."""
+
+    required: bool = False
+
+    def problem(self, value: Message, limits: ModelLimits) -> Problem | None:
+        """Walks the message's own fields."""
+        return _walk(value, limits)
+
+
+def chat_bytes(messages: Iterable[Any]) -> int:
+    """What the long texts of chat messages have in all."""
+    return sum(
+        utf8_bytes(message.content)
+        + utf8_bytes(message.reasoning_content)
+        + sum(utf8_bytes(call.arguments) for call in message.tool_calls)
+        for message in messages
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in all."""
+
+    high: int
+    max_calls: int
+    max_bytes: int
+    required: bool = False
+
+    def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
+        """Their number first, then each of them, then the sum of their texts."""
+        if len(value) <= self.high and (num_calls := sum(len(each.tool_calls) for each in value)) > self.max_calls:
+            return Problem(f"at most {self.max_calls:,} tool_calls in all; they have {num_calls:,}")
+        found = Items(self.high, Nested()).problem(value, limits)
+        if found is not None:
+            return found
+        total = chat_bytes(value)
+        if total > self.max_bytes:
+            return Problem(f"the messages together at most {self.max_bytes:,} bytes; they have {total:,}")
+        return None
+
+
+_PRINTABLE = re.compile(r"[\x20-\x7e]*")
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+_HUNDREDTH = 0.009999999776482582
+"""0.01, as a float of the wire has it."""
+_UINT32 = Number(0, UINT32_MAX)
+_FLAG = Free()
+_TENANT = Text(1, 64, TENANT_NAME, "letters, digits, '_', '.' and '-' alone")
+_TRACE = Text(55, 55, _TRACEPARENT, "W3C trace context, 00-<trace id>-<span id>-<flags> in lower-case hex")
+_TRUNCATION = Number(-1, Limit.CONTEXT)
+_SIDE = Known(frozenset({0, 1, 2}))
+_CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
+
+FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
+    "GenerateOneRequest": {"start": Nested(required=True)},
+    "CompleteRequest": {"start": Nested(required=True)},
+    "GenerateRequest": {"start": Nested(), "cancel": Nested(), "update": Nested()},
+    "Start": {
+        "ref": _UINT32,
+        "text": Text(0, MAX_TEXT_BYTES),
+        "token_ids": Nested(),
+        "chat": Nested(),
+        "continue_from": Text(1, 64),
+        "sampling": Nested(),
+        "output": Nested(),
+        "timeout_ms": Number(1, MAX_TIMEOUT_MS),
+        "priority": Number(-1000, 1000),
+        "tenant": _TENANT,
+        "traceparent": _TRACE,
+        "client_request_id": _CLIENT_ID,
+        "retain_ms": Number(0, MAX_TIMEOUT_MS),
+        "max_draft_tokens": Number(0, MAX_DRAFTS),
+        "constraint": Nested(),
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
+    },
+    "Constraint": {
+        "json_schema": Text(1, MAX_GRAMMAR_BYTES),
+        "any_json": Nested(),
+        "regex": Text(0, MAX_REGEX_BYTES),
+        "lark": Text(1, MAX_GRAMMAR_BYTES),
+        "gbnf": Text(1, MAX_GRAMMAR_BYTES),
+        "choices": Nested(),
+        "start": Known(frozenset({0, 1, 2})),
+    },
+    "AnyJson": {},
+    "Choices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
+    "TokenIds": {"ids": Ids(Limit.UNCUT, required=True)},
+    "Chat": {
+        "messages": Messages(4096, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
+        "add_generation_prompt": _FLAG,
+        "tools": Texts(128, MAX_TEXT_BYTES),
+        "template_variables": Text(1, 64 << 10),
+        "continue_final_message": _FLAG,
+    },
+    "ChatMessage": {
+        "role": Text(1, 64, required=True),
+        "content": Text(0, MAX_TEXT_BYTES),
+        "reasoning_content": Text(0, MAX_TEXT_BYTES),
+        "tool_calls": Items(128, Nested()),
+        "tool_call_id": Text(1, 256),
+        "name": Text(1, 256),
+    },
+    "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments": Text(0, MAX_TEXT_BYTES)},
+    "Sampling": {
+        "temperature": Number(0, 100),
+        "top_k": Number(0, 1_000_000),
+        "top_p": Number(0, 1),
+        "min_p": Number(0, 1),
+        "repetition_penalty": Number(_HUNDREDTH, 100),
+        "presence_penalty": Number(-2, 2),
+        "frequency_penalty": Number(-2, 2),
+        "seed": Number(0, UINT64_MAX),
+        "max_tokens": Number(1, UINT32_MAX),
+        "min_tokens": Number(0, Limit.PROMPT),
+        "stop": Items(64, Text(1, 1024)),
+        "stop_token_ids": Ids(256),
+        "ignore_eos": _FLAG,
+        "logit_bias": Biases(1024, 100),
+        "allowed_token_ids": Ids(65_536),
+        "bad_words": Items(256, Text(1, 256)),
+        "n": Number(1, 64),
+    },
+    "Output": {
+        "format": Known(frozenset({0, 1, 2, 3})),
+        "logprobs": Number(0, 20),
+        "prompt_logprobs": Number(0, 20),
+        "include_special_tokens": _FLAG,
+    },
+    "Cancel": {"refs": Refs(65_536)},
+    "Update": {
+        "ref": _UINT32,
+        "timeout_ms": Number(1, MAX_TIMEOUT_MS),
+        "priority": Number(-1000, 1000),
+        "max_tokens": Number(1, UINT32_MAX),
+    },
+    "EmbedRequest": {
+        "inputs": Items(2048, Nested(), required=True),
+        "dimensions": Number(1, UINT32_MAX),
+        "normalize": _FLAG,
+        "priority": Number(-1000, 1000),
+        "tenant": _TENANT,
+        "traceparent": _TRACE,
+        "client_request_id": _CLIENT_ID,
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
+    },
+    "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.UNCUT)},
+    "GetModelRequest": {"tenant": _TENANT},
+    "TokenizeRequest": {
+        "text": Text(0, MAX_TEXT_BYTES),
+        "add_special_tokens": _FLAG,
+        "truncate_prompt_tokens": _TRUNCATION,
+        "truncation_side": _SIDE,
+        "include_text_offsets": _FLAG,
+    },
+    "DetokenizeRequest": {
+        "token_ids": Ids(MAX_DETOKENIZED_IDS),
+        "include_special_tokens": _FLAG,
+        "include_text_offsets": _FLAG,
+    },
+    "DescribeTokensRequest": {"token_ids": Ids(MAX_DESCRIBED_IDS)},
+    "RenderChatRequest": {"chat": Nested(required=True)},
+    "WatchStatsRequest": {"interval_ms": Number(100, 3_600_000)},
+    "DrainRequest": {},
+    "ResumeRequest": {},
+    "FlushCacheRequest": {},
+    "GetSettingsRequest": {},
+    "UpdateSettingsRequest": {
+        "policy": Known(frozenset({0, 1, 2, 3, 4})),
+        "max_num_seqs": Number(1, UINT32_MAX),
+        "max_num_batched_tokens": Number(1, UINT32_MAX),
+        "max_queued_requests": Number(1, 1 << 20),
+        "max_queued_tokens": Number(1, 1 << 32),
+        "target_itl_ms": Number(0, 60_000),
+        "default_tenant": Nested(),
+        "tenants": Items(1024, Nested()),
+        "forget_tenants": Items(1024, _TENANT),
+    },
+    "TenantSettings": {
+        "tenant": _TENANT,
+        "weight": Number(0.001, 1000),
+        "max_prompt_tokens": Number(1, MAX_TOKENS_CAP),
+        "max_tokens": Number(1, MAX_TOKENS_CAP),
+        "max_live_requests": Number(1, MAX_LIVE_REQUESTS_CAP),
+        "requests_per_second": Number(MIN_REQUEST_RATE, MAX_REQUEST_RATE),
+        "tokens_per_minute": Number(1, MAX_TOKEN_BUDGET),
+    },
+    "ExplainRequest": {"request_id": Text(1, 64, required=True)},
+    "WatchKvEventsRequest": {"after_sequence": Number(0, UINT64_MAX), "stream_id": Text(1, 64)},
+}
+"""By message and field; what a field that is not set stands for is within its bound by definition."""
+
+_REQUIRED: Mapping[str, frozenset[str]] = {
+    name: frozenset(field for field, bound in fields.items() if bound.required) for name, fields in FIELD_BOUNDS.items()
+}
+
+
+class Validator:
+    """Holds messages against the bounds. Cheap enough for the event loop."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        self.limits = limits
+
+    def check(self, message: Message) -> None:
+        """Raises ServiceError, with the path of the first field that is out of its bound: CONTEXT_LENGTH where that
+        is the served model's, else INVALID_FIELD."""
+        found = _walk(message, self.limits)
+        if found is not None:
+            reason = Reason.CONTEXT_LENGTH if found.exceeds_context else Reason.INVALID_FIELD
+            raise invalid(found.at.removeprefix("."), found.text, reason)
+
+    def check_num_ids(self, ids: Sequence[int], field: str, most: Limit) -> None:
+        """Holds the length of a list of ids against what the model takes. Raises ServiceError."""
+        found = too_many_ids(ids, most, self.limits)
+        if found is not None:
+            raise invalid(field, found.text, Reason.CONTEXT_LENGTH)
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Holds the ids of a list of any length against the vocabulary; takes 10 ms for a million."""
+        found = foreign_id(ids, self.limits.vocab_size)
+        if found is not None:
+            raise invalid(field + found.at, found.text)
+
+
+def _walk(message: Message, limits: ModelLimits) -> Problem | None:
+    name = message.DESCRIPTOR.name
+    bounds = FIELD_BOUNDS[name]
+    missing = set(_REQUIRED[name])
+    for descriptor, value in message.ListFields():
+        field = descriptor.name
+        found = bounds[field].problem(value, limits)
+        if found is not None:
+            return found.inside(f".{field}")
+        missing.discard(field)
+    if missing:
+        return Problem("is required", f".{min(missing)}")
+    return None

@@ -1,0 +1,132 @@
+"""Sampling defaults of a model: what its generation_config.json says, and what the operator says instead.
+
+Reads nothing else of that file. ``do_sample`` is ignored, as vLLM does: a request that wants the most likely token sets
+temperature 0.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.models.checkpoint.checkpoint import read_json
+from penstock.models.errors import ModelError
+from penstock.service.config.field_rules import Bound, ModelLimits, Number
+from penstock.service.config.flags import ConfigError
+from penstock.service.config.limits import FIELD_BOUNDS, UINT32_MAX
+from penstock.v1 import generation_pb2 as pb
+
+FILE = "generation_config.json"
+AUTO, NONE = "auto", "none"
+_VLLM = "vllm"
+"""vLLM's word for none."""
+_MAX_NEW_TOKENS = "max_new_tokens"
+_NO_TOP_K = -1
+"""What vLLM takes for no top_k, besides 0."""
+
+_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
+_BOUNDS: Mapping[str, Bound] = {
+    **{name: FIELD_BOUNDS["Sampling"][name] for name in _NAMES},
+    _MAX_NEW_TOKENS: Number(1, UINT32_MAX),
+}
+_WHOLE = frozenset({"top_k", _MAX_NEW_TOKENS})
+_NO_LIMITS = ModelLimits(vocab_size=0, max_model_len=0)
+"""The bounds of these fields do not depend on the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults for the fields of a request's ``sampling``."""
+
+    sampling: pb.Sampling = field(default_factory=pb.Sampling)
+    """Only the fields that have a default of this model's or operator's."""
+    token_limit: int | None = None
+    """The most output tokens of any request, whatever it asks for."""
+
+    def applied(self, sampling: pb.Sampling) -> pb.Sampling:
+        """A request's own fields, and the defaults of those that it does not set."""
+        merged = pb.Sampling()
+        merged.CopyFrom(self.sampling)
+        merged.MergeFrom(sampling)
+        return merged
+
+    def __str__(self) -> str:
+        """Names and values, for a log."""
+        shown = [f"{each.name} {value:g}" for each, value in self.sampling.ListFields()]
+        if self.token_limit is not None:
+            shown.append(f"at most {self.token_limit:,} output tokens")
+        return ", ".join(shown)
+
+
+def check_override(text: str) -> Mapping[str, object]:
+    """The values of --override-generation-config. Raises ConfigError."""
+    flag = "--override-generation-config"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f'{flag}: is not JSON ({error}); write it as {{"temperature": 0.6}}') from None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{flag}: must be a JSON object, such as {{"temperature": 0.6}}')
+    for name in values:
+        if name not in _BOUNDS:
+            raise ConfigError(f"{flag}: there is no key {name}; there are {', '.join(_BOUNDS)}")
+    try:
+        return _checked(values)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def read_sampling_defaults(model: Path, source: str, override: str | None = None) -> SamplingDefaults:
+    """``source`` is AUTO for the model's own file, NONE, or the path of another file or of the directory that holds it.
+    What ``override`` names goes before. Raises ModelError and ConfigError."""
+    is_other = source not in (AUTO, NONE, _VLLM)
+    values: dict[str, Any] = {}
+    if is_other or source == AUTO:
+        file = _other_file(source) if is_other else model / FILE
+        if is_other or file.exists():
+            values = _read(file)
+    limit = values.get(_MAX_NEW_TOKENS) if is_other else None
+    if override is not None:
+        overriding = check_override(override)
+        values |= overriding
+        limit = overriding.get(_MAX_NEW_TOKENS, limit)
+    max_tokens = values.pop(_MAX_NEW_TOKENS, None)
+    return SamplingDefaults(pb.Sampling(max_tokens=max_tokens, **values), limit)
+
+
+def _other_file(source: str) -> Path:
+    path = Path(source).expanduser()
+    return path / FILE if path.is_dir() else path
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    try:
+        return _checked(found)
+    except ValueError as error:
+        raise ModelError(
+            f"{file}: {error}: correct it, or give --generation-config none to do without its sampling defaults"
+        ) from None
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling defaults among the values of a file. Raises ValueError, which names the one that is wrong."""
+    checked = {}
+    for name, bound in _BOUNDS.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if name == "top_k" and value == _NO_TOP_K:
+            value = 0
+        kind = int if name in _WHOLE else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            expected = "a whole number" if name in _WHOLE else "a number"
+            raise ValueError(f"{name} must be {expected}; it is {json.dumps(value)[:60]}")
+        problem = bound.problem(value, _NO_LIMITS)
+        if problem is not None:
+            raise ValueError(f"{name} {problem.text}")
+        checked[name] = value
+    return checked

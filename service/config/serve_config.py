@@ -1,0 +1,440 @@
+"""What an operator says of a service: frozen, complete, checked once; from the command line, a file, or Python.
+
+Flags are named as vLLM's where vLLM has them. Nothing here touches the model, the port or the machine.
+"""
+
+# ruff: noqa: RUF009 - what flag returns is a dataclasses.field
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.clients.gateway.origins import read_origins
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
+from penstock.clients.gateway.settings import AUTO, NONE
+from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.models.executor.log_format import JSON, TEXT
+from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.policy import Policy
+from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.config.flags import ConfigError, FlagParser, check, flag, read_file
+from penstock.service.config.host_flags import DEFAULT_HOST, check_listeners, host_port
+from penstock.service.config.identity_flags import check_identity
+from penstock.service.config.limits import MAX_CONNECTIONS
+from penstock.service.config.sampling_defaults import check_override
+from penstock.service.config.speculative import parse_speculation
+
+PROGRAM = "penstock serve"
+_FLAGS_LISTED = f"{PROGRAM} --help lists them"
+
+_EPILOG = """\
+examples:
+  penstock serve                               the built-in demo model on 127.0.0.1:50051
+  penstock serve Qwen/Qwen3-0.6B --port 8033   a model of the Hugging Face hub, fetched if it is not in the cache
+  penstock serve ./my-model --listen unix:/run/penstock.sock --max-model-len 4096
+  penstock serve --http-port 8000              OpenAI's API too, and a page to chat, at http://127.0.0.1:8000
+  penstock serve --config serve.yaml           flags from a file; those on the command line go first
+  penstock serve --speculative-config '{"method": "ngram", "num_speculative_tokens": 8}'
+
+a configuration file has the flags' names as keys:
+  model: ./my-model
+  max-num-seqs: 64
+  enable-prefix-caching: true
+
+a file of API keys has a line for each key, its hash and its tenant; act-for-others is for a gateway's, admin for an
+operator's:
+  echo "sha256:$(printf %s "$KEY" | sha256sum | cut -c-64) some-tenant" >> keys
+  echo "sha256:$(printf %s "$GATEWAY_KEY" | sha256sum | cut -c-64) gateway act-for-others" >> keys
+  echo "sha256:$(printf %s "$OPERATOR_KEY" | sha256sum | cut -c-64) operators admin" >> keys
+
+a file of tenants has a key for each, and default for all others:
+  default: {max-live-requests: 200}
+  some-tenant: {weight: 4, max-prompt-tokens: 8000, max-tokens: 1000}
+  another: {requests-per-second: 5, tokens-per-minute: 100000}
+
+TLS, for callers that have a certificate of their own, and tokens of an identity provider beside keys:
+  penstock serve --host 0.0.0.0 --tls-cert server.pem --tls-key server.key --tls-client-ca clients-ca.pem
+  penstock serve --api-keys-file keys --jwt-jwks-file jwks.json --jwt-issuer https://id.example --jwt-audience penstock
+
+environment: HF_HOME and HF_TOKEN for the hub, HF_HUB_OFFLINE=1 to keep off it;
+OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317 sends traces and metrics there.
+"""
+
+
+_RIVALS = (
+    ("kv_cache_memory_bytes", "gpu_memory_utilization"),
+    ("gpu_memory_utilization", "kv_cache_memory_bytes"),
+)
+"""Where the command line has the first, the file's second does not count."""
+_DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The flags of ``penstock serve``. Raises ConfigError where a value is out of bounds."""
+
+    model: str = flag(
+        "demo", "a directory in Hugging Face's layout, the id of a model on the hub, or demo", group="the model"
+    )
+    revision: str | None = flag(
+        None, "the branch, tag or commit of a model on the hub; only a commit always means the same files",
+        metavar="NAME", shown="the main branch",
+    )  # fmt: skip
+    served_model_name: str | None = flag(
+        None, "the model's name for clients", metavar="NAME", shown="a hub's id, or the last part of a path"
+    )
+    generation_config: str = flag(
+        AUTO, "sampling defaults of requests: auto takes those of the model's generation_config.json, none takes none; "
+        "or the path of such a file, or of its directory, whose max_new_tokens is a limit for every request",
+        metavar="auto|none|PATH",
+    )  # fmt: skip
+    override_generation_config: str | None = flag(
+        None, 'sampling defaults that go before those, such as {"temperature": 0.6}; its max_new_tokens is a limit for '
+        'every request', metavar="JSON", shown="none", is_json=True,
+    )  # fmt: skip
+    chat_template: Path | None = flag(
+        None,
+        "a Jinja chat template, or the name of one of the model's own",
+        metavar="FILE|NAME",
+        shown="the model's own",
+    )
+    chat_template_timeout: float = flag(
+        DEFAULT_TIMEOUT_S, "processor time that the chat template may take for one conversation; a request that needs "
+        "more fails", metavar="SECONDS", low=0.01, high=600,
+    )  # fmt: skip
+    max_model_len: int | None = flag(
+        None, "the most tokens of prompt and output together", metavar="N", low=2, high=1 << 24, shown="the model's own"
+    )
+    pooling: str | None = flag(
+        None, "the hidden states that an embedding is made of: the last token's, the mean of all, or the first token's",
+        choices=["last", "mean", "cls"], shown="as the model's 1_Pooling/config.json says, or last",
+    )  # fmt: skip
+    host: str | None = flag(
+        None,
+        "the address to listen on; 0.0.0.0 is every IPv4 one",
+        shown="127.0.0.1",
+        group="where it listens, and who may call",
+    )
+    port: int | None = flag(None, "the port to listen on; 0 is any free one", shown="50051", low=0, high=65535)
+    listen: str | None = flag(
+        None, "host and port in one, or a Unix socket", metavar="HOST:PORT|unix:PATH", shown="by --host and --port"
+    )
+    admin_listen: str | None = flag(
+        None, "where the service is administered; what other machines can reach wants --api-keys-file",
+        metavar="HOST:PORT|unix:PATH|off", shown="127.0.0.1 and the next port, or beside the socket PATH.admin",
+    )  # fmt: skip
+    metrics_listen: str | None = flag(
+        None, "where Prometheus finds metrics, under /metrics", metavar="HOST:PORT|off",
+        shown="127.0.0.1 and the next port but one; off beside a Unix socket",
+    )  # fmt: skip
+    max_connections: int = flag(
+        MAX_CONNECTIONS, "connections over gRPC at a time, or fewer if the limit of open files is too low; idle ones "
+        "give way to new ones", metavar="N", low=1, high=1 << 20,
+    )  # fmt: skip
+    http_port: int | None = flag(
+        None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, by a child process; 0 is any free one",
+        shown="no HTTP", low=0, high=65535,
+    )  # fmt: skip
+    http_host: str | None = flag(
+        None, "the address of OpenAI's API; 0.0.0.0 is every IPv4 one", metavar="HOST", shown="127.0.0.1"
+    )
+    tool_call_parser: str = flag(
+        AUTO, "how the model writes tool calls, for OpenAI's API; auto asks the chat template",
+        choices=[AUTO, NONE, *TOOL_FORMATS],
+    )  # fmt: skip
+    reasoning_parser: str = flag(
+        AUTO, "how the model writes reasoning, for OpenAI's API; auto asks the chat template",
+        choices=[AUTO, NONE, *REASONING_FORMATS],
+    )  # fmt: skip
+    allowed_origins: str | None = flag(
+        None, "web pages of these origins may call OpenAI's API, separated by commas; * is any origin",
+        metavar="ORIGINS", shown="none",
+    )  # fmt: skip
+    allowed_hosts: str | None = flag(
+        None, "further host names of HTTP and the metrics, separated by commas; *.example.com stands for all names "
+        "below it, * for any name. Requests with another Host are refused if callers need no key, and for metrics",
+        metavar="NAMES", shown="addresses, names without a dot and this machine's name",
+    )  # fmt: skip
+    unknown_fields: str = flag(
+        "refuse", "what OpenAI's API does with fields that no list knows; ignored ones are logged and counted",
+        choices=["refuse", "ignore"],
+    )  # fmt: skip
+    sse_keep_alive: int = flag(
+        15, "a stream of OpenAI's API that is silent for this long sends a blank line, for proxies; 0 sends none",
+        metavar="SECONDS", low=0, high=3600,
+    )  # fmt: skip
+    tls_cert: Path | None = flag(
+        None, "the service's certificate and those between it and its authority, in PEM", metavar="FILE",
+        shown="no TLS", group="transport security, and who may call; the files are read again when they change",
+    )  # fmt: skip
+    tls_key: Path | None = flag(None, "the certificate's private key, in PEM", metavar="FILE", shown="none")
+    tls_client_ca: Path | None = flag(
+        None, "callers need a certificate that one of these signed, in PEM", metavar="FILE", shown="they need none"
+    )
+    api_keys_file: Path | None = flag(
+        None, "API keys' hashes and tenants, a line each: sha256:HEX TENANT", metavar="FILE",
+        shown="without keys and tokens everyone is one tenant",
+    )  # fmt: skip
+    jwt_jwks_file: Path | None = flag(
+        None, "public keys of JSON web tokens: RS256, ES256 or EdDSA", metavar="FILE", shown="no tokens"
+    )
+    jwt_issuer: str | None = flag(None, "what a token's iss must be", metavar="NAME", shown="none")
+    jwt_audience: str | None = flag(None, "what a token's aud must be, or hold", metavar="NAME", shown="none")
+    jwt_tenant_claim: str = flag("tenant", "the claim that names a token's tenant", metavar="NAME")
+    jwt_rights_claim: str = flag(
+        "scope", "the claim with a token's rights, penstock:act-for-others and penstock:admin", metavar="NAME"
+    )
+    jwt_leeway: float = flag(
+        30.0, "how far apart the clocks of issuer and service may be", metavar="SECONDS", low=0, high=300
+    )
+    tenants_file: Path | None = flag(
+        None, "tenants' weights, caps and rates, in YAML", metavar="FILE", shown="all weigh the same and have no cap"
+    )
+    device: str = flag(
+        "auto",
+        "where the model runs: cpu, cuda, cuda:1; auto is a GPU if there is one",
+        metavar="NAME",
+        group="what computes",
+    )
+    backend: str = flag(
+        "auto",
+        "what computes: cpu is the C++ library, cuda is for NVIDIA GPUs, reference is plain torch on either; auto is "
+        "the fastest that can run the model",
+        choices=["auto", "cpu", "cuda", "reference"],
+    )
+    deterministic: bool = flag(
+        False,
+        "on one GPU: a request's results are the same bits in every batch, by slower kernels of our own for all "
+        "products, and by attention that does not divide a row's context. On the backend cpu they always are the same",
+    )
+    tensor_parallel_size: int = flag(
+        1, "ranks that share the model: processes with a part of every matrix, on a GPU each; it is for CPUs too, in "
+        "plain torch, to try it", metavar="N", low=1, high=64,
+    )  # fmt: skip
+    dtype: str = flag(
+        "auto",
+        "the type of weights and activations; auto is the checkpoint's, but on the backend cpu, which has bfloat16 and "
+        "float32 alone, bfloat16 for float16 and float32 for float64",
+        choices=["auto", "float32", "bfloat16", "float16", "float64"],
+    )
+    quantization: str = flag(
+        "none", "int8, int4 and, on GPUs, fp8 quantise the weights of a float checkpoint as they are read; the others, "
+        "and fp8 too, say what the checkpoint already is",
+        choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors"],
+    )  # fmt: skip
+    load_format: str = flag(
+        "auto", "auto reads safetensors; dummy makes weights up, to measure with", choices=["auto", "dummy"]
+    )
+    threads: int | None = flag(
+        None, "threads that compute, on a CPU", metavar="N", low=1, high=1024, shown="the cores that may be used"
+    )
+    cpu_pinning: str = flag(
+        "auto", "whether each of those threads stays on a core of its own; auto: where the service was given fewer "
+        "cores than the machine has, and --threads is all of them", choices=["auto", "on", "off"],
+    )  # fmt: skip
+    block_size: int = flag(16, "tokens in a block of the KV cache", metavar="N", choices=[16], group="the KV cache")
+    kv_cache_dtype: str = flag(
+        "auto",
+        "the type of the KV cache: int8 on the backend cpu, fp8 on cuda; auto is that of the activations",
+        choices=["auto", "int8", "fp8"],
+    )
+    allow_additional_properties: bool = flag(
+        False,
+        "output that matches a JSON schema may have properties that the schema does not declare; without this flag it "
+        "may only where the schema has additionalProperties",
+    )
+    enable_prefix_caching: bool = flag(True, "keep the KV of prompts for requests that begin alike")
+    gpu_memory_utilization: float | None = flag(
+        None, "the KV cache's share of what is free after the weights are loaded, unlike vLLM's, which is of all "
+        "memory and includes the weights", metavar="SHARE", low=0.01, high=1.0,
+        shown="0.9 of a GPU's, 0.5 of the machine's",
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = flag(
+        None, "the KV cache's size, on each rank; K, M, G are powers of 1024", metavar="BYTES", low=1, is_size=True,
+        shown="by --gpu-memory-utilization",
+    )  # fmt: skip
+    host_kv_cache_bytes: int = flag(
+        0, "host memory for KV that a GPU's cache has no room for: what is looked for there is copied back, unless "
+        "computing it again is faster; K, M, G are powers of 1024", metavar="BYTES", low=0, is_size=True, shown="none",
+    )  # fmt: skip
+    conversation_ttl: float = flag(
+        600.0, "how long a request that ended may be continued, and how long its KV is retained for that",
+        metavar="SECONDS", low=0, high=86_400,
+    )  # fmt: skip
+    conversation_tokens: int = flag(
+        1_000_000, "tokens of each tenant's contexts that are kept to be continued; all tenants together have 16 times "
+        "that; a token takes 6 bytes", metavar="N", low=0, high=1 << 32,
+    )  # fmt: skip
+    scheduling_policy: str | None = flag(
+        None, "which request goes first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
+        "the one with the least time left, fair one of the tenant that was served least for its weight",
+        choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
+        shown="fair with --api-keys-file, --jwt-jwks-file or --tenants-file, else fcfs",
+    )  # fmt: skip
+    target_itl: float = flag(
+        0.0, "the time between a stream's tokens that prompts beside it may not exceed: they are computed in chunks "
+        "that fit; a high one favours prompts", metavar="MS", low=0, high=60_000,
+        shown="120, or twice what a step takes without prompts",
+    )  # fmt: skip
+    max_num_seqs: int = flag(
+        256, "sequences in a step at most, as far as it has tokens for them", metavar="N", low=1, high=4096
+    )
+    max_num_batched_tokens: int | None = flag(
+        None, "tokens in a step at most", metavar="N", low=1, high=1 << 20,
+        shown="2048; on the backend cpu what takes about 0.15 s, 64 to 256",
+    )  # fmt: skip
+    speculative_config: str | None = flag(
+        None, 'how tokens are drafted, so that a step may bring several; output never changes by it. The method is '
+        'ngram, suffix, draft_model or eagle3, the last two with a "model"; further keys are as in vLLM, and '
+        'num_speculative_tokens is a bound: how many pay is measured', metavar="JSON", shown="nothing is drafted",
+        is_json=True,
+    )  # fmt: skip
+    max_queued_requests: int = flag(1024, "requests that may wait; more are refused", metavar="N", low=1, high=1 << 20)
+    max_queued_tokens: int = flag(
+        4_000_000, "prompt tokens that may wait; more are refused", metavar="N", low=1, high=1 << 32
+    )
+    explain_requests: int = flag(
+        1000,
+        "requests that ended and that penstock explain still knows",
+        metavar="N",
+        low=0,
+        high=100_000,
+        group="operation",
+    )
+    drain_delay: float = flag(
+        0.0,
+        "after SIGTERM: how long new requests are still taken while health says NOT_SERVING, for balancers to notice",
+        metavar="SECONDS",
+        low=0,
+        high=3600,
+    )
+    shutdown_grace: float = flag(
+        30.0, "what running requests have to finish after SIGTERM", metavar="SECONDS", low=0, high=86_400
+    )
+    log_level: str = flag("info", "what is logged", choices=["debug", "info", "warning", "error"])
+    log_format: str = flag(TEXT, "how: lines of text, or an object of JSON a line", choices=[TEXT, JSON])
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                check(field, value)
+        check_listeners(self)
+        for name, text, read in (
+            ("origins", self.allowed_origins, read_origins),
+            ("hosts", self.allowed_hosts, read_hosts),
+        ):
+            try:
+                read(text or "")
+            except ValueError as error:
+                raise ConfigError(f"--allowed-{name}: {error}") from None
+        check_identity(self)
+        if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
+            raise ConfigError(
+                "--kv-cache-memory-bytes: already sets the KV cache's size; leave --gpu-memory-utilization out"
+            )
+        if self.host_kv_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--host-kv-cache-bytes: needs prefix caching; leave --no-enable-prefix-caching out, or this one"
+            )
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
+        if self.tensor_parallel_size > 1 and ":" in self.device:
+            raise ConfigError(
+                f"--device: {self.device} is one GPU, but --tensor-parallel-size {self.tensor_parallel_size} needs "
+                f"{self.tensor_parallel_size}; give cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        if self.speculative_config is not None:
+            parse_speculation(self.speculative_config)
+        if self.override_generation_config is not None:
+            check_override(self.override_generation_config)
+        if not self.model:
+            raise ConfigError("MODEL: is empty; give a directory, an id on the hub, or demo")
+
+    @property
+    def address(self) -> str:
+        """Where to listen: ``host:port`` or ``unix:PATH``."""
+        if self.listen is not None:
+            return self.listen
+        return host_port(self.host or DEFAULT_HOST, 50051 if self.port is None else self.port)
+
+    @property
+    def address_flags(self) -> tuple[str, ...]:
+        """The flags that ``address`` comes from, for errors: one for all of it, or the port's and the host's."""
+        return ("--listen",) if self.listen is not None else ("--port", "--host")
+
+    @property
+    def http_address(self) -> str | None:
+        """Where to listen for HTTP, as ``host:port``; None is nowhere."""
+        if self.http_port is None:
+            return None
+        return host_port(self.http_host or DEFAULT_HOST, self.http_port)
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether callers must say who they are."""
+        return self.api_keys_file is not None or self.jwt_jwks_file is not None
+
+    @property
+    def policy(self) -> Policy:
+        """The scheduling policy. By default tenants take turns if there are any, so that none keeps others waiting."""
+        if self.scheduling_policy is not None:
+            return Policy(self.scheduling_policy)
+        return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
+
+    @property
+    def needs_certificates(self) -> bool:
+        """Whether callers over gRPC must show a certificate."""
+        return self.tls_client_ca is not None
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """How tokens are drafted; None is not at all."""
+        return None if self.speculative_config is None else parse_speculation(self.speculative_config)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        # A hub's id keeps its owner; of a path, the last part says enough.
+        path = Path(self.model).expanduser()
+        return path.resolve().name if path.is_dir() or path.is_absolute() else self.model
+
+
+def parse_config(arguments: Sequence[str]) -> ServeConfig:
+    """The configuration of a command line. Raises ConfigError; ``--help`` raises SystemExit, after it printed."""
+    given = vars(_parser().parse_args(arguments))
+    file = given.pop("config", None)
+    named = given.pop("model_flag", None)
+    if named is not None:
+        if "model" in given:
+            raise ConfigError(f"--model: the model is given twice, as {given['model']!r} too; leave one of them out")
+        given["model"] = named
+    values = {} if file is None else read_file(Path(file), ServeConfig, _FLAGS_LISTED)
+    if given.keys() & {"host", "port"}:
+        values.pop("listen", None)
+    for one, other in _RIVALS:
+        if one in given and other not in given:
+            values.pop(other, None)
+    if "listen" in given:
+        values.pop("host", None)
+        values.pop("port", None)
+    return ServeConfig(**{**values, **given})
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        _FLAGS_LISTED,
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [MODEL] [FLAGS]",
+        description="Serves a model over gRPC.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_fields(ServeConfig, "model")
+    return parser

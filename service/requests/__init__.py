@@ -1,0 +1,1 @@
+"""From messages to requests for the scheduler, and their lives until they end."""

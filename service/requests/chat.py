@@ -1,0 +1,132 @@
+"""From the contract's ``Chat`` to what a template takes: what bounds alone cannot say, and texts of JSON."""
+
+import json
+import json.scanner
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from penstock.service.chat_templates.chat_template import Chat, ChatTemplate, Message, ToolCall
+from penstock.service.config.limits import chat_bytes
+from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.v1 import generation_pb2 as pb
+
+MAX_JSON_DEPTH = 64
+"""Of objects and lists in each other."""
+_LONG_CHARS = 32 << 10
+"""What is longer is parsed by json's code in Python: that in C holds Python's lock, and so the event loop, until it is
+done, 0.1 s for 4 MiB of short lists."""
+_SET_BY_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
+    """What can be said before anything is parsed. ``template`` is the one that will render the chat. Raises
+    ServiceError."""
+    if chat.tools and not template.shows_tools:
+        raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
+    for index, message in enumerate(chat.messages):
+        if message.role not in template.roles:
+            raise invalid(f"{_at(index)}.role", f"must be one of {', '.join(sorted(template.roles))}")
+    if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
+        raise invalid("chat.tools", f"together with the messages at most {MAX_TEXT_BYTES:,} bytes; they have {total:,}")
+    if not chat.continue_final_message:
+        return
+    field = "chat.continue_final_message"
+    if chat.add_generation_prompt:
+        raise invalid(field, "not with add_generation_prompt, which begins another turn")
+    last = chat.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        raise invalid(field, "the last message must be the assistant's, with content and without tool_calls")
+
+
+def parse_chat(chat: pb.Chat) -> Chat:
+    """``chat`` as the template takes it; it has passed ``check_chat``. Slow for long texts. Raises ServiceError."""
+    messages = [
+        Message(
+            message.role,
+            message.content if message.HasField("content") or not message.tool_calls else None,
+            [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls],
+            message.tool_call_id,
+            message.name,
+            message.reasoning_content if message.HasField("reasoning_content") else None,
+        )
+        for message in chat.messages
+    ]
+    opens_turn = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return Chat(
+        messages,
+        add_generation_prompt=opens_turn and not chat.continue_final_message,
+        tools=[_object(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)],
+        variables=_variables(chat.template_variables),
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _at(index: int) -> str:
+    return f"chat.messages[{index}]"
+
+
+def _variables(text: str) -> Mapping[str, Any]:
+    field = "chat.template_variables"
+    variables = _object(text or "{}", field)
+    for name in sorted(_SET_BY_FIELDS & variables.keys()):
+        raise invalid(field, f"{name} has a field of its own; set that")
+    return variables
+
+
+def _arguments(text: str) -> Mapping[str, Any] | str:
+    """A call's arguments; the text itself where a model wrote something else, as it may."""
+    try:
+        return _object(text or "{}", "arguments")
+    except ServiceError:
+        return text
+
+
+def _object(text: str, field: str) -> Mapping[str, Any]:
+    """An object of JSON. Raises ServiceError."""
+    try:
+        value = _parsed(text)
+        is_deep = _is_deep(value)
+        if not is_deep and "\\u" in text:  # half of a surrogate pair can be written so, and is no text
+            for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+                part.encode()
+    except RecursionError:
+        is_deep = True
+    except ValueError:
+        raise invalid(field, "must be the JSON text of an object") from None
+    if is_deep:
+        raise invalid(field, f"objects and lists in each other at most {MAX_JSON_DEPTH} deep")
+    if not isinstance(value, dict):
+        raise invalid(field, "must be the JSON text of an object")
+    return value
+
+
+def _parsed(text: str) -> Any:
+    """Raises ValueError and RecursionError."""
+    decoder = json.JSONDecoder(parse_constant=_refuse)
+    if len(text) > _LONG_CHARS:
+        decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+    return decoder.decode(text)
+
+
+def _refuse(constant: str) -> NoReturn:
+    """NaN and its like are no JSON."""
+    raise ValueError
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: object) -> list[object]:
+    items: Iterable[object] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    return [item for item in items if isinstance(item, dict | list)]

@@ -1,0 +1,378 @@
+"""From a ``start`` to a request of the scheduler: checks what bounds alone cannot say, and prepares all that is slow.
+
+Knows neither streams nor the engine. ``check`` is for the event loop; what ``prepare`` does runs in the tokenizer's
+pool.
+"""
+
+import functools
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from penstock.kv.block_hash import tenant_salt
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
+from penstock.scheduler.request import Event, Request, TextState
+from penstock.service.config.limits import Limit, Validator
+from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.requests.contexts import Kept
+from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.streaming.pending_message import OutputForm
+from penstock.service.text.detokenizer import IdsOnly, text_states
+from penstock.service.text.tokenizer import Prompt, TokenizerPool
+from penstock.service.text.truncation import Truncation
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.constraint_pb2 import CONSTRAINT_START_FIRST_TOKEN
+
+MAX_TOKENS_IN_ALL = 1 << 20
+"""Prompt and output, once for each choice of a request: the bookkeeping of a step grows with it, on the loop."""
+MAX_LOGPROB_ENTRIES = 1 << 22
+"""Of a request's output, and of its prompt."""
+MAX_WHOLE_ANSWER = 512_000
+"""Of an answer in one message, in 8 bytes: it stays below the 4 MiB that gRPC's clients take, which leaves 96 KB for
+what else there is of 64 choices. A log-probability takes one at most."""
+_MAX_END_TOKENS = 64
+"""Of a prompt: where the template may have opened reasoning."""
+_ID_BYTES = 3
+"""Ids below 2**21 take no more."""
+
+_FORMS: Mapping[int, OutputForm] = {
+    pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
+    pb.OUTPUT_FORMAT_TEXT: OutputForm(text=True, token_ids=False),
+    pb.OUTPUT_FORMAT_TOKEN_IDS: OutputForm(text=False, token_ids=True),
+    pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: OutputForm(text=True, token_ids=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose a request is, and its times by ``time.monotonic()``."""
+
+    request_id: str
+    tenant: str
+    arrival: float
+    deadline: float | None = None
+
+
+class Answer(Enum):
+    """How the output is carried: it decides how much a request may ask for."""
+
+    STREAMED = auto()
+    WHOLE = auto()
+    """In one message."""
+
+
+def output_form(start: pb.Start) -> OutputForm:
+    """Which parts of the output are sent; ``start`` has passed ``check``."""
+    return _FORMS[start.output.format]
+
+
+class Converter:
+    """Makes requests for one served model."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        pool: TokenizerPool,
+        model_name: str,
+        max_sequence_tokens: int,
+        *,
+        max_retain_s: float,
+        max_drafts: int = 0,
+        grammars: GrammarChecks,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
+        """``max_sequence_tokens``: what prompt and output of one choice may have together, by the model's context and
+        by the KV cache, whichever is less. ``max_retain_s``: how long KV may be retained, and is where a request
+        continues another and doesn't say. ``max_drafts``: what is drafted for a choice in a step at most.
+        ``defaults``: those of the model."""
+        self._validator = validator
+        self._pool = pool
+        self._tokenizer = pool.tokenizer
+        self._model_name = model_name
+        self._max_sequence_tokens = max_sequence_tokens
+        self._max_retain_s = max_retain_s
+        self._max_drafts = max_drafts
+        self._grammars = grammars
+        self._defaults = SamplingDefaults() if defaults is None else defaults
+
+    def check(self, start: pb.Start) -> None:
+        """All that can be said before the prompt is tokenized. Raises ServiceError."""
+        self._validator.check(start)
+        prompt = start.WhichOneof("prompt")
+        if prompt is None and not start.continue_from:
+            raise invalid("prompt", "is required; set text, token_ids or chat")
+        if prompt == "text" and self._truncation(start) is None:
+            self._pool.check_text(start.text)
+        if prompt == "token_ids" and self._truncation(start) is None:
+            self._validator.check_num_ids(start.token_ids.ids, "token_ids.ids", Limit.PROMPT)
+        if prompt == "chat":
+            check_chat(start.chat, self._tokenizer.chat_template(bool(start.chat.tools)))
+        if start.HasField("constraint"):
+            _check_constraint(start)
+        sampling = start.sampling
+        if sampling.HasField("max_tokens"):
+            if sampling.min_tokens > sampling.max_tokens:
+                raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
+            # How much of it the context leaves is known with the prompt. This much of the cost is certain.
+            _check_cost(_Cost(sampling.n or 1, None, None), 1, min(sampling.max_tokens, self._left(1)))
+
+    def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
+        """What another limit on its output comes to, for a request that was prepared. Raises ServiceError."""
+        max_tokens = self._cut(max_tokens, len(request.prompt_token_ids))
+        sampling = request.sampling
+        if max_tokens < sampling.min_tokens:
+            raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
+        cost = _Cost(request.n, sampling.logprobs, sampling.prompt_logprobs)
+        _check_cost(cost, len(request.prompt_token_ids), max_tokens)
+        return max_tokens
+
+    async def prepare(
+        self,
+        start: pb.Start,
+        origin: Origin,
+        sink: Callable[[Event], None],
+        answer: Answer = Answer.STREAMED,
+        context: Kept | None = None,
+    ) -> Request:
+        """The request, ready for the queue. ``start`` has passed ``check``; ``context`` is that of the request which it
+        continues. Raises ServiceError."""
+        grammar = ""
+        if start.HasField("constraint"):
+            grammar = await self._grammars.grammar(start.constraint, origin.tenant)
+        work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
+        return await self._pool.run(work, start.ByteSize(), origin.tenant)
+
+    def _make(
+        self,
+        start: pb.Start,
+        origin: Origin,
+        sink: Callable[[Event], None],
+        answer: Answer,
+        context: Kept | None,
+        grammar: str,
+    ) -> Request:
+        salt = tenant_salt(self._model_name, origin.tenant)
+        prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
+        max_tokens = self._max_tokens(start, len(prompt.token_ids))
+        if answer is Answer.WHOLE:
+            max_tokens = self._fit_whole(start, len(prompt.token_ids), max_tokens)
+        _check_cost(_Cost.of(start), len(prompt.token_ids), max_tokens)
+        return Request(
+            request_id=origin.request_id,
+            prompt_token_ids=prompt.token_ids,
+            block_hashes=prompt.block_hashes,
+            sampling=self._sampling(start),
+            max_tokens=max_tokens,
+            sink=sink,
+            make_text=self._make_text(start),
+            n=start.sampling.n or 1,
+            tenant=origin.tenant,
+            priority=start.priority,
+            deadline=origin.deadline,
+            retain_s=self._retain_s(start),
+            max_tokens_is_default=not start.sampling.HasField("max_tokens"),
+            client_request_id=start.client_request_id,
+            arrival=origin.arrival,
+            hash_salt=salt,
+            max_drafts=self._drafts(start),
+            grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
+            grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
+        )
+
+    def _after_reasoning(self, grammar: str, start: pb.Start, prompt: list[int], max_tokens: int) -> str:
+        """A grammar of what a constraint holds, as one of the whole output."""
+        if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+            return grammar
+        reasoning, chat = self._tokenizer.reasoning, start.chat
+        if not start.HasField("chat"):
+            section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
+        elif chat.continue_final_message:
+            section = reasoning.after_message(chat.messages[-1].content)
+        else:
+            end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
+            section = reasoning.after_template(end)
+        return reasoning.grammar(grammar, section, max_tokens)
+
+    def _prompt(self, start: pb.Start, salt: bytes) -> Prompt:
+        kind = start.WhichOneof("prompt")
+        truncation = self._truncation(start)
+        if kind == "text":
+            limit = self._pool.limit("text")
+            return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation, limit), salt, limit)
+        if kind == "chat":
+            limit = self._pool.limit("chat")
+            token_ids = self._tokenizer.encode_chat(parse_chat(start.chat), limit if truncation is None else None)
+        else:
+            limit, token_ids = self._pool.limit("token_ids.ids"), list(start.token_ids.ids)
+            self._validator.check_ids(token_ids, limit.field)
+        return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
+
+    def _continued(self, start: pb.Start, salt: bytes, kept: Kept) -> Prompt:
+        kind = start.WhichOneof("prompt")
+        field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
+        context, truncation = kept.unpacked(), self._truncation(start)
+        limit = self._pool.limit_after(context, field)
+        most = limit if truncation is None else None
+        more: list[int] = []
+        if kind == "text":
+            more = self._tokenizer.encode_after(start.text, most)
+        elif kind == "chat":
+            more = self._tokenizer.encode_chat_after(parse_chat(start.chat), most)
+        elif kind == "token_ids":
+            more = list(start.token_ids.ids)
+            self._validator.check_ids(more, field)
+        if truncation is not None and len(context.token_ids) + len(more) > truncation.max_tokens:
+            cut = truncation.cut(context.token_ids + more)
+            return self._pool.prompt(cut, salt, self._pool.limit(field))
+        return self._pool.continued(context, more, salt, limit)
+
+    def _truncation(self, start: pb.Start) -> Truncation | None:
+        return Truncation.of(start, self._validator.limits.max_model_len - 1)
+
+    def _left(self, num_prompt_tokens: int) -> int:
+        """Output tokens that a choice may have after its prompt. A cache that is smaller than the context refuses a
+        prompt that is too long; what is only a limit must not make it so."""
+        left = max(1, self._max_sequence_tokens - num_prompt_tokens)
+        return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
+
+    def _cut(self, max_tokens: int, num_prompt_tokens: int) -> int:
+        return min(max_tokens, self._left(num_prompt_tokens))
+
+    def _retain_s(self, start: pb.Start) -> float:
+        if start.HasField("retain_ms"):
+            return min(start.retain_ms / 1000, self._max_retain_s)
+        return self._max_retain_s if start.continue_from else 0.0
+
+    def _drafts(self, start: pb.Start) -> int:
+        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if start.HasField("constraint") else self._max_drafts
+        return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
+
+    def _max_tokens(self, start: pb.Start, num_prompt_tokens: int) -> int:
+        sampling = start.sampling
+        max_tokens = self._left(num_prompt_tokens)
+        for asked in (sampling, self._defaults.sampling):
+            if asked.HasField("max_tokens"):
+                max_tokens = min(max_tokens, asked.max_tokens)
+                break
+        if sampling.min_tokens > max_tokens:
+            raise invalid("sampling.min_tokens", f"at most {max_tokens:,}, which the prompt leaves")
+        return max_tokens
+
+    def _fit_whole(self, start: pb.Start, num_prompt_tokens: int, max_tokens: int) -> int:
+        """What of ``max_tokens`` one message has room for: of a default less than all, of the caller's own all.
+
+        Raises ServiceError.
+        """
+        n, output, form = start.sampling.n or 1, start.output, output_form(start)
+        token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
+        units = -(-token_bytes // 8)
+        field, formula, units_per_token = "sampling.max_tokens", f"n x max_tokens x {units}", units
+        if output.HasField("logprobs"):
+            field, formula = "output.logprobs", f"n x max_tokens x (logprobs + {units + 1})"
+            units_per_token += output.logprobs + 1
+        prompt_units = 0
+        if output.HasField("prompt_logprobs"):
+            formula += " + prompt tokens x (prompt_logprobs + 1)"
+            prompt_units = num_prompt_tokens * (output.prompt_logprobs + 1)
+        if not start.sampling.HasField("max_tokens"):
+            room = (MAX_WHOLE_ANSWER - prompt_units) // max(1, n * units_per_token)
+            max_tokens = max(1, start.sampling.min_tokens, min(max_tokens, room))
+        output_units = n * max_tokens * units_per_token
+        if prompt_units + output_units > MAX_WHOLE_ANSWER:
+            field = "output.prompt_logprobs" if prompt_units > output_units else field
+            remedy = "lower one of them, or call GenerateOne, which answers in parts"
+            raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
+        return max_tokens
+
+    def _sampling(self, start: pb.Start) -> SamplingParams:
+        sampling, output = self._defaults.applied(start.sampling), start.output
+        stop_token_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_token_ids.update(self._tokenizer.eos_token_ids)
+        allowed = list(sampling.allowed_token_ids)
+        self._validator.check_ids(allowed, "sampling.allowed_token_ids")
+        bad_words = self._tokenizer.bad_word_ids(sampling.bad_words)
+        masked = {word[0] for word in bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            masked |= stop_token_ids
+        if allowed and masked.issuperset(allowed):
+            raise invalid(
+                "sampling.allowed_token_ids", "bad_words, or stop tokens under min_tokens, leave none of them"
+            )
+        takes_likeliest = sampling.HasField("top_p") and not sampling.top_p
+        temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+        return SamplingParams(
+            temperature=0.0 if takes_likeliest else temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p or 1.0,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=tuple(sorted(stop_token_ids)),
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            allowed_token_ids=tuple(sorted(set(allowed))) if allowed else None,
+            bad_words=bad_words,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        )
+
+    def _make_text(self, start: pb.Start) -> Callable[[], TextState]:
+        if not output_form(start).text and not start.sampling.stop:
+            return IdsOnly
+        sampling, with_specials = start.sampling, start.output.include_special_tokens
+        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens)
+
+
+def _check_constraint(start: pb.Start) -> None:
+    if start.constraint.WhichOneof("kind") is None:
+        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or leave it out")
+    for field in ("ignore_eos", "allowed_token_ids"):
+        if getattr(start.sampling, field):
+            raise invalid("constraint", f"not together with {field}: leave one of them out")
+
+
+class _Cost(NamedTuple):
+    """What multiplies a request's tokens."""
+
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @classmethod
+    def of(cls, start: pb.Start) -> "_Cost":
+        """As its caller asks."""
+        output = start.output
+        return cls(
+            n=start.sampling.n or 1,
+            logprobs=output.logprobs if output.HasField("logprobs") else None,
+            prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        )
+
+
+def _check_cost(cost: _Cost, num_prompt_tokens: int, max_tokens: int) -> None:
+    """What a request may cost in all, before anything is allocated for it."""
+    n, logprobs, prompt_logprobs = cost
+    num_tokens = n * (num_prompt_tokens + max_tokens)
+    # One choice is bounded by the model's context alone.
+    if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
+        raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
+    if logprobs is not None and (entries := n * max_tokens * (logprobs + 1)) > MAX_LOGPROB_ENTRIES:
+        raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
+    if prompt_logprobs is not None:
+        entries = num_prompt_tokens * (prompt_logprobs + 1)
+        if entries > MAX_LOGPROB_ENTRIES:
+            formula = "prompt tokens x (prompt_logprobs + 1)"
+            raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
+
+
+def _too_expensive(field: str, formula: str, value: int, limit: int, remedy: str = "lower one of them") -> ServiceError:
+    return ServiceError(
+        Reason.TOO_EXPENSIVE, f"{field}: {formula} is at most {limit:,}; it is {value:,}: {remedy}", field=field
+    )

@@ -1,0 +1,199 @@
+"""Checks what an output must match before its request is taken, in a process of its own: a hostile grammar can take a
+compiler minutes, or more memory than there is. Knows nothing of the grammars themselves; answers are remembered."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+
+from penstock.models.executor.child_process import child_environment
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.thread_pool import Lane
+from penstock.v1 import constraint_pb2
+
+CHECKER = "from penstock.models.structured_output.check_process import main; main()"
+"""Nothing of it is imported here: its library is for processes that may die."""
+START_TIMEOUT_S = 60.0
+"""For a large vocabulary on a busy machine."""
+ANSWER_TIMEOUT_S = 5.0
+"""It answers within 4 s even on a busy machine, or something is wrong with it."""
+MAX_WAITING_BYTES = 8 << 20
+MAX_KNOWN_BYTES = 16 << 20
+_KNOWN_BYTES = 512
+"""What an answer takes besides its text."""
+
+
+class GrammarChecks:
+    """Has grammars checked, one at a time; tenants take turns."""
+
+    def __init__(self, tokenizer: Tokenizer, closes_objects: bool = True) -> None:
+        """``closes_objects``: whether an object whose schema declares properties, and says nothing of others, has no
+        others."""
+        facts = tokenizer.facts
+        special_tokens = list(facts.special_tokens)
+        self._told = {
+            "tokenizer": {
+                "directory": str(tokenizer.directory),
+                "special_tokens": special_tokens,
+                "num_ids": facts.num_ids,
+                "eos_token_ids": list(facts.eos_token_ids),
+                "added_tokens": list(facts.added_tokens),
+            },
+            "options": {
+                "special_tokens": special_tokens,
+                "forces": not tokenizer.spells_with_foreign,
+                "closes_objects": closes_objects,
+            },
+        }
+        self._lane = Lane("grammars", 1, MAX_WAITING_BYTES)
+        self._process: subprocess.Popen[bytes] | None = None
+        """The lane's thread's, and after ``close`` nobody's."""
+        self._warming: asyncio.Task[None] | None = None
+        self._is_unusable = False
+        """Whether the tokenizer is none for grammars."""
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        """Answers by the digest of what was asked. The lock's, like their size."""
+        self._known_bytes = 0
+
+    def warm(self) -> None:
+        """Starts the process in the background, so that no request waits for it."""
+        self._warming = asyncio.create_task(self._warm())
+
+    async def _warm(self) -> None:
+        with contextlib.suppress(ServiceError):
+            await self._lane.run(self._running, 0, "")
+
+    async def grammar(self, constraint: constraint_pb2.Constraint, tenant: str) -> str:
+        """The constraint as the worker takes it. It is within its bounds. Raises ServiceError."""
+        kind = constraint.WhichOneof("kind")
+        assert kind is not None
+        if kind == "choices":
+            text = json.dumps(list(constraint.choices.values), ensure_ascii=False)
+        else:
+            text = "" if kind == "any_json" else getattr(constraint, kind)
+        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
+        answer = self._remembered(key)
+        if answer is None:
+            answer = await self._lane.run(functools.partial(self._ask, key, kind, text), len(text), tenant)
+        if "error" in answer:
+            remedy = "change it, or leave it out"
+            raise invalid(f"constraint.{kind}", f"no output can be held to it: {answer['error']}; {remedy}")
+        if "busy" in answer:
+            raise ServiceError(Reason.PREPARATION_FULL, answer["busy"])
+        return answer["grammar"]
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        if self._warming is not None:
+            self._warming.cancel()
+        self._lane.close()
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._end(self._process)
+
+    def _remembered(self, key: bytes) -> dict[str, str] | None:
+        with self._lock:
+            answer = self._known.get(key)
+            if answer is not None:
+                self._known.move_to_end(key)
+            return answer
+
+    def _remember(self, key: bytes, answer: dict[str, str]) -> None:
+        with self._lock:
+            self._known[key] = answer
+            self._known_bytes += _size(answer)
+            while self._known_bytes > MAX_KNOWN_BYTES:
+                _, oldest = self._known.popitem(last=False)
+                self._known_bytes -= _size(oldest)
+
+    # In the lane's thread ---------------------------------------------------------------------------------------------
+
+    def _ask(self, key: bytes, kind: str, text: str) -> dict[str, str]:
+        answer = self._remembered(key)  # somebody may have asked the same meanwhile
+        if answer is None:
+            answer = self._answer({"kind": kind, "text": text})
+            if "busy" not in answer:  # which is true of this moment, not of the grammar
+                self._remember(key, answer)
+        return answer
+
+    def _answer(self, question: dict[str, str]) -> dict[str, str]:
+        for _ in range(2):  # whatever ended the process, perhaps the machine's want of memory: a new one is tried once
+            process = self._running()
+            answer = self._exchange(process, question, ANSWER_TIMEOUT_S)
+            if answer is not None:
+                return answer
+            self._end(process)
+        raise RuntimeError("the process that checks grammars does not answer")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """The process. Raises ServiceError where the model's tokenizer is none for grammars."""
+        with self._lock:
+            if self._is_closed:
+                raise ServiceError(Reason.SHUTDOWN)
+            if self._is_unusable:
+                raise ServiceError(Reason.NO_GRAMMARS, field="constraint")
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            if self._process is not None:
+                self._end(self._process)
+            # Its own standard error is the service's: what it says there is a bug of ours.
+            command = [sys.executable, "-P", "-c", CHECKER]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=child_environment(os.environ),
+            )
+        answer = self._exchange(self._process, self._told, START_TIMEOUT_S)
+        if answer is None or "error" in answer:
+            self._end(self._process)
+            self._is_unusable = answer is not None
+            raise ServiceError(Reason.NO_GRAMMARS, field="constraint")
+        return self._process
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], question: object, timeout_s: float) -> dict[str, str] | None:
+        """A line there and a line back; None if none comes."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            while not line.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                    return None
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part:
+                    return None
+                line += part
+        except (OSError, ValueError):  # a pipe that is closed, at one end or at the other
+            return None
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _size(answer: dict[str, str]) -> int:
+    return _KNOWN_BYTES + sum(len(text) for text in answer.values())

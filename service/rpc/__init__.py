@@ -1,0 +1,1 @@
+"""One file for each gRPC service that callers use, and the interceptor around all calls."""

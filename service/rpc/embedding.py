@@ -1,0 +1,158 @@
+"""EmbeddingService: one request a call, answered whole. Its way is a straight one, so a call's own task walks it:
+checked, prepared, queued, and gone from the engine however the call ends."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.planning.allowance import Rated
+from penstock.scheduler.request import Embedded, Event, Finished, FinishReason, Request, Timings, Usage
+from penstock.service.auth.identity import Caller, current_caller
+from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
+from penstock.service.requests.embed import EmbedConverter
+from penstock.service.requests.generate import Origin
+from penstock.service.rpc.interceptor import current_request_id
+from penstock.service.telemetry.metrics import End
+from penstock.service.telemetry.request_end import report_end
+from penstock.service.telemetry.tracing import Telemetry
+from penstock.v1 import embedding_pb2 as pb, embedding_pb2_grpc as pb_grpc, generation_pb2
+
+_OPERATION = "embeddings"
+_MAX_VALUES_ON_LOOP = 8192
+"""Larger answers are put together in a thread."""
+
+
+class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
+    """The servicer, and the register of what is alive."""
+
+    def __init__(self, engine: Engine, converter: EmbedConverter, telemetry: Telemetry) -> None:
+        self._engine = engine
+        self._converter = converter
+        self._telemetry = telemetry
+        self._live: set[_LiveEmbedding] = set()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have begun and not ended, those in preparation included."""
+        return len(self._live)
+
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.EmbedResponse:
+        """One request, answered whole."""
+        live = _LiveEmbedding(self._engine, self._converter, current_caller.get(), context.time_remaining())
+        self._live.add(live)
+        try:
+            return await live.answer(request, self._telemetry)
+        finally:
+            self._live.discard(live)
+
+    def shut_down(self) -> None:
+        """Ends every request that is queued or runs; one that is still prepared is refused when it gets there."""
+        for live in list(self._live):
+            live.abort(FinishReason.SHUTDOWN)
+
+
+class _LiveEmbedding:
+    """One request."""
+
+    def __init__(self, engine: Engine, converter: EmbedConverter, caller: Caller, time_left_s: float | None) -> None:
+        self._engine = engine
+        self._converter = converter
+        self._caller = caller
+        self._request_id = current_request_id.get()
+        self._arrival = time.monotonic()
+        self._deadline = None if time_left_s is None else self._arrival + time_left_s
+        self._tenant = caller.tenant
+        self._span: Span = INVALID_SPAN
+        self._request: Request | None = None
+        self._vectors: dict[int, bytes] = {}
+        self._vector_bytes = 0
+        """What of each is asked for: the rest is not kept until the last one is there."""
+        self._finished: Finished | None = None
+        self._end = asyncio.Event()
+
+    async def answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
+        """The vectors of all inputs. Raises ServiceError, Refused and StatusError."""
+        failure: BaseException | None = None
+        try:
+            return await self._answer(request, telemetry)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self.abort(FinishReason.CANCELLED)
+            self._report(failure, request.client_request_id, telemetry)
+            del failure  # or this frame and its traceback would be a circle
+
+    def abort(self, reason: FinishReason) -> None:
+        """Ends the request where it is queued or runs."""
+        if self._request is not None:
+            self._engine.abort(self._request_id, reason)
+
+    async def _answer(self, request: pb.EmbedRequest, telemetry: Telemetry) -> pb.EmbedResponse:
+        self._tenant = self._caller.tenant_for(request.tenant)
+        self._engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+        self._converter.check(request)
+        self._span = telemetry.request(self._request_id, self._tenant, _OPERATION, request.traceparent)
+        self._vector_bytes = self._converter.vector_bytes(request)
+        self._request = await self._prepared(request)
+        self._engine.submit(self._request)
+        await self._end.wait()
+        finished = self._finished
+        assert finished is not None
+        status = ending_status(finished.reason, finished.message, self._request_id)
+        if status.code:
+            raise StatusError(status)
+        usage = generation_pb2.Usage(
+            prompt_tokens=finished.usage.prompt_tokens, cached_tokens=finished.usage.cached_tokens
+        )
+        response = pb.EmbedResponse(request_id=self._request_id, usage=usage)
+        vectors = [self._vectors[index] for index in range(len(request.inputs))]
+        if len(vectors) * self._converter.dimensions(request) <= _MAX_VALUES_ON_LOOP:
+            self._converter.fill(response, vectors, request)
+        else:
+            await asyncio.to_thread(self._converter.fill, response, vectors, request)
+        return response
+
+    async def _prepared(self, request: pb.EmbedRequest) -> Request:
+        origin = Origin(self._request_id, self._tenant, self._arrival, self._deadline)
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left) as limit:
+                return await self._converter.prepare(request, origin, self._on_event)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ServiceError(Reason.DEADLINE, "the deadline passed before the inputs were tokenized") from None
+
+    def _on_event(self, event: Event) -> None:
+        """The request's sink: never raises."""
+        if isinstance(event, Embedded):
+            self._vectors[event.choice] = event.vector[: self._vector_bytes]
+        elif isinstance(event, Finished):
+            self._finished = event
+            self._end.set()
+
+    def _report(self, failure: BaseException | None, client_request_id: str, telemetry: Telemetry) -> None:
+        finished = self._finished
+        if finished is None:  # the engine knows nothing of it
+            num_tokens = 0 if self._request is None else self._request.num_prompt_tokens
+            total_us = round((time.monotonic() - self._arrival) * 1e6)
+            reason = FinishReason.CANCELLED if isinstance(failure, asyncio.CancelledError) else FinishReason.INTERNAL
+            finished = Finished(reason, Usage(prompt_tokens=num_tokens), Timings(total_us=total_us))
+        known = None if failure is None else from_exception(failure)
+        code = grpc.StatusCode.OK if failure is None else code_of(failure)
+        end = End(
+            request_id=self._request_id,
+            client_request_id=client_request_id,
+            tenant=self._tenant,
+            operation=_OPERATION,
+            finished=finished,
+            refusal=known,
+            code=code,
+            was_accepted=self._finished is not None,
+        )
+        report_end(self._span, telemetry.metrics, end)

@@ -1,0 +1,331 @@
+"""GenerationService: many requests on a stream, one request a stream, one request whole. One code for all three.
+
+A stream has a reader, which begins and cancels requests, and a writer, which is the handler itself. However the handler
+ends, everything that is still alive on its stream ends with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from io import StringIO
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.request import Delta, FinishReason, PromptLogprobs
+from penstock.service.auth.identity import Caller, current_caller
+from penstock.service.config.limits import Validator
+from penstock.service.errors import Reason, ServiceError, StatusError, invalid, to_status, with_finished
+from penstock.service.requests.generate import Answer
+from penstock.service.requests.lifecycle import LiveRequest, Surroundings
+from penstock.service.rpc.interceptor import current_request_id
+from penstock.service.streaming.backlog import Backlog, Pacer
+from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
+from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
+from penstock.service.streaming.pending_message import OutputForm
+from penstock.service.transport.request_id import new_request_id
+from penstock.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
+
+_STATES: Mapping[EngineState, "pb.ServiceState.ValueType"] = {
+    EngineState.STARTING: pb.SERVICE_STATE_RECOVERING,
+    EngineState.SERVING: pb.SERVICE_STATE_SERVING,
+    EngineState.RECOVERING: pb.SERVICE_STATE_RECOVERING,
+    EngineState.DRAINING: pb.SERVICE_STATE_DRAINING,
+    EngineState.FAILED: pb.SERVICE_STATE_DRAINING,
+    EngineState.STOPPED: pb.SERVICE_STATE_DRAINING,
+}
+
+MAX_REFUSED_IN_A_ROW = 64
+REFUSED_PAUSE_S = 0.005
+"""Then a stream is read slowly until a request of it is taken, or a client that sends what is refused, again and again,
+would have all of the event loop's time. Nothing is lost, and what runs on the stream goes on."""
+
+StreamContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """The servicer, and the register of what is alive."""
+
+    def __init__(self, surroundings: Surroundings, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._surroundings = surroundings
+        self._validator = validator
+        self._heartbeat_s = heartbeat_s
+        self._pacer = Pacer()
+        self._backlog = Backlog()
+        self._live: set[LiveRequest] = set()
+        """Those on every kind of call."""
+        self._outboxes: set[Outbox] = set()
+        """Those of the multiplexed streams."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have begun and not ended, those in preparation included."""
+        return len(self._live)
+
+    # The generated base class knows only handlers that yield; gRPC takes those that write as well.
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: StreamContext
+    ) -> None:
+        """Carries many requests, until the client half-closes and the last of them has ended."""
+        await context.send_initial_metadata(())
+        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
+        stream = _Stream(self, outbox, self._validator, current_caller.get())
+        self._outboxes.add(outbox)
+        outbox.begin_beats()
+        reader = asyncio.create_task(stream.read(request_iterator))
+        reader.add_done_callback(stream.on_read)
+        try:
+            await outbox.run()
+        finally:
+            self._outboxes.discard(outbox)
+            reader.cancel()
+            stream.drop()
+
+    async def GenerateOne(  # type: ignore[override]
+        self, request: pb.GenerateOneRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """One request. A refusal is the call's status alone, with no message before it, so that proxies may retry."""
+        has_begun = False
+
+        async def write(raw: bytes) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                # By itself: in one operation with a message that is held up, no status could overtake it.
+                has_begun = True
+                outbox.begin_beats()  # not before: a beat would keep proxies from trying again elsewhere
+                await context.send_initial_metadata(())
+            await context.write(raw)
+
+        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
+
+        def on_end(live: LiveRequest) -> None:
+            error = StatusError(live.status) if live.status.code else None
+            if error is not None and not live.was_accepted:
+                outbox.fail(error)
+            else:
+                outbox.close(error)
+
+        start = _required(request)
+        live = self.new_request(start, outbox, current_caller.get(), on_end, context)
+        outbox.opened()
+        live.begin(start)
+        try:
+            await outbox.run()
+        finally:
+            live.cancel()
+
+    async def Complete(
+        self, request: pb.CompleteRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.CompleteResponse:
+        """One request, answered whole."""
+        answer = _WholeAnswer()
+        start = _required(request)
+        live = self.new_request(start, answer, current_caller.get(), lambda live: None, context, Answer.WHOLE)
+        live.begin(start)
+        try:
+            response = await answer.whole
+        finally:
+            live.cancel()
+        if not live.status.code:
+            return response
+        # What it used is billed, and there is no message to say it in.
+        raise StatusError(with_finished(live.status, response.finished) if live.was_accepted else live.status)
+
+    def new_request(
+        self,
+        start: pb.Start,
+        receiver: "Outbox | _WholeAnswer",
+        caller: Caller,
+        on_end: Callable[[LiveRequest], None],
+        call: "grpc.aio.ServicerContext[Any, Any] | None" = None,
+        answer: Answer = Answer.STREAMED,
+    ) -> LiveRequest:
+        """A request that is in the register until it ends. ``call``: the one that carries it alone, whose id and
+        deadline are the request's."""
+
+        def unregister(live: LiveRequest) -> None:
+            self._live.discard(live)
+            on_end(live)
+
+        live = LiveRequest(
+            self._surroundings,
+            start,
+            request_id=new_request_id() if call is None else current_request_id.get(),
+            caller=caller,
+            receiver=receiver,
+            on_end=unregister,
+            answer=answer,
+            time_left_s=None if call is None else call.time_remaining(),
+        )
+        self._live.add(live)
+        return live
+
+    def tell_state(self) -> None:
+        """A heartbeat on every multiplexed stream: the service's state has changed."""
+        for outbox in self._outboxes:
+            outbox.heartbeat()
+
+    def shut_down(self) -> None:
+        """Ends every request, and every multiplexed stream with UNAVAILABLE that was not done, when what waits on it is
+        written."""
+        unfinished = [outbox for outbox in self._outboxes if not outbox.is_closed]
+        for live in list(self._live):
+            live.cancel(FinishReason.SHUTDOWN)
+        for outbox in unfinished:
+            outbox.close(ServiceError(Reason.DRAINING))
+
+    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
+        return Outbox(write, encode, self._pacer, self._backlog, self._state, on_stall, self._heartbeat_s)
+
+    def _state(self) -> "pb.ServiceState.ValueType":
+        return _STATES[self._surroundings.engine.state]
+
+
+class _Stream:
+    """The requests of one multiplexed stream."""
+
+    def __init__(self, service: GenerationService, outbox: Outbox, validator: Validator, caller: Caller) -> None:
+        self._service = service
+        self._outbox = outbox
+        self._validator = validator
+        self._caller = caller
+        self._live: dict[int, LiveRequest] = {}
+        self._last: asyncio.Task[None] | None = None
+        self._half_closed = False
+        self._num_refused = 0
+        """In a row, before anything was prepared: what a full queue refuses is no fault of the client's."""
+
+    async def read(self, frames: AsyncIterator[pb.GenerateRequest]) -> None:
+        """Takes frames until the client half-closes. Raises ServiceError for one that breaks the stream's rules."""
+        async for frame in frames:
+            num_refused = self._num_refused
+            self._take(frame)
+            del frame  # it may have megabytes, and the next one may not come for hours
+            if self._num_refused > max(num_refused, MAX_REFUSED_IN_A_ROW):
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    def on_read(self, reader: asyncio.Task[None]) -> None:
+        """No more frames will come."""
+        if reader.cancelled():
+            # By the end of the handler, when it no longer matters; by anything else it is an error of ours.
+            self._outbox.fail(RuntimeError("the reader of a stream was cancelled"))
+        elif (error := reader.exception()) is not None:
+            self._outbox.fail(error if isinstance(error, Exception) else RuntimeError("the reader of a stream died"))
+        self._half_closed = True
+        self._close_if_done()
+
+    def hold(self, held: bool) -> None:
+        """Nobody reads the stream, or somebody does again: until then its requests cost no step."""
+        for live in list(self._live.values()):
+            live.hold(held)
+
+    def drop(self) -> None:
+        """The stream is over: everything on it ends."""
+        for live in list(self._live.values()):
+            live.cancel()
+
+    def _take(self, frame: pb.GenerateRequest) -> None:
+        kind = frame.WhichOneof("frame")
+        if kind == "start":
+            self._start(frame.start)
+        elif kind == "cancel":
+            self._validator.check(frame.cancel)
+            for ref in frame.cancel.refs:
+                live = self._live.get(ref)
+                if live is not None:
+                    live.cancel()
+        elif kind == "update":
+            self._update(frame.update)
+        else:
+            raise invalid("frame", "is required; set start, cancel or update")
+
+    def _start(self, start: pb.Start) -> None:
+        if start.ref in self._live:
+            raise ServiceError(
+                Reason.DUPLICATE_REF,
+                f"start.ref: {start.ref} is live on this stream; choose another",
+                field="start.ref",
+            )
+        live = self._service.new_request(start, self._outbox, self._caller, self._on_end)
+        self._live[start.ref] = live
+        self._outbox.opened()
+        live.hold(self._outbox.is_stalled)
+        live.begin(start, after=self._last)
+        self._num_refused = 0 if live.preparation is not None else self._num_refused + 1
+        self._last = live.preparation or self._last
+
+    def _update(self, update: pb.Update) -> None:
+        live = self._live.get(update.ref)
+        if live is None:
+            return
+
+        def refuse(error: ServiceError) -> None:
+            status = to_status(error, live.request_id)
+            self._outbox.update_refused(pb.UpdateRefused(ref=live.ref, status=status))
+
+        try:
+            self._validator.check(update)
+        except ServiceError as error:
+            self._num_refused += 1
+            refuse(error)
+        else:
+            live.update(update, refuse)
+
+    def _on_end(self, live: LiveRequest) -> None:
+        del self._live[live.ref]
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._half_closed and not self._live:
+            self._outbox.close()
+
+
+class _WholeAnswer:
+    """Collects what a request brings into one answer."""
+
+    def __init__(self) -> None:
+        self.whole: asyncio.Future[pb.CompleteResponse] = asyncio.get_running_loop().create_future()
+        self._response = pb.CompleteResponse()
+        """Filled as output comes: all of it at the end would hold up the loop."""
+        self._texts: list[StringIO] = []
+        """Of the choices; a message's own string would be copied whole with each delta."""
+
+    def accepted(self, accepted: pb.Accepted) -> None:
+        """Says nothing that the end does not."""
+
+    def prompt_logprobs(self, ref: int, part: PromptLogprobs) -> None:
+        """Parts come in order and without gaps."""
+        whole = self._response.prompt_logprobs
+        if not self._response.HasField("prompt_logprobs"):
+            whole.ref = ref
+            whole.start = part.start
+        fill_logprobs(whole.logprobs, part.logprobs)
+
+    def delta(self, ref: int, delta: Delta, form: OutputForm, at_once: bool) -> None:
+        """Appended to its choice."""
+        while len(self._texts) <= delta.choice:
+            self._response.choices.add(index=len(self._texts))
+            self._texts.append(StringIO())
+        if form.text:
+            self._texts[delta.choice].write(delta.text)
+        fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
+
+    def finished(self, finished: pb.Finished) -> None:
+        """The answer is whole."""
+        self._response.request_id = finished.request_id
+        self._response.finished.CopyFrom(finished)
+        for choice, text in zip(self._response.choices, self._texts, strict=True):
+            choice.text = text.getvalue()
+        if not self.whole.done():
+            self.whole.set_result(self._response)
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        if not self.whole.done():
+            self.whole.set_exception(error)
+
+
+def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.Start:
+    if not request.HasField("start"):
+        raise invalid("start", "is required")
+    return request.start

@@ -1,0 +1,263 @@
+"""The outermost interceptor: every call gets an id, a span, and exactly one status out of the catalogue.
+
+grpc.aio by itself answers UNKNOWN with the exception's text, and nothing at all after a CancelledError of the handler's
+own. Here both become INTERNAL with the call's id, under which the log has the rest.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from penstock.clients.host.error_frames import release_frames
+from penstock.clients.host.parse_turns import ParseTurns
+from penstock.service.auth.identity import ACCESS, Access, current_caller
+from penstock.service.errors import (
+    Reason,
+    ServiceError,
+    StatusError,
+    code_of,
+    from_exception,
+    status_code,
+    to_status,
+    trailers,
+)
+from penstock.service.telemetry.tracing import Telemetry
+from penstock.service.transport.call_end import abort, write
+from penstock.service.transport.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
+from penstock.service.transport.connections import peer_of
+from penstock.service.transport.message_size import SHORT_BYTES, check_parts
+from penstock.service.transport.request_id import new_request_id
+from penstock.service.transport.unread import UnreadAnswers
+
+_log = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 1.0
+"""How long the status of a call may wait behind messages that the client does not read."""
+
+current_request_id: ContextVar[str] = ContextVar("current_request_id")
+"""The id of the call that this task answers; on the single-request methods also the request's."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Maps whatever a handler raises to a status; to be the first in the list."""
+
+    def __init__(self, telemetry: Telemetry, limits: CallLimits) -> None:
+        self._telemetry = telemetry
+        self._limits = limits
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """The method's handler inside the guard; None for a method that is not served, which gRPC answers itself."""
+        current_request_id.set(new_request_id())
+        try:
+            handler = await continuation(handler_call_details)
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_being_cancelled():
+                raise
+            handler = _failing(error)
+        return handler if handler is None else self._guarded(handler, handler_call_details)
+
+    def _guarded(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        parse = handler.request_deserializer or _as_it_is
+        serialize = handler.response_serializer or _as_it_is
+        is_open = ACCESS.get(details.method) is Access.OPEN
+        limits = self._limits
+
+        async def run(request_iterator: Any, context: Context, owner: str) -> Any:
+            if handler.request_streaming:
+                parsed = _messages(parse, context, limits, owner, is_open)
+            else:
+                parsed = await _only_message(parse, context, limits, owner, is_open)
+            outcome = behaviour(parsed, context)
+            if inspect.isasyncgen(outcome):
+                await _write_all(context, cast("AsyncGenerator[Any, None]", outcome))
+                return None
+            message = await outcome
+            if handler.response_streaming:
+                return None
+            # Serialized here, so that a message which cannot be is our error and not gRPC's UNKNOWN.
+            raw = serialize(message)
+            if is_open:  # until it has been sent it counts among the open calls
+                await context.send_initial_metadata(())
+                await write(context, raw)
+                return None
+            limits.answers.add(owner, current_request_id.get(), len(raw))
+            return raw
+
+        async def run_within_limits(request_iterator: Any, context: Context, peer: str) -> Any:
+            caller = current_caller.get(None)
+            if not is_open:
+                return await run(request_iterator, context, "" if caller is None else caller.tenant)
+            client = peer_of(peer)
+            host = "" if client is None else client[0]
+            async with limits.open_calls.place(host):
+                return await run(request_iterator, context, host)
+
+        async def answer(request_iterator: Any, context: Context) -> Any:
+            request_id, peer = current_request_id.get(), context.peer()
+            caller = current_caller.get(None)
+            tenant = None if caller is None else caller.tenant
+            limits.connections.begin_call(peer, tenant)
+            try:
+                with self._telemetry.call(details.method, details.invocation_metadata, request_id):
+                    answered = await run_within_limits(request_iterator, context, peer)
+            except BaseException as error:
+                is_gone = isinstance(error, grpc.aio.InternalError)  # whoever called
+                self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
+                await _end(context, error, request_id, limits.answers)
+            else:
+                self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
+                return answered
+            finally:
+                limits.connections.end_call(peer, tenant)
+
+        # All requests are read as streams. gRPC runs a handler of one message only once that has come: a call that is
+        # half-closed without a message would wait for ever, and a second message would be lost without a word.
+        if handler.response_streaming or is_open:
+            return grpc.stream_stream_rpc_method_handler(
+                answer, None, lambda message: message if isinstance(message, bytes) else serialize(message)
+            )
+        return grpc.stream_unary_rpc_method_handler(answer, None, None)
+
+
+def _failing(error: BaseException) -> Handler:
+    async def fail(argument: Any, context: Any) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(fail)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+async def _only_message(
+    parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
+) -> Any:
+    """Reads the message of a method that takes exactly one. Raises ServiceError where there is none, or a second."""
+    async with limits.messages_of(is_open).place(owner):
+        raw = await _read(context)
+        if raw is None or await _read(context) is not None:
+            raise ServiceError(Reason.MESSAGE_COUNT)
+        limits.connections.count(context.peer(), len(raw))
+        return await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)
+
+
+async def _read(context: Context) -> bytes | None:
+    """The next message; None after the last."""
+    raw: Any = await context.read()
+    return None if raw is grpc.aio.EOF else raw
+
+
+def _small(raw: bytes) -> bytes:
+    """Returns a message of a method that is open to everyone. Raises ServiceError if it is too large."""
+    if len(raw) > MAX_OPEN_MESSAGE_BYTES:
+        raise ServiceError(
+            Reason.TOO_EXPENSIVE,
+            f"a message to this method has at most {MAX_OPEN_MESSAGE_BYTES:,} bytes; it has {len(raw):,}: send less",
+        )
+    return raw
+
+
+async def _write_all(context: Context, messages: AsyncGenerator[Any, None]) -> None:
+    has_begun = False
+    async with aclosing(messages):
+        async for message in messages:
+            if not has_begun:
+                has_begun = True
+                await context.send_initial_metadata(())
+            await write(context, message)
+
+
+async def _parsed(parse: Callable[[bytes], Any], raw: bytes, turns: ParseTurns, owner: str) -> Any:
+    """Parses a message. Large ones take turns, so that several at once do not stop the event loop for long."""
+    # What the generated code gives as a parser is a method of the message's class.
+    descriptor: Any = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+    try:
+        if len(raw) <= SHORT_BYTES:
+            if descriptor is not None:
+                await check_parts(raw, descriptor)
+            return parse(raw)
+        async with turns.turn(owner):
+            if descriptor is not None:
+                await check_parts(raw, descriptor)
+            with turns.portion():
+                return parse(raw)
+    except DecodeError:
+        raise ServiceError(Reason.MALFORMED_MESSAGE) from None
+
+
+async def _messages(
+    parse: Callable[[bytes], Any], context: Context, limits: CallLimits, owner: str, is_open: bool
+) -> AsyncIterator[Any]:
+    """The messages of a stream. None is kept here while the next one is waited for, which may be for hours: between
+    those of a caller any time may pass, after the first."""
+    places, peer = limits.messages_of(is_open), context.peer()
+    is_timed = True
+    while True:
+        async with places.place(owner) if is_timed else limits.unfinished.read(peer):
+            raw = await _read(context)
+            if raw is None:
+                return
+            limits.connections.count(peer, len(raw))
+            parsed = [await _parsed(parse, _small(raw) if is_open else raw, limits.parse_turns, owner)]
+        is_timed = is_open
+        del raw
+        yield parsed.pop()
+
+
+async def _end(context: Context, error: BaseException, request_id: str, answers: UnreadAnswers) -> NoReturn:
+    """Ends the call with the status that ``error`` stands for; raises what gRPC wants to see then."""
+    is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
+    if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
+        try:
+            raise error
+        finally:
+            del error  # or this frame and the error's traceback would be a circle, for each call that is left
+    if isinstance(error, grpc.aio.InternalError):
+        # The client went away while a message was on its way: nobody is left to be told.
+        raise asyncio.CancelledError from None
+    status = _status_of(error, request_id)
+    del error  # an error that is known has let go of its frames; this one would be in the next one's
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await abort(context, status_code(status), status.message, trailers(status))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+    except TimeoutError:
+        task = asyncio.current_task()
+        assert task is not None
+        answers.end(task)  # with the messages that the status waits behind
+        raise asyncio.CancelledError from None
+
+
+def _status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+    known = from_exception(error)
+    if known is not None or isinstance(error, StatusError):
+        release_frames(error)
+    if isinstance(error, StatusError):
+        return error.status
+    if known is None:
+        _log.error("call %s: an error of our own", request_id, exc_info=error)
+        known = ServiceError(Reason.INTERNAL)
+    return to_status(known, request_id)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,94 @@
+"""ModelService: what is served, and within which limits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
+from penstock.scheduler.policy import Policy
+from penstock.service.auth.identity import current_caller
+from penstock.service.config.limits import Validator
+from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.v1 import model_pb2 as pb, model_pb2_grpc as pb_grpc
+
+_ALWAYS = (
+    "choices", "continue_from", "embeddings", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update"
+)  # fmt: skip
+
+
+class ModelService(pb_grpc.ModelServiceServicer):
+    """Describes the model, and the limits as they are now."""
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        facts: WorkerFacts,
+        tokenizer: Tokenizer,
+        validator: Validator,
+        config: Callable[[], SchedulerConfig],
+        speculation: SpeculationConfig | None = None,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
+        """``config`` returns the engine's. ``defaults``: those of the model."""
+        self._facts = facts
+        self._validator = validator
+        self._config = config
+        self._max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        self._has_chat_template = tokenizer.has_chat_template
+        self._model = pb.GetModelResponse(
+            name=name,
+            architecture=facts.architecture,
+            max_model_len=facts.max_model_len,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            has_chat_template=tokenizer.has_chat_template,
+            dtype=facts.dtype,
+            quantization=facts.quantization,
+            kv_cache_dtype=facts.kv_cache_dtype,
+            backend=facts.backend,
+            version=version,
+            embedding_size=facts.hidden_size,
+            speculation="" if speculation is None else speculation.method.value,
+            sampling_defaults=None if defaults is None else defaults.sampling,
+        )
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetModelResponse:
+        """The limits and the policy may be changed while the service runs. Raises ServiceError."""
+        caller = current_caller.get()
+        self._validator.check(request)
+        tenant = caller.tenant_for(request.tenant)
+        config, facts = self._config(), self._facts
+        limits = pb.Limits(
+            max_num_seqs=config.max_rows(facts),
+            max_num_batched_tokens=config.token_budget(facts),
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            kv_block_size=facts.block_size,
+            num_kv_blocks=facts.num_blocks,
+            max_draft_tokens=self._max_drafts,
+        )
+        answer = pb.GetModelResponse(
+            limits=limits,
+            features=sorted(self._features(config)),
+            tenant=caller.tenant,
+            may_act_for_others=caller.may_act_for_others,
+            requests_per_second=config.tenant(tenant).requests_per_second,
+        )
+        answer.MergeFrom(self._model)
+        return answer
+
+    def _features(self, config: SchedulerConfig) -> set[str]:
+        features = set(_ALWAYS)
+        if self._has_chat_template:
+            features.add("chat")
+        if config.enable_prefix_caching:
+            features.add("prefix_caching")
+        if config.policy is Policy.PRIORITY:
+            features.add("priority")
+        return features

@@ -1,0 +1,181 @@
+"""TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from penstock.scheduler.planning.allowance import Rated
+from penstock.service.auth.identity import current_caller
+from penstock.service.config.limits import Validator
+from penstock.service.config.text_size import utf8_bytes
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.text.detokenizer import text_offsets
+from penstock.service.text.tokenizer import TokenizerPool
+from penstock.service.text.truncation import Truncation
+from penstock.v1 import tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
+
+MAX_ANSWER_BYTES = 4 << 20
+"""What gRPC's clients take unless they are told otherwise."""
+FREE_IDS = 1024
+"""That a call of DescribeTokens may have, so as not to count against the rate."""
+_IDS_AT_ONCE = 1 << 12
+"""Longer lists are worked on in slices: what C does with one holds Python's lock, and so the event loop, to its end."""
+_ID_BYTES = 4
+"""What an id takes in a message that was parsed. ByteSize() would encode them all, on the event loop."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_WithIds = TypeVar("_WithIds", pb.TokenizeResponse, pb.RenderChatResponse)
+_WithOffsets = TypeVar("_WithOffsets", pb.TokenizeResponse, pb.DetokenizeResponse)
+
+
+class TokenizerService(pb_grpc.TokenizerServiceServicer):
+    """Checks on the loop, works in the pool.
+
+    Calls count against their tenant's rate, but for small ones of DescribeTokens: clients make them while they read a
+    stream, to name its tokens.
+    """
+
+    def __init__(self, validator: Validator, pool: TokenizerPool, charge: Callable[[str, Rated], None]) -> None:
+        """``charge`` counts a call of a tenant, or raises Refused."""
+        self._charge = charge
+        self._validator = validator
+        self._pool = pool
+        self._tokenizer = pool.tokenizer
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Text to ids."""
+        self._count_call()
+        self._validator.check(request)
+        adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        truncation = Truncation.of(request, self._validator.limits.max_model_len)
+
+        def work() -> pb.TokenizeResponse:
+            token_ids = self._tokenizer.encode(request.text, adds, truncation)
+            return self._with_offsets(_with_ids(pb.TokenizeResponse(), token_ids, "text"), request, token_ids, "text")
+
+        return await self._pool.run(work, request.ByteSize())
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Ids to text."""
+        self._count_call()
+        self._validator.check(request)
+        shows_specials = request.include_special_tokens
+
+        def work() -> pb.DetokenizeResponse:
+            token_ids = self._checked(request.token_ids)
+            self._check_text(token_ids, shows_specials)
+            response = pb.DetokenizeResponse(text=self._tokenizer.decode(token_ids, shows_specials))
+            _check_answer(response.ByteSize(), "token_ids")
+            return self._with_offsets(response, request, token_ids, "token_ids", shows_specials)
+
+        return await self._pool.run(work, _ID_BYTES * len(request.token_ids))
+
+    def _count_call(self) -> None:
+        self._charge(current_caller.get().tenant, Rated.TOKENIZER_CALL)
+
+    def _with_offsets(
+        self,
+        response: _WithOffsets,
+        request: pb.TokenizeRequest | pb.DetokenizeRequest,
+        token_ids: list[int],
+        field: str,
+        shows_specials: bool = False,
+    ) -> _WithOffsets:
+        """``response`` with the places of its tokens, if they are asked for. Raises ServiceError."""
+        if request.include_text_offsets:
+            response.text_offsets.extend(text_offsets(self._tokenizer, token_ids, shows_specials))
+            _check_answer(response.ByteSize(), field)
+        return response
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        """A request's ids, held against the vocabulary. Raises ServiceError."""
+        checked: list[int] = []
+        for some in _slices(token_ids):
+            checked += some
+            if max(some) >= self._validator.limits.vocab_size:
+                self._validator.check_ids(checked, "token_ids")
+        return checked
+
+    def _check_text(self, token_ids: list[int], shows_specials: bool) -> None:
+        """Refuses a text that is too long before it is made: a million ids may stand for 100 times as many bytes."""
+        pieces = self._tokenizer.pieces
+        if len(token_ids) * pieces.longest_bytes <= MAX_ANSWER_BYTES:
+            return
+        counts: Counter[int] = Counter()
+        for some in _slices(token_ids):
+            counts.update(some)
+        texts = pieces.all if shows_specials else pieces.ordinary
+        num_bytes = 0
+        for token_id, number in counts.items():
+            text = texts[token_id]
+            num_bytes += number * (len(pieces.split[token_id]) if text is None else utf8_bytes(text))
+        _check_answer(num_bytes, "token_ids")
+
+    async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
+        """Messages to the prompt."""
+        self._count_call()
+        self._validator.check(request)
+        check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))
+
+        def work() -> pb.RenderChatResponse:
+            chat = parse_chat(request.chat)
+            response = pb.RenderChatResponse(text=self._tokenizer.render_chat(chat))
+            _check_answer(response.ByteSize(), "chat")  # before the text is tokenized
+            return _with_ids(response, self._tokenizer.encode_chat(chat), "chat")
+
+        return await self._pool.run(work, request.ByteSize())
+
+    async def DescribeTokens(self, request: pb.DescribeTokensRequest, context: Context) -> pb.DescribeTokensResponse:
+        """Ids to what each stands for: 1 us each, and there may be many."""
+        if len(request.token_ids) > FREE_IDS:
+            self._count_call()
+        self._validator.check(request)
+        pieces = self._tokenizer.pieces
+
+        def work() -> pb.DescribeTokensResponse:
+            response = pb.DescribeTokensResponse()
+            for token_id in self._checked(request.token_ids):
+                text = pieces.all[token_id]
+                response.tokens.add(
+                    text=pieces.split[token_id] if text is None else text.encode(),
+                    is_special=token_id in pieces.skipped,
+                )
+            _check_answer(response.ByteSize(), "token_ids")
+            return response
+
+        return await self._pool.run(work, _ID_BYTES * len(request.token_ids))
+
+
+def _slices(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yields slices. Rests after each for as long as the caller worked on it, or the event loop would have to wait for
+    Python's lock each time that it had let go of it."""
+    for at in range(0, len(token_ids), _IDS_AT_ONCE):
+        began = time.perf_counter()
+        yield token_ids[at : at + _IDS_AT_ONCE]
+        if at + _IDS_AT_ONCE < len(token_ids):
+            time.sleep(time.perf_counter() - began)
+
+
+def _with_ids(response: _WithIds, token_ids: list[int], field: str) -> _WithIds:
+    """``response`` with ids in it; ``field`` is what they come from. Raises ServiceError."""
+    num_bytes = response.ByteSize()
+    _check_answer(num_bytes, field)
+    for some in _slices(token_ids):
+        part = type(response)(token_ids=some)
+        num_bytes += part.ByteSize()
+        _check_answer(num_bytes, field)
+        response.MergeFrom(part)
+    return response
+
+
+def _check_answer(num_bytes: int, field: str) -> None:
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise ServiceError(
+            Reason.TOO_EXPENSIVE,
+            f"{field}: the answer has at most {MAX_ANSWER_BYTES:,} bytes, and would have more: send less at once",
+            field=field,
+        )

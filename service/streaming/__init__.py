@@ -1,0 +1,1 @@
+"""Output streams: messages, their pace, and readers that are slow."""

@@ -1,0 +1,134 @@
+"""From the engine's events to messages of the contract. Knows neither streams nor when anything is sent."""
+
+from collections.abc import Mapping, Sequence
+
+from google.rpc import status_pb2
+
+from penstock.scheduler.plan import TokenLogprobs
+from penstock.scheduler.request import Delta, Finished, FinishReason, Matched, Speculation
+from penstock.service.config.limits import UINT32_MAX
+from penstock.service.streaming.pending_message import Batch, OutputForm
+from penstock.v1 import generation_pb2 as pb
+
+_REASONS: Mapping[FinishReason, "pb.FinishReason.ValueType"] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.WORKER_DIED: pb.FINISH_REASON_ERROR,
+    FinishReason.SHUTDOWN: pb.FINISH_REASON_ERROR,
+    FinishReason.KILLED_WORKER: pb.FINISH_REASON_ERROR,
+    FinishReason.GRAMMAR: pb.FINISH_REASON_ERROR,
+    FinishReason.DEAD_END: pb.FINISH_REASON_ERROR,
+    FinishReason.SLOW_CONSTRAINT: pb.FINISH_REASON_ERROR,
+    FinishReason.INTERNAL: pb.FINISH_REASON_ERROR,
+}
+
+
+def stream_message(batch: Batch) -> pb.GenerateResponse:
+    """A message of Generate."""
+    message = pb.GenerateResponse()
+    _fill(message, batch)
+    # Most messages hold deltas alone: what is empty is not even looked at by protobuf.
+    if batch.accepted:
+        message.accepted.extend(batch.accepted)
+    if batch.finished:
+        message.finished.extend(batch.finished)
+    if batch.update_refused:
+        message.update_refused.extend(batch.update_refused)
+    return message
+
+
+def single_message(batch: Batch) -> pb.GenerateOneResponse:
+    """A message of GenerateOne, whose stream carries one request."""
+    message = pb.GenerateOneResponse()
+    _fill(message, batch)
+    for accepted in batch.accepted:
+        message.accepted.CopyFrom(accepted)
+    for finished in batch.finished:
+        message.finished.CopyFrom(finished)
+    return message
+
+
+def finished_message(
+    ref: int, request_id: str, finished: Finished, status: status_pb2.Status, seed: int | None, may_continue: bool
+) -> pb.Finished:
+    """The end of a request; ``seed`` is None for one that was not admitted."""
+    usage, timings = finished.usage, finished.timings
+    return pb.Finished(
+        ref=ref,
+        status=status,
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens
+        ),
+        timings=pb.Timings(
+            queued_us=timings.queued_us,
+            prefill_us=timings.prefill_us,
+            first_token_us=timings.first_token_us,
+            total_us=timings.total_us,
+            preemptions=timings.preemptions,
+            restarts=timings.restarts,
+        ),
+        may_continue=may_continue,
+        reason=_REASONS[finished.reason],
+        seed=seed,
+        request_id=request_id,
+        speculation=None if finished.speculation is None else _speculation(finished.speculation),
+    )
+
+
+def _speculation(speculation: Speculation) -> pb.Speculation:
+    return pb.Speculation(
+        drafted_tokens=speculation.drafted,
+        accepted_tokens=speculation.accepted,
+        steps=speculation.steps,
+        drafted_at=speculation.drafted_at,
+        accepted_at=speculation.accepted_at,
+    )
+
+
+def milliseconds(seconds: float) -> int:
+    """For a field of 32 bits; what has no room in it is the most that has."""
+    return round(min(seconds * 1000, UINT32_MAX))
+
+
+def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
+    """Appends: parts of one choice or prompt, in order, make the whole."""
+    out.num_top = logprobs.num_top
+    out.chosen.extend(logprobs.chosen)
+    out.top_token_ids.extend(logprobs.top_token_ids)
+    out.top.extend(logprobs.top)
+
+
+def fill_end(out: pb.ChoiceEnd, end: Matched) -> None:
+    """How a choice ended."""
+    out.reason = _REASONS[end.reason]
+    if end.stop is not None:
+        out.stop = end.stop
+    elif end.stop_token_id is not None:
+        out.stop_token_id = end.stop_token_id
+
+
+def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Delta]) -> None:
+    """Joins consecutive deltas of one choice."""
+    if form.text:
+        out.text = deltas[0].text if len(deltas) == 1 else "".join([delta.text for delta in deltas])
+    for delta in deltas:
+        if form.token_ids:
+            out.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            fill_logprobs(out.logprobs, delta.logprobs)
+            if form.text and delta.text_lengths is not None:
+                out.logprobs.text_lengths.extend(delta.text_lengths)
+        if delta.end is not None:
+            fill_end(out.end, delta.end)
+
+
+def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: Batch) -> None:
+    for ref, part in batch.prompt_logprobs:
+        fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
+    add = message.deltas.add
+    for (ref, choice), (form, deltas) in batch.deltas.items():
+        fill_delta(add(ref=ref, choice=choice), form, deltas)
+    if batch.heartbeat is not None:
+        message.heartbeat.CopyFrom(batch.heartbeat)

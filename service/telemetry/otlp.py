@@ -1,0 +1,144 @@
+"""Sends metrics to a collector by OTLP, where OpenTelemetry's environment variables name one, as spans are sent.
+
+A thread waits, asks the event loop for the numbers and sends them: a collector that is slow holds nobody up.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.service.telemetry.catalog import Kind
+from penstock.service.telemetry.collector import LoopReader, Point, Reading
+from penstock.service.telemetry.histogram import Distribution
+from penstock.service.telemetry.tracing import CLOSE_S
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import Metric, MetricExporter, MetricsData
+    from opentelemetry.sdk.resources import Resource
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+_DEFAULT_INTERVAL_MS = 60_000
+_MIN_INTERVAL_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsPush:
+    """A thread that sends every metric, again and again. Counts are totals since the start, whatever temporality the
+    environment prefers."""
+
+    def __init__(self, exporter: "MetricExporter", resource: "Resource", interval_s: float, reader: LoopReader) -> None:
+        self._exporter = exporter
+        self._resource = resource
+        self._interval_s = interval_s
+        self._reader = reader
+        self._began_ns = time.time_ns()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """From here on, until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="metrics to a collector", daemon=True)
+        self._thread.start()
+
+    def stop(self, last: list[Reading]) -> None:
+        """Sends ``last``, if the collector takes it at once. Safe to call before ``start``, and twice."""
+        if self._thread is None or self._is_over.is_set():
+            return
+        self._is_over.set()
+        thread = threading.Thread(target=self._end, args=(last,), name="last metrics", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._interval_s):
+            try:
+                readings = self._reader.read()
+            except TimeoutError:
+                continue
+            except Exception as error:
+                _tell(error)
+                continue
+            self._send(readings)
+
+    def _end(self, readings: list[Reading]) -> None:
+        self._send(readings, timeout_millis=CLOSE_S * 1000)
+        self._exporter.shutdown()
+
+    def _send(self, readings: list[Reading], **options: float) -> None:
+        """Whatever goes wrong with these, later ones are tried."""
+        try:
+            self._exporter.export(self._data(readings), **options)
+        except Exception as error:
+            _tell(error)
+
+    def _data(self, readings: Sequence[Reading]) -> "MetricsData":
+        from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        metrics = to_otlp(readings, self._began_ns, time.time_ns())
+        scope = ScopeMetrics(InstrumentationScope("penstock"), metrics, schema_url="")
+        return MetricsData([ResourceMetrics(self._resource, [scope], schema_url="")])
+
+
+def _tell(error: Exception) -> None:
+    """Without the error's text: gRPC's may hold OTEL_EXPORTER_OTLP_HEADERS, keys among them."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{frame.name} {frame.filename.rpartition('/')[2]}:{frame.lineno}"
+    _log.error("metrics could not be sent (%s in %s); the next ones are tried", type(error).__name__, place)
+
+
+def push_from(environ: Mapping[str, str], reader: LoopReader) -> MetricsPush | None:
+    """What the environment asks for; None where it names no collector. To be called after the worker was started: it
+    opens a channel."""
+    wanted = any(environ.get(name) for name in _ENDPOINTS) and environ.get("OTEL_METRICS_EXPORTER") != "none"
+    if not wanted:
+        return None
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.resources import Resource
+
+    resource = Resource.create({"service.name": environ.get("OTEL_SERVICE_NAME", "penstock")})
+    try:
+        interval_ms = float(environ.get("OTEL_METRIC_EXPORT_INTERVAL") or _DEFAULT_INTERVAL_MS)
+    except ValueError:
+        interval_ms = _DEFAULT_INTERVAL_MS
+    return MetricsPush(OTLPMetricExporter(), resource, max(_MIN_INTERVAL_S, interval_ms / 1000), reader)
+
+
+def to_otlp(readings: Sequence[Reading], began_ns: int, now_ns: int) -> "list[Metric]":
+    """The metrics as OpenTelemetry has them, by Unix time; those for Prometheus alone are left out."""
+    from opentelemetry.sdk.metrics.export import AggregationTemporality, Gauge, Histogram, Metric, Sum
+
+    found = []
+    for reading in readings:
+        instrument = reading.instrument
+        if instrument.is_for_prometheus_alone or not reading.points:
+            continue
+        total = AggregationTemporality.CUMULATIVE
+        points = [_point(instrument.labels, point, began_ns, now_ns) for point in reading.points]
+        data: Gauge | Histogram | Sum
+        if instrument.kind is Kind.HISTOGRAM:
+            data = Histogram(points, total)
+        elif instrument.kind is Kind.COUNTER:
+            data = Sum(points, total, is_monotonic=True)
+        else:
+            data = Gauge(points)
+        found.append(Metric(instrument.name, instrument.meaning, instrument.unit, data))
+    return found
+
+
+def _point(names: tuple[str, ...], point: Point, began_ns: int, now_ns: int) -> Any:
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint, NumberDataPoint
+
+    value = point.value
+    labels = {name: label for name, label in zip(names, point.labels, strict=True) if label}
+    if not isinstance(value, Distribution):
+        return NumberDataPoint(labels, began_ns, now_ns, value)
+    # The protocol can do without the extremes, though the library's type cannot.
+    unknown = cast(float, None)
+    return HistogramDataPoint(
+        labels, began_ns, now_ns, value.count, value.sum, value.counts, value.bounds, unknown, unknown
+    )

@@ -1,0 +1,261 @@
+"""The page that Prometheus scrapes: ``GET /metrics`` on a listener of its own, in its text format or in OpenMetrics.
+
+A thread serves it. The event loop is only asked for the numbers, a millisecond's work; rendering them takes longer, and
+streams need not wait for that.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from urllib.parse import parse_qs
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from penstock.clients.host.allowed_hosts import AllowedHosts
+from penstock.service.config.addresses import METRICS_PATH, Address, ListenError
+from penstock.service.telemetry.catalog import Instrument, Kind, instruments
+from penstock.service.telemetry.collector import LoopReader, Reading
+from penstock.service.telemetry.histogram import Distribution
+
+MAX_CONNECTIONS = 16
+"""Each has a thread. With more, the one ends that has waited for the head of its request for the longest time; where
+none waits, the oldest does, if it has had ``SCRAPE_S``; else the new one."""
+SCRAPE_S = 1.0
+"""Long enough for a scrape."""
+IDLE_S = 10.0
+"""How long a scraper may keep silent in the middle of its request."""
+REQUEST_S = 30.0
+"""How long a connection lasts: a byte now and then is no silence, and a few who send so would leave nobody a place."""
+
+
+_WRONG_METHOD, _ALLOW = "405 Method Not Allowed", ("Allow", "GET, HEAD, OPTIONS")
+_WRONG_HOST = "421 Misdirected Request"
+_OK, _PLAIN, _OPENMETRICS = "200 OK", "text/plain; charset=utf-8", "application/openmetrics-text"
+
+
+class MetricsPage:
+    """The listener and its thread."""
+
+    def __init__(self, address: Address, hosts: AllowedHosts, reader: LoopReader) -> None:
+        """``hosts``: what requests may call the page."""
+        self._address = address
+        self._hosts = hosts
+        self._reader = reader
+        self._server: _Server | None = None
+
+    def start(self) -> str:
+        """Listens from here on; returns the address with the port that was bound. Raises ListenError."""
+        registry = CollectorRegistry()
+        registry.register(_Bridge(self._reader))
+        ProcessCollector(registry=registry)
+        try:
+            self._server = _Server(self._address, _app(registry, self._hosts))
+        except OSError as error:
+            raise ListenError(f"{self._address.flag} {self._address}: {error.strerror}; choose another") from None
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        return self._address.with_port(self._server.server_port)
+
+    def stop(self) -> None:
+        """Listens no more; answers that are being made are not waited for. Safe to call before ``start``, and twice."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+
+        server.socket.shutdown(socket.SHUT_RDWR)  # no connection comes from here on, and its thread wakes up
+        threading.Thread(target=end, name="metrics end", daemon=True).start()
+
+
+def to_families(readings: Iterable[Reading]) -> Iterator[Metric]:
+    """The metrics as the library of Prometheus has them."""
+    for reading in readings:
+        family = _family(reading.instrument)
+        for labels, value in reading.points:
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(value, Distribution)
+                family.add_metric(labels, _cumulative(value), value.sum)
+            else:
+                family.add_metric(labels, value)
+        yield family
+
+
+class _Bridge(Collector):
+    """From readings to the library's families, for each scrape."""
+
+    def __init__(self, reader: LoopReader) -> None:
+        self._reader = reader
+
+    def describe(self) -> Iterator[Metric]:
+        """What there is; with it a scrape may ask for some of the names alone."""
+        return map(_family, instruments())
+
+    def collect(self) -> Iterator[Metric]:
+        """Raises TimeoutError where the loop does not answer."""
+        return to_families(self._reader.read())
+
+
+def _family(instrument: Instrument) -> Any:
+    make = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily}
+    labels = [label.replace(".", "_") for label in instrument.labels]
+    return make[instrument.kind](instrument.prometheus_name, instrument.meaning, labels=labels)
+
+
+def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
+    buckets, total = [], 0
+    for bound, count in zip((*distribution.bounds, float("inf")), distribution.counts, strict=True):
+        total += count
+        buckets.append((floatToGoString(bound), float(total)))  # type: ignore[no-untyped-call]
+    return buckets
+
+
+_NOT_OURS = b"the header Host is not a name of this server; use its address, or start it with --allowed-hosts\n"
+App = Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]
+
+
+def _app(registry: CollectorRegistry, hosts: AllowedHosts) -> App:
+    """The library's own one renames what has a colon, in OpenMetrics."""
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        if not hosts.allows(environ.get("HTTP_HOST", "localhost")):
+            start_response(_WRONG_HOST, [("Content-Type", _PLAIN), ("Content-Length", str(len(_NOT_OURS)))])
+            return [] if method == "HEAD" else [_NOT_OURS]
+        if environ["PATH_INFO"] == METRICS_PATH and method == "OPTIONS":
+            start_response("204 No Content", [_ALLOW])
+            return []
+        status, form, text = _answer(registry, environ)
+        allow = [_ALLOW] if status == _WRONG_METHOD else []
+        start_response(status, [("Content-Type", form), ("Content-Length", str(len(text))), *allow])
+        return [] if method == "HEAD" else [text]
+
+    return app
+
+
+def _answer(registry: CollectorRegistry, environ: WSGIEnvironment) -> tuple[str, str, bytes]:
+    """Status, content type and body."""
+    if environ["PATH_INFO"] != METRICS_PATH:
+        return "404 Not Found", _PLAIN, f"metrics are at {METRICS_PATH}\n".encode()
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        return _WRONG_METHOD, _PLAIN, b"metrics are to be read, with GET\n"
+    names = parse_qs(environ.get("QUERY_STRING", "")).get("name[]")
+    wanted: Any = registry.restricted_registry(names) if names else registry
+    try:
+        if _OPENMETRICS in environ.get("HTTP_ACCEPT", ""):
+            form = f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+            page = openmetrics.generate_latest(wanted, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return _OK, form, page
+        return _OK, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(wanted)
+    except TimeoutError:
+        return "503 Service Unavailable", _PLAIN, b"the service is too busy to tell its metrics; try again\n"
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_S
+
+    def setup(self) -> None:
+        """With a clock for all that follows."""
+        super().setup()
+        self._limit = threading.Timer(REQUEST_S, self._end)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def parse_request(self) -> bool:
+        """Reads the head, after which the connection gives way only when it has had time for an answer."""
+        is_whole = super().parse_request()
+        self.server.keep(self.connection)  # type: ignore[attr-defined]
+        return is_whole
+
+    def finish(self) -> None:
+        """Stops that clock."""
+        self._limit.cancel()
+        super().finish()
+
+    def _end(self) -> None:
+        with suppress(OSError):  # it has just ended by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(self, address: Address, app: App) -> None:
+        family, _, _, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self.address_family = family
+        self._counting = threading.Lock()
+        self._open: dict[socket.socket, float] = {}
+        """Connections, oldest first, and when each came."""
+        self._waiting: set[socket.socket] = set()
+        """Those of them whose request has not come."""
+        super().__init__((str(where[0]), int(where[1])), _Handler)
+        self.set_app(app)
+
+    def server_bind(self) -> None:
+        """Without the host's full name, which a name server may take long to tell."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread, if one may be had."""
+        with self._counting:
+            has_place = len(self._open) < MAX_CONNECTIONS or self._cut_one()
+            if has_place:
+                self._open[request] = time.monotonic()
+                self._waiting.add(request)
+        if has_place:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def keep(self, connection: socket.socket) -> None:
+        """The head of a request has come."""
+        with self._counting:
+            self._waiting.discard(connection)
+
+    def _cut_one(self) -> bool:
+        latest = time.monotonic() - SCRAPE_S
+        victim = next((each for each in self._open if each in self._waiting), None) or next(
+            (each for each, since in self._open.items() if since <= latest), None
+        )
+        if victim is None:
+            return False
+        self._forget(victim)
+        with suppress(OSError):  # it has just ended by itself
+            victim.shutdown(socket.SHUT_RDWR)  # which wakes its thread up
+        return True
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._open.pop(connection, None)
+        self._waiting.discard(connection)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The thread's own part."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._counting:
+                self._forget(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that leaves is no news either."""

@@ -1,0 +1,60 @@
+"""What the engine is doing, as a line in the log from time to time: what an operator looks at first."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.scheduler.engine_stats import EngineStats
+
+INTERVAL_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class StatsLog:
+    """Logs how full the engine is and how fast, while it has requests. Says nothing of an engine that is idle."""
+
+    def __init__(self, stats: Callable[[], EngineStats], interval_s: float) -> None:
+        self._stats = stats
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """From here on, until ``stop``."""
+        self._task = asyncio.create_task(self._run(), name="penstock stats")
+
+    def stop(self) -> None:
+        """No more lines. Safe to call before ``start``, and twice."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        before, then = self._stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            stats, now = self._stats(), time.monotonic()
+            if stats.requests or stats.steps > before.steps:
+                _report(before, stats, now - then)
+            before, then = stats, now
+
+
+def _report(before: EngineStats, stats: EngineStats, seconds: float) -> None:
+    computed = stats.prefill_tokens - before.prefill_tokens
+    cached = stats.cached_tokens - before.cached_tokens
+    data = {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_percent": round(100 * stats.kv_usage, 1),
+        "prompt_tokens_per_s": round((computed + cached) / seconds),
+        "output_tokens_per_s": round((stats.output_tokens - before.output_tokens) / seconds),
+        "cached_percent": round(100 * cached / max(1, computed + cached)),
+        "preempted": stats.preemptions - before.preemptions,
+    }
+    line = "running %d, waiting %d, KV cache %.1f %%; tokens/s: prompt %.0f, output %.0f; cached %.0f %%; preempted %d"
+    drafted = stats.speculation.drafted - before.speculation.drafted
+    if drafted:
+        data["drafted_tokens_per_s"] = round(drafted / seconds)
+        data["accepted_percent"] = round(100 * (stats.speculation.accepted - before.speculation.accepted) / drafted)
+        line += "; drafted %.0f tokens/s, accepted %.0f %%"
+    _log.info(line, *data.values(), extra={"data": data})

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizing, detokenizing, special tokens, stop strings."""

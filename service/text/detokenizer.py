@@ -1,0 +1,229 @@
+"""One choice's tokens as text, as they come: whole characters, and never what may turn out to be a stop string.
+
+Text is let go at the ends of tokens, so that what is released is exactly the text of the tokens released with it. All
+of it together is what ``Tokenizer.decode`` makes of the same ids. A token costs a look-up; nothing is decoded twice.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from penstock.scheduler.request import Released, TextState
+from penstock.service.text.stop_strings import StopStrings
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.service.text.utf8 import ByteRun, Join, Utf8
+
+_NOTHING = Released(0, "")
+_ONE_TOKEN = Released(1, "")
+_NO_TOKENS: Mapping[int, str] = {}
+
+Lengths = tuple[int, ...]
+"""How many characters of a text begin in each of its tokens."""
+
+
+def text_states(
+    tokenizer: Tokenizer, stops: Sequence[str] = (), include_special_tokens: bool = False, min_tokens: int = 0
+) -> Callable[[], TextState]:
+    """Makes the text states of one request's choices, which share what can be shared. ``stops`` are not empty. They
+    count from the end of the first ``min_tokens`` tokens on."""
+    shared = StopStrings(stops)
+    named = {} if include_special_tokens or not stops else tokenizer.special_tokens_in("\0".join(stops))
+    return lambda: IncrementalText(tokenizer, shared, include_special_tokens, min_tokens, named)
+
+
+class IdsOnly:
+    """For a request that wants token ids alone and has no stop strings: nothing is held, and no text is made."""
+
+    def feed(self, token_id: int) -> Released:
+        """The token itself."""
+        return _ONE_TOKEN
+
+    def finish(self) -> Released:
+        """Nothing is left."""
+        return _NOTHING
+
+
+class IncrementalText:
+    """The text of one choice. A stop string ends it: the one that is complete first, and the longest of those that are
+    complete with the same character."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: StopStrings | Iterable[str] = (),
+        include_special_tokens: bool = False,
+        min_tokens: int = 0,
+        named: Mapping[int, str] = _NO_TOKENS,
+    ) -> None:
+        """``named``: special tokens that stop strings contain. They are matched, though the text does not show them."""
+        pieces = tokenizer.pieces
+        stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
+        self._pieces = pieces
+        self._texts = pieces.all if include_special_tokens else pieces.ordinary
+        self._passed_over = pieces.unknown if include_special_tokens else pieces.skipped
+        self._starts = stops.starts
+        self._watch = stops.watch()
+        self._named = named
+        self._num_early = min_tokens
+        """Tokens to come in which a stop string may end without ending the output; -1 once it would."""
+        self._held: deque[tuple[Lengths, str, bool]] = deque()
+        """What may belong to a stop string: texts, each with how much of it begins in each of its tokens, and whether
+        it is shown."""
+        self._num_held_chars = 0
+        self._join: Join = ByteRun() if pieces.decodes_runs else Utf8()
+        self._joining: list[str | bytes] = []
+        """What the tokens are that ``_join`` is not done with."""
+        self._opens = pieces.opens_differently
+        self._num_to_strip = pieces.num_stripped
+        self._is_plain = not self._opens and not self._num_to_strip
+        """Whether the next token's text follows from that token alone, if it has one."""
+
+    def feed(self, token_id: int) -> Released:
+        """Takes an output token; releases any number of tokens, the oldest first."""
+        if self._num_early >= 0:
+            self._num_early -= 1
+        if token_id in self._named:
+            return self._feed_named(token_id)
+        text = self._texts[token_id]
+        if text is None or not self._is_plain:
+            return self._feed_joined(token_id)
+        if not self._num_held_chars and self._starts.isdisjoint(text):
+            return Released(1, text)
+        return self._match((len(text),), text)
+
+    def finish(self) -> Released:
+        """Releases all that is held. A stop string that is complete only now still ends the text before it."""
+        released = _NOTHING
+        if self._joining:
+            released = self._match_joined(self._join.end())
+        return released if released.stop is not None else _sum(released, self._release(0))
+
+    def _feed_named(self, token_id: int) -> Released:
+        """A special token that the text lacks and a stop string names. It counts as before a character that is still
+        incomplete, of which nothing is text yet."""
+        lengths: Lengths = (0,)
+        if self._joining:
+            self._joining.append(b"")
+            lengths = ()
+        return self._match(lengths, self._named[token_id], is_shown=False)
+
+    def _feed_joined(self, token_id: int) -> Released:
+        """A token at the beginning of a text, or one that begins, continues or follows the bytes of a character."""
+        released = _NOTHING
+        if token_id in self._passed_over:
+            if self._joining:
+                self._joining.append(b"")
+            else:
+                released = self._match((0,), "")
+        else:
+            piece = self._pieces.split.get(token_id) or self._texts[token_id]
+            if self._opens:
+                piece = self._pieces.opening(token_id)
+                self._opens = False
+            assert piece is not None, "a token is text or bytes"
+            before, text = self._join.add(piece)
+            if before is not None:
+                released = self._match_joined(before)
+            if released.stop is None:
+                self._joining.append(piece)
+                if text is not None:
+                    released = _sum(released, self._match_joined(text))
+        self._is_plain = not (self._joining or self._opens or self._num_to_strip)
+        return released
+
+    def _match_joined(self, text: str) -> Released:
+        pieces, self._joining = self._joining, []
+        return self._match(_lengths(pieces, text), text)
+
+    def _match(self, lengths: Lengths, text: str, is_shown: bool = True) -> Released:
+        """Takes the text of some tokens, and releases what can be no part of a stop string any more."""
+        if self._num_to_strip and is_shown:
+            stripped = self._strip(text)
+            lengths = _without_first(lengths, len(text) - len(stripped))
+            text = stripped
+        self._held.append((lengths, text, is_shown))
+        found = self._watch.find(text, ignored=self._num_early >= 0)
+        if found is not None:
+            end, stop = found
+            return self._cut(self._num_held_chars + end - len(stop), stop)
+        self._num_held_chars += len(text)
+        return self._release(self._watch.depth)
+
+    def _strip(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if text.startswith(" "):
+                text = text[1:]
+                self._num_to_strip -= 1
+            else:
+                self._num_to_strip = 0
+        return text
+
+    def _release(self, num_kept: int) -> Released:
+        """Lets go of the oldest tokens: as many as leave at least ``num_kept`` characters."""
+        lengths: list[int] = []
+        texts = []
+        num_spare = self._num_held_chars - num_kept
+        while self._held and len(self._held[0][1]) <= num_spare:
+            some, text, is_shown = self._held.popleft()
+            lengths += some
+            num_spare -= len(text)
+            if is_shown:
+                texts.append(text)
+        self._num_held_chars = num_kept + num_spare
+        return Released(len(lengths), "".join(texts), lengths=tuple(lengths) if len(lengths) > 1 else None)
+
+    def _cut(self, begin: int, stop: str) -> Released:
+        """Lets go of the held text before ``begin``, where a stop string begins, and of the tokens that it is of."""
+        num_tokens, num_chars = 0, 0
+        lengths: list[int] = []
+        texts = []
+        for some, text, is_shown in self._held:
+            lengths += some
+            if num_chars < begin:
+                num_tokens += len(some)
+                texts += [text[: begin - num_chars]] * is_shown
+            num_chars += len(text)
+        return Released(num_tokens, "".join(texts), stop, tuple(lengths))
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], include_special_tokens: bool = False) -> list[int]:
+    """Where each token begins in the text that they are together."""
+    state = IncrementalText(tokenizer, include_special_tokens=include_special_tokens)
+    lengths = [length for token_id in token_ids for length in state.feed(token_id).text_lengths()]
+    return list(accumulate([*lengths, *state.finish().text_lengths()], initial=0))[:-1]
+
+
+def _lengths(pieces: Sequence[str | bytes], text: str) -> Lengths:
+    """How many characters of ``text`` begin in each of the pieces that it was joined of."""
+    if len(pieces) == 1:
+        return (len(text),)
+    parts = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+    if sum(map(len, parts)) == len(text):  # also where each byte became U+FFFD
+        return tuple(map(len, parts))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths, num_decoded, before = [], 0, 0
+    for part in parts:
+        num_decoded += len(decoder.decode(part))
+        begun = min(num_decoded + bool(decoder.getstate()[0]), len(text))
+        lengths.append(begun - before)
+        before = begun
+    lengths[-1] += len(text) - before
+    return tuple(lengths)
+
+
+def _without_first(lengths: Lengths, num_chars: int) -> Lengths:
+    """The same, of a text that lost its first characters."""
+    left = list(lengths)
+    for index, length in enumerate(left):
+        lost = min(length, num_chars)
+        left[index] -= lost
+        num_chars -= lost
+    return tuple(left)
+
+
+def _sum(first: Released, second: Released) -> Released:
+    if not first.num_tokens:
+        return second
+    lengths = first.text_lengths() + second.text_lengths()
+    return Released(first.num_tokens + second.num_tokens, first.text + second.text, second.stop, lengths)

@@ -1,0 +1,100 @@
+"""Decides where a constraint begins: the reasoning comes first and is unconstrained, then the answer matches. Works on
+texts, token ids and the source of grammars; another process compiles them."""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum, auto
+
+from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+
+REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in (form.opens, form.closes))
+MAX_RESERVED_TOKENS = 1024
+"""Tokens reserved for the answer, or a quarter of ``max_tokens`` if that is fewer. Reasoning that uses up the rest is
+closed."""
+
+
+class Section(Enum):
+    """The reasoning section at the start of an output."""
+
+    NONE = auto()
+    """There is none: the output begins with the answer."""
+    OPEN = auto()
+    """The prompt has opened it."""
+    POSSIBLE = auto()
+    """The model may open it, or begin with the answer."""
+
+
+class Reasoning:
+    """Finds sections of reasoning in prompts, by the marks in the model's templates and vocabulary."""
+
+    def __init__(
+        self,
+        templates: Sequence[str],
+        token_ids: Mapping[str, int],
+        special_tokens: Collection[str],
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """``token_ids``: the ids of the marks that are single tokens of the model."""
+        formats = tuple(REASONING_FORMATS.values())
+        shown = next((form for form in formats if any(form.opens in template for template in templates)), None)
+        self._opens_itself = shown is not None
+        form = shown or next((form for form in formats if form.closes in token_ids), formats[0])
+        self._opens, self._closes = form.opens, form.closes
+        self._ids = token_ids
+        self._turns = [token for token in special_tokens if token not in (form.opens, form.closes)]
+        self._eos_token_ids = eos_token_ids
+
+    def after_template(self, end: str) -> Section:
+        """Returns the section that follows a rendered template; ``end`` is its last part."""
+        end = end.rstrip()
+        if end.endswith(self._opens):
+            return Section.OPEN
+        return Section.NONE if end.endswith(self._closes) else self._unopened
+
+    def after_message(self, content: str) -> Section:
+        """Returns the section that an assistant's message leaves when the model continues it."""
+        begins = self._last(content)
+        return Section.NONE if begins < 0 or self._closes in content[begins:] else Section.OPEN
+
+    def after_text(self, text: str) -> Section:
+        """Returns the section that follows a prompt without messages. A special token ends a turn there."""
+        begins = self._last(text)
+        rest = text[begins:] if begins >= 0 else ""
+        if rest and self._closes not in rest and not any(token in rest for token in self._turns):
+            return Section.OPEN
+        return Section.NONE if text.rstrip().endswith(self._closes) else self._unopened
+
+    def grammar(self, answer: str, section: Section, max_tokens: int) -> str:
+        """Returns the grammar of the whole output, which has at most ``max_tokens``: reasoning, then ``answer``."""
+        if section is Section.NONE:
+            return answer
+        opens, closes = self._opens, self._closes
+        rules = [r"space: /[ \n]{0,2}/"]
+        if closes in self._ids:
+            most = max(0, max_tokens - min(max_tokens // 4, MAX_RESERVED_TOKENS) - 1)
+            ids = ",".join(map(str, sorted({self._ids[closes], *self._eos_token_ids})))
+            free = f"(<[^{ids}]>){{0,{most}}} " if most else ""
+            rules.append(f"thought: {free}<[{self._ids[closes]}]>")
+        else:
+            rules.append(f"thought[lazy]: /(?s:.*){_escaped(closes)}/")
+        before = "thought space"
+        if section is Section.POSSIBLE:
+            before = "(opening thought space)?"
+            opening = f"space <[{self._ids[opens]}]>" if opens in self._ids else rf"/[ \n]{{0,2}}{_escaped(opens)}/"
+            rules.append(f"opening: {opening}")
+        # The library wants the same options on both grammars.
+        options = answer.partition("\n")[0] + "\n" if answer.startswith("%llguidance") else ""
+        whole = options + "\n".join([f"start: {before} @answer", *rules])
+        return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
+
+    @property
+    def _unopened(self) -> Section:
+        return Section.POSSIBLE if self._opens_itself else Section.NONE
+
+    def _last(self, text: str) -> int:
+        return text.rfind(self._opens)
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,172 @@
+"""Keeps special tokens out of callers' hands: what looks like one is text, unless the chat template wrote it.
+
+Knows one library and its habits; nothing of templates.
+"""
+
+import re
+import secrets
+import unicodedata
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import tokenizers
+
+from penstock.service.chat_templates.text import runs
+from penstock.service.text.prompt_limit import PromptLimit
+
+_WINDOW_CHARS = 16 << 10
+_USUAL_CHARS_PER_TOKEN = 8
+"""More than in usual texts. If a text would be too long even with this ratio, its tokens are estimated first."""
+_ESTIMATE_FACTOR = 2
+_ESTIMATE_SLACK = 1024
+"""An estimate cuts words at the windows' ends, so it refuses a text only when it finds this much more than it may have:
+a window's ends change a few tokens."""
+
+
+class Specials:
+    """Tells a caller's text from the template's, whatever the template does with it.
+
+    The library is set to read special tokens as text. Where the template has one, an alias stands for it: an added
+    token with the same habits (which spaces around it are taken), whose name no caller can guess. So one call encodes a
+    whole prompt, and all that a tokenizer looks at beyond a single word is as it should be.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, specials: Mapping[int, tokenizers.AddedToken]) -> None:
+        """Adds the aliases to ``tokenizer``, above its own ids."""
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._id_of = {token.content: token_id for token_id, token in specials.items()}
+        any_of_them = _any_of(sorted(self._id_of)) if self._id_of else "(?!)"
+        self._templates = re.compile(any_of_them)
+        self._beginnings = re.compile(f"(?=(?:{any_of_them}))(.)", re.DOTALL)
+        self.longest_name = max(map(len, self._id_of), default=0)
+        """Characters of the longest special token."""
+        self.takes_spaces = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        """Whether a token may stand for any number of spaces around it."""
+        secret = f"\U0010fffd{secrets.token_hex(8)}"
+        self._alias_of: dict[str, str] = {}
+        self._single_words = frozenset(token.content for token in specials.values() if token.single_word)
+        for token in specials.values():
+            alias = self._alias_of[token.content] = _alias(token, secret)
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokenizer.add_tokens([tokenizers.AddedToken(alias, **flags)])
+        self._splitter = f"{secret}.split"
+        tokenizer.add_tokens([tokenizers.AddedToken(self._splitter, normalized=False)])
+        self._alias_ids = frozenset(tokenizer.token_to_id(alias) for alias in self._alias_of.values())
+        self._splitter_id = tokenizer.token_to_id(self._splitter)
+        self._splits = any(token_id in self._ids(content, False) for content, token_id in self._id_of.items())
+        """Whether the model knows a special token as an ordinary piece too, as Unigram and word-level ones may: then
+        text that looks like one is split."""
+
+    def encode(
+        self, text: str, add_special_tokens: bool, *, follows: bool = False, limit: PromptLimit | None = None
+    ) -> list[int]:
+        """Ids of a caller's text; ``add_special_tokens`` is about those that the tokenizer puts around a prompt.
+        ``follows``: it is no beginning, where some tokenizers add a space. Raises ServiceError where there are more
+        than ``limit`` allows."""
+        if not self._splits and not follows:
+            return self._ids(text, add_special_tokens, limit)
+        split, num_splitters = text, 0
+        if self._splits:
+            # A function, since a template of text would have the library hash the whole pattern each time.
+            split, num_splitters = self._beginnings.subn(lambda beginning: beginning[1] + self._splitter, text)
+        if follows:
+            split = self._splitter + split
+            num_splitters += 1
+        ids = self._ids(split, add_special_tokens, limit, num_splitters)
+        return [token_id for token_id in ids if token_id != self._splitter_id]
+
+    def encode_template(self, rendered: str, *, follows: bool = False, limit: PromptLimit | None = None) -> list[int]:
+        """Ids of what a template rendered, with special tokens in text of its own alone; ``follows``: something comes
+        before it. Raises ServiceError where there are more than ``limit`` allows."""
+        parts = list(runs(rendered))
+        whole = "".join(text for text, _ in parts)
+        special_ids: list[int] = []
+        aliased: list[str] = []
+        num_chars = 0
+
+        def alias(match: re.Match[str]) -> str:
+            if match[0] in self._single_words and _touches_word(
+                whole, num_chars + match.start(), num_chars + match.end()
+            ):
+                return match[0]
+            special_ids.append(self._id_of[match[0]])
+            return self._alias_of[match[0]]
+
+        for text, is_own in parts:
+            aliased.append(self._templates.sub(alias, text) if is_own else text)
+            num_chars += len(text)
+        in_order = iter(special_ids)
+        encoded = self.encode("".join(aliased), False, follows=follows, limit=limit)
+        ids = [next(in_order) if token_id in self._alias_ids else token_id for token_id in encoded]
+        assert next(in_order, None) is None, "each special token of the template is one token of the prompt"
+        return ids
+
+    def _ids(
+        self, text: str, add_special_tokens: bool, limit: PromptLimit | None = None, num_splitters: int = 0
+    ) -> list[int]:
+        """``num_splitters`` of the ids are the splitter's, which count for nothing. Raises ServiceError."""
+        if limit is not None and self._has_far_too_many(text, limit.max_new_tokens + num_splitters):
+            limit.refuse()
+        encoding = self._encoding(text, add_special_tokens)
+        if limit is not None:
+            # Before the list is made: one of millions takes 100 MB, and Python's lock for as many milliseconds.
+            limit.check(len(encoding) - num_splitters)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # A batch, because the library holds Python's lock, and so the event loop, while it encodes a single text.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _has_far_too_many(self, text: str, max_tokens: int) -> bool:
+        """Whether a very long text has many more tokens than ``max_tokens``, by windows of it: the whole could take
+        seconds, and 100 bytes a token."""
+        if self.takes_spaces or len(text) <= max(_WINDOW_CHARS, _USUAL_CHARS_PER_TOKEN * max_tokens):
+            return False
+        most = _ESTIMATE_FACTOR * max_tokens + _ESTIMATE_SLACK
+        num_tokens = 0
+        for start in range(0, len(text), _WINDOW_CHARS):
+            num_tokens += len(self._encoding(text[start : start + _WINDOW_CHARS], False))
+            if num_tokens > most:
+                return True
+        return False
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern for any of some sorted texts, the longest that fits. What they begin with is common to a branch, so
+    that thousands cost little more than one."""
+    first, last = texts[0], texts[-1]
+    num_common = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), len(first))
+    rest = [text[num_common:] for text in texts]
+    branches = [_any_of(list(alike)) for _, alike in groupby(filter(None, rest), key=lambda text: text[0])]
+    may_end = "?" if "" in rest and branches else ""
+    return re.escape(first[:num_common]) + (f"(?:{'|'.join(branches)}){may_end}" if branches else "")
+
+
+def _alias(token: tokenizers.AddedToken, secret: str) -> str:
+    """The same for all tokens that a tokenizer handles alike. It begins and ends with a letter where the token does:
+    that counts for a single word beside it."""
+    flags = f"{token.single_word:d}{token.lstrip:d}{token.rstrip:d}{token.normalized:d}"
+    first, last = ("a" if _is_word(token.content[at]) else "\U0010fffd" for at in (0, -1))
+    return f"{first}{secret}.{flags}{last}"
+
+
+def _touches_word(text: str, start: int, end: int) -> bool:
+    """Whether a letter stands right before or after ``text[start:end]``, so that it is no single word."""
+    return any(map(_is_word, text[max(0, start - 1) : start] + text[end : end + 1]))
+
+
+def _is_word(character: str) -> bool:
+    r"""Whether the library's regular expressions have the character as ``\w``."""
+    category = unicodedata.category(character)
+    return category[0] in "LM" or category in ("Nd", "Nl", "Pc") or character in _OTHER_WORDS
+
+
+_OTHER_WORDS = frozenset("\u200c\u200d") | frozenset(
+    chr(code)
+    for first, last in ((0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189))
+    for code in range(first, last + 1)
+)
+"""Joiners, and symbols that count as letters."""

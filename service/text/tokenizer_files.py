@@ -1,0 +1,299 @@
+"""Reads a model's tokenizer from its directory. Knows nothing of what is done with it."""
+
+from collections.abc import Iterator, Mapping, Set as AbstractSet, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.models.checkpoint.files.model_files import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
+from penstock.service.chat_templates.chat_template import ChatTemplate, TemplateError, compile_templates
+from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.text.tokenizer_bounds import TokenizerJson, check_names, read_described
+from penstock.service.text.tokenizer_config import (
+    ADDED_TOKENS,
+    CONFIG,
+    TokenizerConfig,
+    TokenizerError,
+    read_bytes,
+    read_json,
+    read_tokenizer_config,
+)
+
+TOKENIZER = "tokenizer.json"
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+"""The template of conversations with tools, as transformers has it."""
+_MAX_TEMPLATES = 64
+_MAX_WARNINGS = 10
+"""Of a kind: a file may have a million reasons."""
+_GIVE_TEMPLATE = "give the path of a Jinja template"
+_ANOTHER_TEMPLATE = "correct it, or give another with --chat-template"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a directory says of its tokenizer."""
+
+    path: Path
+    """Of tokenizer.json."""
+    library: tokenizers.Tokenizer
+    """With all tokens that the other files add."""
+    decoder: Any
+    """Its description in tokenizer.json, parsed; None if there is none."""
+    vocabulary: Mapping[str, int]
+    """The ids of all tokens."""
+    facts: "TokenizerFacts"
+    templates: Mapping[str, ChatTemplate]
+    """By name: ``DEFAULT_TEMPLATE``, ``TOOL_TEMPLATE``, and others that only ``--chat-template`` names."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a worker is told of the tokenizer."""
+
+    num_ids: int
+    """All ids of the tokenizer lie below it; aliases of our own do not count."""
+    vocab_size: int
+    """Ids in prompts and outputs lie below it: the smaller of ``num_ids`` and the model's rows."""
+    special_tokens: tuple[str, ...]
+    """Those that the configuration calls special, in order, whether or not tokenizer.json does."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an output."""
+    added_tokens: tuple[tuple[int, str], ...]
+    """Tokens that tokenizer.json lacks and other files have."""
+    warnings: tuple[str, ...]
+    """What the files say that has no effect, for the log."""
+
+
+def foresee_facts(directory: Path, num_rows: int | None = None) -> TokenizerFacts | None:
+    """What a tokenizer's facts will be, in a tenth of the time that reading it takes. None where only the library can
+    tell, which gives some tokens other ids than the file does. ``num_rows``: of the model. Raises TokenizerError."""
+    try:
+        described = read_described(directory / TOKENIZER, _read_tokenizer_json(directory))
+    except ValueError:  # the library says what is wrong
+        return None
+    ids = _own_ids(described)
+    if ids is None:
+        return None
+    config = read_tokenizer_config(directory)
+    special = frozenset(token.content for token in described.added_tokens if token.special)
+    own = _OwnTokens({token.id: token.content for token in described.added_tokens}, special, {*ids})
+    additions = config.additions(own.added)
+    check_names(directory / CONFIG, [token.content for token in additions])
+    for token in additions:
+        ids.setdefault(token.content, len(ids))
+    return _facts(directory, config, own, ids, num_rows)
+
+
+def read_tokenizer(
+    directory: Path,
+    chat_template: Path | None = None,
+    num_rows: int | None = None,
+    template_timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> TokenizerFiles:
+    """Reads tokenizer.json and what stands beside it; ``chat_template`` is a file that takes the place of the model's
+    own template, or the name of one of those. ``num_rows``: of the model. ``template_timeout_s``: the processor time
+    for rendering a conversation.
+
+    Raises TokenizerError.
+    """
+    path = directory / TOKENIZER
+    library, decoder = _load(path, _read_tokenizer_json(directory))
+    config = read_tokenizer_config(directory)
+    added = library.get_added_tokens_decoder()
+    special = frozenset(token.content for token in added.values() if token.special)
+    before = library.get_vocab()
+    own = _OwnTokens({token_id: token.content for token_id, token in added.items()}, special, before.keys())
+    additions = config.additions(own.added)
+    check_names(directory / CONFIG, [token.content for token in additions])
+    library.add_tokens(additions)
+    numbered = ((token.content, library.token_to_id(token.content)) for token in additions)
+    vocabulary = before | {content: token_id for content, token_id in numbered if token_id is not None}
+    return TokenizerFiles(
+        path=path,
+        library=library,
+        decoder=decoder,
+        vocabulary=vocabulary,
+        facts=_facts(directory, config, own, vocabulary, num_rows),
+        templates=_read_templates(
+            directory, chat_template, dict(config.fields), dict(config.named), template_timeout_s
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _OwnTokens:
+    """What tokenizer.json says."""
+
+    added: Mapping[int, str]
+    """Its ``added_tokens``."""
+    special: AbstractSet[str]
+    """Those of them that it calls special."""
+    all: AbstractSet[str]
+    """Its whole vocabulary."""
+
+
+def _facts(
+    directory: Path, config: TokenizerConfig, own: _OwnTokens, ids: Mapping[str, int], num_rows: int | None
+) -> TokenizerFacts:
+    """``ids``: of all tokens."""
+    num_ids = max(ids.values(), default=-1) + 1
+    vocab_size = num_ids if num_rows is None else min(num_ids, num_rows)
+    added = {token.content: token.special for token in config.additions(own.added) if token.content in ids}
+    special = {content for content, is_special in added.items() if is_special}
+    # The library still takes those for special that tokenizer.json calls so, whatever the other files say.
+    special |= {*config.named.values(), *config.listed, *(own.special & added.keys())}
+    warnings = list(_warnings(directory, config, ids, own.special | special))
+    eos_token_ids = set()
+    ignored = []
+    for file, token_id in _eos_token_ids(directory, config, ids):
+        if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
+            eos_token_ids.add(token_id)
+        else:
+            ignored.append(f"{file}: eos token {str(token_id)[:60]} is ignored: the model has {vocab_size:,} tokens")
+    warnings += ignored[:_MAX_WARNINGS]
+    if not eos_token_ids:
+        warnings.append(
+            f"{directory}: no token ends an output, which goes on to a stop string or max_tokens: name eos_token in "
+            f"{CONFIG}, or eos_token_id in generation_config.json"
+        )
+    return TokenizerFacts(
+        num_ids=num_ids,
+        vocab_size=vocab_size,
+        special_tokens=tuple(sorted(special & ids.keys())),
+        eos_token_ids=tuple(sorted(eos_token_ids)),
+        added_tokens=tuple(sorted((ids[content], content) for content in added.keys() - own.all)),
+        warnings=tuple(warnings),
+    )
+
+
+def _warnings(
+    directory: Path, config: TokenizerConfig, ids: Mapping[str, int], special: AbstractSet[str]
+) -> Iterator[str]:
+    """What has no effect, as in transformers."""
+    file = directory / (ADDED_TOKENS if config.is_legacy else CONFIG)
+    claimed = {token.content: token_id for token_id, token in config.decoder.items()}
+    if moved := [content for content, token_id in claimed.items() if ids.get(content) != token_id]:
+        yield (
+            f"{file}: token {moved[0]!r} does not get the id {claimed[moved[0]]}, as in transformers, where "
+            f"tokenizer.json and the order decide{_others(moved)}"
+        )
+    named = config.ignored.items()
+    if ignored := sorted(token for token, by in named if token not in (ids if by == ADDED_TOKENS else special)):
+        yield (
+            f"{directory / CONFIG}: {ignored[0]!r} of {config.ignored[ignored[0]]} is ignored, as in transformers, "
+            f"which reads added_tokens_decoder and extra_special_tokens in its place{_others(ignored)}"
+        )
+
+
+def _others(found: Sized) -> str:
+    return f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+
+
+def _read_tokenizer_json(directory: Path) -> bytes:
+    remedy = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory) of transformers makes it"
+    return read_bytes(directory / TOKENIZER, remedy, MAX_TOKENIZER_BYTES)
+
+
+def _own_ids(described: TokenizerJson) -> dict[str, int] | None:
+    """The ids of all tokens of a tokenizer.json; None where the file's may not be the library's, which numbers added
+    tokens by itself: each as the model does, or else from its last one on."""
+    ids = dict(described.model.ids())
+    if len(ids) < len(described.model.vocab) or set(ids.values()) != set(range(len(ids))):
+        return None
+    for token in described.added_tokens:
+        if ids.setdefault(token.content, len(ids)) != token.id:
+            return None
+    return ids
+
+
+def _load(path: Path, data: bytes) -> tuple[tokenizers.Tokenizer, Any]:
+    """The library's tokenizer, and the description of its decoder."""
+    try:
+        described = read_described(path, data)
+        if described.model.continuing_subword_prefix:
+            # Its decoder would not be supported, and with a prefix that does not fit the library ends the process.
+            raise ValueError("model.continuing_subword_prefix is not supported")
+        return tokenizers.Tokenizer.from_buffer(data), described.decoder
+    except (KeyboardInterrupt, SystemExit, TokenizerError):
+        raise
+    except BaseException as error:
+        # The library raises bare Exceptions for what it does not like in a file, and its panics are not even those.
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{path}: is no valid tokenizer ({reason}): fetch it again") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The text of a chat template, or what stands in its place."""
+
+    where: Path
+    text: object
+
+
+def _read_templates(
+    directory: Path, chosen: Path | None, config: dict[str, Any], named: dict[str, str], timeout_s: float
+) -> dict[str, ChatTemplate]:
+    if chosen is None:
+        sources = _template_sources(directory, config)
+    elif chosen.exists():
+        sources = {DEFAULT_TEMPLATE: _Source(chosen, _read_text(chosen))}
+    else:
+        own = _template_sources(directory, config)
+        if str(chosen) not in own:
+            names = f", or one of the model's own by its name: {', '.join(sorted(own))}" if len(own) > 1 else ""
+            raise TokenizerError(f"{chosen}: is missing: {_GIVE_TEMPLATE}{names}")
+        sources = {DEFAULT_TEMPLATE: own[str(chosen)]}
+    return _compile(sources, named, timeout_s)
+
+
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, _Source]:
+    """The model's own templates by name. Files take the place of what tokenizer_config.json has, as in transformers."""
+    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    if (beside := directory / "chat_template.jinja").exists():
+        files[DEFAULT_TEMPLATE] = beside
+    if len(files) > _MAX_TEMPLATES:
+        raise TokenizerError(f"{directory}: has {len(files)} chat templates, and may have {_MAX_TEMPLATES}: remove one")
+    if files:
+        return {name: _Source(path, _read_text(path, directory)) for name, path in files.items()}
+    where = directory / "tokenizer_config.json"
+    source = config.get("chat_template")
+    if not isinstance(source, list):
+        return {} if source is None else {DEFAULT_TEMPLATE: _Source(where, source)}
+    return {
+        entry["name"]: _Source(where, entry["template"])
+        for entry in source
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and entry.get("template") is not None
+    }
+
+
+def _read_text(path: Path, within: Path | None = None) -> str:
+    return read_bytes(path, _GIVE_TEMPLATE, MAX_TEMPLATE_BYTES, within).decode(errors="replace")
+
+
+def _compile(sources: Mapping[str, _Source], named: dict[str, str], timeout_s: float) -> dict[str, ChatTemplate]:
+    texts = {}
+    for name, source in sources.items():
+        if not isinstance(source.text, str):
+            raise TokenizerError(f"{source.where}: chat_template is no text: {_ANOTHER_TEMPLATE}")
+        texts[name] = source.text
+    try:
+        return compile_templates(texts, named, timeout_s)
+    except TemplateError as error:
+        where = sources[error.name].where
+        raise TokenizerError(f"{where}: the chat template {error}: {_ANOTHER_TEMPLATE}") from error
+
+
+def _eos_token_ids(directory: Path, config: TokenizerConfig, ids: Mapping[str, int]) -> Iterator[tuple[Path, object]]:
+    """The tokens that end an output, each with the file that says so. As in transformers config.json does not count
+    where generation_config.json names any."""
+    if "eos_token" in config.named:
+        yield directory / CONFIG, ids.get(config.named["eos_token"])
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(directory / name).get("eos_token_id")
+        if found is not None and found != []:
+            for token_id in found if isinstance(found, list) else [found]:
+                yield directory / name, token_id
+            return

@@ -1,0 +1,1 @@
+"""The gRPC listener: connections, limits on calls and messages, early refusals."""

@@ -1,0 +1,343 @@
+"""Closes connections to the service's TCP ports: idle ones, so that there is room for new ones, and those that must
+end.
+
+gRPC limits their number and refuses further ones, but it neither lists connections nor closes one. So they are found
+among the open files of this process and shut down there: to gRPC it looks as if the client had left. Where open files
+cannot be listed, as on systems other than Linux, only gRPC's own limits hold.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import resource
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nlargest
+from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
+
+from penstock.service.config.addresses import Address
+
+CONNECTIONS_FLAG = "--max-connections"
+MAX_ADMIN_CONNECTIONS = 64
+RESERVED_FILES = 48
+"""Kept for files other than connections: above all for a new worker in place of one that died, whose pipes and sockets
+must not depend on strangers."""
+LOOK_S = 0.25
+LIST_S = 5.0
+"""How often connections are listed although few files are new. Listing 4,096 of them takes 34 ms."""
+_MOST_FILES = 1 << 16
+_FULL, _ENOUGH = 0.75, 0.625
+"""Shares of the limit: above the first, connections are closed until the second is left."""
+_FILES = "/proc/self/fd"
+
+CALL_BYTES, MESSAGE_BYTES = 1 << 10, 128
+"""Bytes on the connection that a call and a message take, beside the message itself and 1/16 of it for frames and TLS.
+They are rounded up: otherwise a connection would seem to have unfinished messages."""
+_RECEIVED = struct.Struct("=QQ")
+"""``tcpi_bytes_acked`` and ``tcpi_bytes_received`` of ``struct tcp_info``."""
+_RECEIVED_AT = 120
+
+Peer = tuple[str, int]
+"""A client's host and port."""
+
+
+class Connection(NamedTuple):
+    """A client's connection. A later one may have the same peer."""
+
+    peer: Peer
+    inode: int
+
+
+def max_connections(wanted: int) -> int:
+    """Returns ``wanted``, or as many as the limit of open files leaves beside open and reserved files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, limit - _num_files() - MAX_ADMIN_CONNECTIONS - RESERVED_FILES))
+
+
+def _num_files() -> int:
+    try:
+        return len(os.listdir(_FILES))
+    except FileNotFoundError:
+        return RESERVED_FILES  # a guess
+    except OSError:  # the last file is open
+        return _max_files()
+
+
+def _max_files() -> int:
+    """Returns the number of descriptors to try one by one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES
+
+
+def _open_spare() -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def peer_of(name: str) -> Peer | None:
+    """Parses gRPC's name of a client; None for a Unix socket, whose clients have no addresses."""
+    kind, _, address = unquote(name).partition(":")
+    host, _, port = address.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(slots=True)
+class _Use:
+    """How a client uses its connection."""
+
+    num_calls: int = 0
+    num_known: int = 0
+    """Calls of authenticated callers among them."""
+    tenant: str | None = None
+    """The tenant of the last authenticated call; None if there was none."""
+    last: float = 0.0
+    """When a call began or ended."""
+    num_bytes: int = 0
+    """Bytes of complete messages and of calls."""
+    inode: int = 0
+    """The inode of its connection when that was last listed."""
+
+
+class Connections:
+    """Keeps track of the use of connections. Belongs to the event loop; open files are listed in a thread."""
+
+    def __init__(self) -> None:
+        self._limits: dict[int, int] = {}
+        """The limit of each port."""
+        self._uses: dict[Peer, _Use] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._is_blind = not os.path.isdir(_FILES)
+        self._num_files = 0
+        """When connections were last listed."""
+        self._num_connected: dict[int, int] = {}
+        """At each port, then."""
+        self._leaving: set[Peer] = set()
+        self._cutting: asyncio.Task[None] | None = None
+        self._listing = asyncio.Lock()
+        self._spare: int | None = None
+        """A descriptor that is closed while files are listed: listing needs two, and none may be left."""
+
+    def add_listener(self, address: Address, limit: int) -> None:
+        """Watches the connections of a listener, of which gRPC accepts ``limit``. Does nothing for a Unix socket, whose
+        clients have no addresses."""
+        if address.path is None:
+            self._limits[address.port] = limit
+
+    def start(self) -> None:
+        """Starts to watch."""
+        if self._limits and not self._is_blind:
+            self._spare = _open_spare()
+            self._looking = asyncio.create_task(self._look(), name="connections")
+
+    def stop(self) -> None:
+        """Stops watching."""
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+    def begin_call(self, name: str, tenant: str | None) -> None:
+        """Counts a call that begins. ``name`` is gRPC's name of the client, ``tenant`` its authenticated tenant."""
+        peer = peer_of(name)
+        if peer is not None:
+            use = self._uses.setdefault(peer, _Use())
+            use.num_calls += 1
+            use.num_bytes += CALL_BYTES
+            if tenant is not None:
+                use.num_known += 1
+                use.tenant = tenant
+            use.last = asyncio.get_running_loop().time()
+
+    def end_call(self, name: str, tenant: str | None) -> None:
+        """Counts a call that ends."""
+        peer = peer_of(name)
+        use = None if peer is None else self._uses.get(peer)
+        if peer is not None and use is not None:
+            use.num_calls -= 1
+            use.num_known -= tenant is not None
+            use.last = asyncio.get_running_loop().time()
+            if self._is_blind and not use.num_calls:
+                del self._uses[peer]
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """Counts a complete message of a client."""
+        peer = peer_of(name)
+        use = None if peer is None else self._uses.get(peer)
+        if use is not None:
+            use.num_bytes += num_bytes + num_bytes // 16 + MESSAGE_BYTES
+
+    async def unfinished_bytes(self) -> dict[Connection, int]:
+        """Returns, at most, how many bytes of each connection belong to no complete message. Empty if the system does
+        not report it."""
+        found: dict[Connection, int] = {}
+        for connection, num_bytes in (await self._list(_received)).items():
+            use = self._uses.get(connection.peer)
+            if use is None:
+                continue
+            if use.inode not in (0, connection.inode):
+                use.num_bytes = 0  # they were another connection's
+            use.inode = connection.inode
+            found[connection] = max(0, num_bytes - use.num_bytes)
+        return found
+
+    def cut(self, name: str) -> None:
+        """Closes a client's connection soon, with all calls on it."""
+        peer = peer_of(name)
+        if peer is not None:
+            self._cut({peer})
+
+    def _cut(self, peers: Collection[Peer]) -> None:
+        self._leaving.update(peers)
+        if self._cutting is None or self._cutting.done():
+            self._cutting = asyncio.create_task(self._cut_all(), name="connections that are cut")
+
+    async def _cut_all(self) -> None:
+        while self._leaving:
+            peers, self._leaving = frozenset(self._leaving), set()
+            await self._list(_shut_down, peers)
+
+    async def _list(self, look: Callable[..., _Found], *arguments: object) -> _Found:
+        """Runs ``look`` on the connections, in a thread."""
+
+        def find() -> _Found:
+            has_spare = self._spare is not None
+            if self._spare is not None:
+                os.close(self._spare)
+                self._spare = None
+            try:
+                return look(frozenset(self._limits), *arguments)
+            finally:
+                if has_spare:
+                    self._spare = _open_spare()
+
+        async with self._listing:
+            return await asyncio.to_thread(find)
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        looked = loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            num_files = _num_files()
+            is_late = looked + LIST_S <= loop.time()
+            if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
+                continue
+            connected = await self._list(_connected)
+            looked = loop.time()
+            self._num_files = num_files
+            self._num_connected = {port: len(peers) for port, peers in connected.items()}
+            leaving = {peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)}
+            if leaving:
+                self._cut(leaving)
+            all_peers = set().union(*connected.values())
+            for peer in [peer for peer, use in self._uses.items() if not use.num_calls and peer not in all_peers]:
+                del self._uses[peer]
+
+    def may_be_full(self, num_files: int) -> bool:
+        """Returns whether a port may have too many connections, assuming that all new files belong to it."""
+        num_new = max(0, num_files - self._num_files)
+        return any(self._num_connected.get(port, 0) + num_new > limit * _FULL for port, limit in self._limits.items())
+
+    def _has_many(self, num_files: int) -> bool:
+        """Returns whether there are enough files or clients for an occasional listing to be worth it."""
+        return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
+
+    def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
+        """Returns the clients of a port that have to leave; none while there is room. Clients that never authenticated
+        go first, those without calls before the others; then those that have been idle the longest. If connections
+        with callers' calls leave too little room, the tenant with the most of them loses its newest."""
+        if len(connected) <= limit * _FULL:
+            return ()
+        unused = _Use()
+        uses = {peer: self._uses.get(peer, unused) for peer in connected}
+
+        def rank(peer: Peer) -> tuple[bool, bool, float]:
+            use = uses[peer]
+            return use.tenant is not None, use.num_calls > 0, use.last
+
+        idle = sorted((peer for peer, use in uses.items() if not use.num_known), key=rank)
+        leaving = idle[: len(connected) - int(limit * _ENOUGH)]
+        num_more = len(connected) - len(leaving) - math.ceil(limit * _FULL)
+        if num_more > 0:
+            numbers: Counter[str | None] = Counter()
+            busy: list[tuple[int, Peer]] = []
+            for peer in sorted((peer for peer, use in uses.items() if use.num_known), key=lambda peer: uses[peer].last):
+                tenant = uses[peer].tenant
+                numbers[tenant] += 1
+                busy.append((numbers[tenant], peer))
+            leaving += [peer for _, peer in nlargest(num_more, busy)]
+        return leaving
+
+
+def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
+    """Returns the clients of each port, in the order of their file numbers, which is roughly that of their age."""
+    found: dict[int, list[Peer]] = {port: [] for port in ports}
+    for port, peer, _ in _sockets(ports):
+        found[port].append(peer)
+    return found
+
+
+def _received(ports: Collection[int]) -> dict[Connection, int]:
+    """Returns the bytes received on each connection, without those that only respond to what was sent: at most half as
+    many as were sent."""
+    found: dict[Connection, int] = {}
+    for _, peer, connection in _sockets(ports):
+        with contextlib.suppress(OSError, struct.error):  # an older system
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
+            found[Connection(peer, os.fstat(connection.fileno()).st_ino)] = num_received - num_sent // 2
+    return found
+
+
+def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
+    """Shuts connections down; returns how many."""
+    num_ended = 0
+    for _, peer, connection in _sockets(ports):
+        if peer in peers:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
+                num_ended += 1
+    return num_ended
+
+
+def _sockets(ports: Collection[int]) -> Iterator[tuple[int, Peer, socket.socket]]:
+    """Yields the connections of these ports as copies of gRPC's descriptors: a moment later a number may belong to
+    another file, while a copy stays what it is."""
+    try:
+        names: Collection[int] = sorted(map(int, os.listdir(_FILES)))
+    except OSError:  # the last file is open
+        names = range(_max_files())
+    for number in names:
+        with contextlib.suppress(OSError), _copy(number) as connection:
+            address = connection.getsockname()
+            if isinstance(address, tuple) and address[1] in ports:
+                host, port, *_ = connection.getpeername()
+                yield address[1], (host.removeprefix("::ffff:"), port), connection
+
+
+def _copy(number: int) -> socket.socket:
+    """Duplicates a descriptor. Raises OSError if it is not a socket."""
+    if not os.readlink(f"{_FILES}/{number}").startswith("socket:"):
+        raise OSError
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -1,0 +1,125 @@
+"""Refuses calls before grpc.aio does anything with them: calls of methods that do not exist, and calls with too much
+metadata.
+
+If no method has a call's path, gRPC decodes the path as UTF-8 in the loop that accepts calls. A path that is not UTF-8
+ends that loop, and the service accepts no more calls: any client could end it. gRPC's own bound on metadata holds only
+once the client has acknowledged it. Before that a client may send 16 MiB for each call, which grpc.aio keeps in a
+reference cycle even if an interceptor refuses the call.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from penstock.service.auth.identity import Metadata
+from penstock.service.errors import Reason, ServiceError, status_code, to_status, trailers
+from penstock.service.transport.call_end import abort
+from penstock.service.transport.request_id import new_request_id
+
+_log = logging.getLogger(__name__)
+
+REFUSE_TIMEOUT_S = 5.0
+"""How long a client that reads nothing can delay the refusal."""
+MAX_METADATA_BYTES = 16 << 10
+"""Limit on a call's metadata, counted as in HTTP/2, with 32 more bytes for each header."""
+_HEADER_BYTES = 32
+CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
+"""A client that sends more loses its connection: its next call could bring as much again, and all others wait while
+that is read."""
+
+CALLS_AT_ONCE = 8
+"""How many calls of a method may be accepted in a turn of the event loop."""
+
+Cut = Callable[[str], None]
+
+
+def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
+    """Makes a new server refuse such calls. ``cut`` takes gRPC's name of a client and closes its connection.
+    ``arguments`` are those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
+    if not hasattr(cygrpc.AioServer, "_request_registered_call"):
+        return  # an older gRPC, which reads paths elsewhere; known calls cannot be told from others there
+    try:
+        server._server = _Core(cut, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
+    except TypeError:
+        # What could not be made gives back a hold on gRPC's poller that it never took: without this, the server's own.
+        cygrpc.init_grpc_aio()
+        _log.warning(
+            "grpcio %s makes servers in an unknown way: any client can end the service by a call whose path is "
+            "no UTF-8; use grpcio 1.85",
+            grpc.__version__,
+        )
+
+
+class _Core(cygrpc.AioServer):  # type: ignore[misc]
+    """The core of a ``grpc.aio`` server. All our methods are registered with it by their paths."""
+
+    def __init__(self, cut: Cut, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._cut = cut
+        self._refusals: set[asyncio.Task[None]] = set()
+        self._accepting: dict[bytes, deque[asyncio.Task[Any]]] = {}
+        """What takes the next calls of a method, in their order."""
+
+    async def _request_registered_call(self, method: bytes) -> Any:
+        """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
+        stops."""
+        while True:
+            state = await self._accept(method)
+            context, num_bytes = _look_at(state)
+            if num_bytes <= MAX_METADATA_BYTES:
+                return state
+            self._refuse(context, num_bytes)
+            del state, context  # or they would last until the next call
+
+    def _accept(self, method: bytes) -> "asyncio.Task[Any]":
+        """Returns what takes a method's next call. gRPC would take one call in two turns of the event loop, so that a
+        burst would wait, and beyond 1,000 waiting calls it refuses some at random."""
+        accepting = self._accepting.setdefault(method, deque())
+        while len(accepting) < CALLS_AT_ONCE:
+            task = asyncio.create_task(super()._request_registered_call(method))
+            task.add_done_callback(_retrieve)
+            accepting.append(task)
+        return accepting.popleft()
+
+    async def _request_call(self) -> Any:
+        """Refuses calls of unknown methods. Never returns; raises what gRPC raises when the server stops."""
+        while True:
+            self._refuse(*_look_at(await super()._request_call()))
+
+    def _refuse(self, context: Any, num_bytes: int) -> None:
+        if num_bytes > CUT_METADATA_BYTES:
+            self._cut(context.peer())
+            return  # without references to it, the call ends
+        refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
+        self._refusals.add(refusal)
+        refusal.add_done_callback(self._refusals.discard)
+
+
+def _retrieve(task: "asyncio.Task[Any]") -> None:
+    """Takes note of an error: when the server stops, no more than one task of each method is waited for."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _look_at(state: Any) -> tuple[Any, int]:
+    """Returns a call, and how many bytes its metadata has."""
+    context = cygrpc._ServicerContext(state, None, None, asyncio.get_running_loop())  # noqa: SLF001
+    metadata: Metadata = context.invocation_metadata()
+    return context, sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])
+
+
+async def _abort(context: Any, has_too_much: bool) -> None:
+    code, message = grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method"
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
+    if has_too_much:
+        status = to_status(ServiceError(Reason.METADATA_TOO_LARGE), new_request_id())
+        code, message, trailing = status_code(status), status.message, trailers(status)
+    with contextlib.suppress(grpc.aio.BaseError, TimeoutError):  # ``abort`` always raises; the client may be gone
+        async with asyncio.timeout(REFUSE_TIMEOUT_S):
+            await abort(context, code, message, trailing)

@@ -1,0 +1,96 @@
+"""Drops whole answers that the client does not read: after a time, or sooner when there are too many."""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from penstock.clients.host.log_rate import LogRate
+from penstock.service.transport.call_end import WRITE_PATIENCE_S, CallEnder
+
+LOOK_S = 1.0
+SOON_S = 5.0
+"""How long an answer may wait for its reader even when there are too many."""
+MAX_BYTES_OF_TENANT = 64 << 20
+MAX_BYTES = 256 << 20
+"""Limits on unread answers older than ``SOON_S``: of one tenant, and in all."""
+CALL_BYTES = 16 << 10
+"""Memory that gRPC keeps for a call, however short its answer is."""
+
+_log = logging.getLogger(__name__)
+_log_rate = LogRate()
+
+
+@dataclass(slots=True)
+class _Answer:
+    tenant: str
+    request_id: str
+    num_bytes: int
+    """Size of the answer plus ``CALL_BYTES``."""
+    since: float
+
+
+class UnreadAnswers:
+    """Keeps track of answers from the moment that gRPC gets them. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._answers: dict[asyncio.Task[object], _Answer] = {}
+        """Oldest first, by the task of the handler, which is done when its answer has been sent. Finished ones are
+        removed at the next look: a callback for each call would cost more."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._ender = CallEnder()
+        _log.addFilter(_log_rate)
+
+    def add(self, tenant: str, request_id: str, num_bytes: int) -> None:
+        """Adds the answer that the current task is about to return to gRPC."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._answers[task] = _Answer(tenant, request_id, num_bytes + CALL_BYTES, loop.time())
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look)
+
+    def end(self, task: asyncio.Task[object]) -> None:
+        """Ends the call that ``task`` answers, with all that it has to send."""
+        self._ender.end(task)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        for task in [task for task in self._answers if task.done()]:
+            del self._answers[task]
+        self._timer = loop.call_later(LOOK_S, self._look) if self._answers else None
+        now = loop.time()
+        for task in self._too_many(now):
+            answer = self._answers.pop(task)
+            self._ender.end(task)
+            _log.warning(
+                "call %s: its answer of %d bytes was not read in %.0f s; it is dropped",
+                answer.request_id,
+                answer.num_bytes - CALL_BYTES,
+                now - answer.since,
+            )
+
+    def _too_many(self, now: float) -> list[asyncio.Task[object]]:
+        """Returns the answers to drop: late ones, then the oldest of each tenant over its limit, then the oldest of the
+        tenant with the most while the total is over its limit."""
+        dropped: list[asyncio.Task[object]] = []
+        waiting: dict[str, deque[asyncio.Task[object]]] = {}
+        num_bytes = Counter[str]()
+        for task, answer in self._answers.items():
+            if answer.since + WRITE_PATIENCE_S <= now:
+                dropped.append(task)
+            elif answer.since + SOON_S <= now:
+                waiting.setdefault(answer.tenant, deque()).append(task)
+                num_bytes[answer.tenant] += answer.num_bytes
+        total = num_bytes.total()
+        while num_bytes:
+            tenant = max(num_bytes, key=num_bytes.__getitem__)
+            if num_bytes[tenant] <= MAX_BYTES_OF_TENANT and total <= MAX_BYTES:
+                break
+            task = waiting[tenant].popleft()
+            dropped.append(task)
+            num_bytes[tenant] -= self._answers[task].num_bytes
+            total -= self._answers[task].num_bytes
+            if not waiting[tenant]:
+                del num_bytes[tenant]
+        return dropped

@@ -1,0 +1,92 @@
+"""The layout: folders that a reader can survey, and imports that have a direction."""
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("clients", "kernels", "kv", "models", "scheduler", "service")
+MOST_FILES = 15
+LARGE = {"models/train_demo", "kernels/csrc"}
+"""Folders with more files: scripts that made the demo model, and C++ sources."""
+
+
+def sources() -> list[Path]:
+    files = (file.relative_to(ROOT) for room in ROOMS for file in (ROOT / room).rglob("*.py"))
+    return sorted(file for file in files if not file.name.startswith("_") or file.name == "__init__.py")
+
+
+def module_of(file: Path) -> str:
+    return ".".join(("penstock", *file.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def imports(file: Path, modules: set[str]) -> set[str]:
+    """The modules of ours that a file imports when it runs, at once or later."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{each.name}" for each in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & modules
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """A way from a node back to itself; empty if there is none."""
+    done: set[str] = set()
+
+    def search(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        done.add(node)
+        return next(filter(None, (search(after, [*way, node]) for after in sorted(edges.get(node, ())))), [])
+
+    return next(filter(None, (search(node, []) for node in sorted(edges))), [])
+
+
+def file_edges() -> dict[str, set[str]]:
+    files = {module_of(file): file for file in sources()}
+    return {module: imports(file, set(files)) - {module} for module, file in files.items()}
+
+
+def test_no_folder_has_more_files_than_a_reader_can_survey():
+    counts = Counter(file.parent.as_posix() for file in sources() if file.name != "__init__.py")
+    assert {folder: number for folder, number in counts.items() if number > MOST_FILES} == {
+        folder: counts[folder] for folder in LARGE if counts[folder] > MOST_FILES
+    }
+
+
+def test_files_import_each_other_in_no_circle():
+    assert circle(file_edges()) == []
+
+
+def test_folders_import_each_other_in_no_circle():
+    """A file that stands in a room itself, such as ``service/errors.py``, counts as a folder."""
+    packages = {module_of(file) for file in sources() if file.name == "__init__.py"}
+
+    def folder(module: str) -> str:
+        parent = module if module in packages else module.rpartition(".")[0]
+        return module if parent.count(".") == 1 else parent
+
+    edges = defaultdict[str, set[str]](set)
+    for module, imported in file_edges().items():
+        edges[folder(module)] |= {folder(each) for each in imported} - {folder(module)}
+    assert circle(edges) == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "d": {"b"}}) == ["b", "d", "b"]
+
+
+def test_every_folder_says_what_it_is_for():
+    inits = [ROOT / file for file in sources() if file.name == "__init__.py"]
+    assert [file for file in inits if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))] == []
+    folders = {file.parent for file in sources()}
+    without = {folder for folder in folders if not (ROOT / folder / "__init__.py").exists()}
+    assert {folder.as_posix() for folder in without} <= {"models/train_demo"}
