@@ -46,12 +46,12 @@ $(ENVIRONMENT): pyproject.toml setup.py constraints.txt requirements.lock
 	@touch $@
 
 # The environment's own installation has built it already, unless a source is newer by now, or there is no compiler.
-$(NATIVE): kernels/build_cpu.py $(wildcard kernels/csrc/*) | $(ENVIRONMENT)
-	@$(BIN)/python -P kernels/build_cpu.py --if-possible
+$(NATIVE): kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*/*) | $(ENVIRONMENT)
+	@$(BIN)/python -P kernels/cpu/build.py --if-possible
 	@touch $@
 
 native: $(ENVIRONMENT) ## build the CPU library, with all that the C++ compiler has to say; CXX=clang++ names one
-	$(BIN)/python -P kernels/build_cpu.py
+	$(BIN)/python -P kernels/cpu/build.py
 	@touch $(NATIVE)
 
 # For every Python and platform at once, with the versions of constraints.txt.
@@ -145,7 +145,7 @@ KERNEL_TESTS := tests/kernels/test_cpu_*.py
 # their registers are software here.
 SANITIZED := build/sanitized
 sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
-	CXX=g++ $(BIN)/python -P kernels/build_cpu.py --sanitize --software-tiles --out $(SANITIZED)
+	CXX=g++ $(BIN)/python -P kernels/cpu/build.py --sanitize --software-tiles --out $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 --capture=sys \
@@ -222,5 +222,5 @@ stubs:
 .PHONY: clean
 clean: ## remove what the verbs made, except the environments
 	rm -rf .dev .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
-	rm -f kernels/*.so $(NATIVE)
+	rm -f kernels/cpu/*.so $(NATIVE)
 	find clients kernels kv models protos scheduler service tests -name __pycache__ -prune -exec rm -rf {} +

@@ -12,9 +12,9 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
-PACKAGE = "kernels"
-"""The folder of penstock.kernels."""
-builder = runpy.run_path(str(Path(__file__).parent / PACKAGE / "build_cpu.py"))
+PACKAGE = "kernels/cpu"
+"""The folder of penstock.kernels.cpu."""
+builder = runpy.run_path(str(Path(__file__).parent / PACKAGE / "build.py"))
 
 
 class BuildCpu(Command):

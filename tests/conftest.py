@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.build_cpu import CannotBuild, find_compiler
-from penstock.kernels.cpu import LibraryMissing, library_path, load_library
+from penstock.kernels.cpu.bindings import LibraryMissing, library_path, load_library
+from penstock.kernels.cpu.build import CannotBuild, find_compiler
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 
 if TYPE_CHECKING:

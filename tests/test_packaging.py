@@ -13,15 +13,15 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 
-from penstock.kernels import build_cpu, cpu
-from penstock.kernels.build_cpu import CannotBuild
+from penstock.kernels.cpu import bindings as cpu, build as build_cpu
+from penstock.kernels.cpu.build import CannotBuild
 
 ROOT = Path(__file__).parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
 
 # Scripts and sources that made what the wheel contains, and that nobody needs installed.
-NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/csrc"), Path("scheduler/testing"))
+NOT_INSTALLED = (Path("models/train_demo"), Path("kernels/cpu/csrc"), Path("scheduler/testing"))
 LIBRARY = "libpenstock_cpu.so"
 
 # A compiler that writes something wherever it should write, and is done at once; and none at all.
@@ -130,7 +130,8 @@ def test_penstock_stays_a_namespace() -> None:
 
 
 def test_every_package_is_typed() -> None:
-    assert [folder for folder in FOLDERS.values() if not (ROOT / folder / "py.typed").exists()] == []
+    rooms = [folder for package, folder in FOLDERS.items() if package.count(".") == 1]
+    assert [folder for folder in rooms if not (ROOT / folder / "py.typed").exists()] == []
 
 
 def test_the_wheel_holds_only_penstock(wheel_names: list[str]) -> None:
@@ -154,9 +155,9 @@ def test_the_wheel_holds_the_contract_and_the_demo_models(wheel_names: list[str]
 
 
 def test_the_wheel_holds_the_compiled_library_and_not_its_sources(wheel: Path, wheel_names: list[str]) -> None:
-    assert zipfile.ZipFile(wheel).read(f"penstock/kernels/{LIBRARY}") == b"compiled\n"
+    assert zipfile.ZipFile(wheel).read(f"penstock/kernels/cpu/{LIBRARY}") == b"compiled\n"
     assert [name for name in wheel_names if name.endswith((".cpp", ".h", ".map"))] == []
-    assert [name for name in wheel_names if ".so" in name] == [f"penstock/kernels/{LIBRARY}"]
+    assert [name for name in wheel_names if ".so" in name] == [f"penstock/kernels/cpu/{LIBRARY}"]
 
 
 def test_a_wheel_is_for_a_platform_and_any_python(wheel: Path) -> None:
@@ -167,18 +168,18 @@ def test_a_wheel_is_for_a_platform_and_any_python(wheel: Path) -> None:
 
 def test_an_editable_install_has_the_library_beside_its_sources(tree: Path, fake_compiler: str) -> None:
     built, _ = build(fake_compiler, tree, "editable")
-    assert (tree / "kernels" / LIBRARY).read_text() == "compiled\n"
+    assert (tree / "kernels/cpu" / LIBRARY).read_text() == "compiled\n"
     assert "-py3-none-linux_" in built.name
     assert [name for name in zipfile.ZipFile(built).namelist() if ".so" in name] == []
 
 
 def test_the_source_distribution_holds_what_the_library_is_made_of(tree: Path) -> None:
-    (tree / "kernels" / LIBRARY).touch()
+    (tree / "kernels/cpu" / LIBRARY).touch()
     built, _ = build(NO_COMPILER, tree, "sdist")
     with tarfile.open(built) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    expected = {file.relative_to(ROOT).as_posix() for file in (ROOT / "kernels/csrc").iterdir()}
-    assert expected | {"setup.py", "pyproject.toml", "kernels/build_cpu.py", "kernels/cpu.py"} <= names
+    expected = {file.relative_to(ROOT).as_posix() for file in (ROOT / "kernels/cpu/csrc").rglob("*.*")}
+    assert expected | {"setup.py", "pyproject.toml", "kernels/cpu/build.py", "kernels/cpu/bindings.py"} <= names
     assert [name for name in names if ".so" in name] == []
 
 
@@ -187,7 +188,7 @@ def test_without_a_compiler_the_rest_is_installed_and_one_line_says_what_that_me
     copytree(tree, copy, ignore=ignore_patterns("*.so", "build", "wheels", "editables", "sdists"))
     built, printed = build(NO_COMPILER, copy, "wheel")
     names = zipfile.ZipFile(built).namelist()
-    assert "penstock/kernels/cpu.py" in names
+    assert "penstock/kernels/cpu/bindings.py" in names
     assert [name for name in names if ".so" in name] == []
     (line,) = [line for line in printed.splitlines() if "penstock: WARNING" in line]
     assert "plain torch" in line
@@ -209,9 +210,9 @@ def test_an_installed_library_runs_here(cpu_library: Path, tree: Path, tmp_path:
     compiler = shlex.join(build_cpu.find_compiler())
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path)]
     run_with(compiler, tree, "-m", "pip", "install", *flags, ".")
-    code = "from penstock.kernels import cpu, cpu_levels; print(cpu.library_path()); cpu_levels.main()"
+    code = "from penstock.kernels.cpu import bindings as cpu, isa_report; print(cpu.library_path()); isa_report.main()"
     printed = run_with(compiler, tree, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}").splitlines()
-    assert printed[0] == str(tmp_path / "penstock/kernels" / LIBRARY)
+    assert printed[0] == str(tmp_path / "penstock/kernels/cpu" / LIBRARY)
     assert printed[1:] == [level for level in cpu.LEVELS if cpu.find_kernels(level)]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = ("clients", "kernels", "kv", "models", "scheduler", "service")
 MOST_FILES = 15
-LARGE = {"models/train_demo", "kernels/csrc"}
-"""Folders with more files: scripts that made the demo model, and C++ sources."""
+LARGE = {"models/train_demo"}
+"""Folders with more files: scripts that made the demo model."""
 
 
 def sources() -> list[Path]:

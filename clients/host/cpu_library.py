@@ -22,7 +22,7 @@ class CpuLibrary:
 
 def inspect_cpu_library() -> CpuLibrary:
     """Has the installed library tell."""
-    command = [sys.executable, "-P", "-m", "penstock.kernels.cpu_levels"]
+    command = [sys.executable, "-P", "-m", "penstock.kernels.cpu.isa_report"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.kernels.cpu import (
+from penstock.kernels.cpu.bindings import (
     LANES,
     LEVELS,
     LIBRARY,

@@ -24,14 +24,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.kernels.cpu import LANES, LEVELS, Format, Inputs, Kernels, Matrix, Output, OutputMode, find_kernels
+from penstock.kernels.cpu.bindings import (
+    LANES,
+    LEVELS,
+    Format,
+    Inputs,
+    Kernels,
+    Matrix,
+    Output,
+    OutputMode,
+    find_kernels,
+)
 
 SHAPES = ((3072, 1024), (1024, 3072))
 """Outputs and inputs of a matrix."""
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 COLD_BYTES = 96 << 20
 """Of all copies of a matrix: three times the last cache of the machines these figures were first taken on."""
-BUILD = Path(__file__).parents[2] / "kernels" / "build_cpu.py"
+BUILD = Path(__file__).parents[2] / "kernels/cpu/build.py"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
+from penstock.kernels.cpu.bindings import LEVELS, Kernels, SampledToken, SamplingRow, find_kernels
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.torch_common.sampler import sample_lines
 from penstock.models.batch.lines import Line

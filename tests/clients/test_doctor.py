@@ -14,7 +14,7 @@ from penstock.clients.cli.doctor import Kind, choose, describe, examine
 from penstock.clients.host import machine
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.host.machine import Gpu, Package, inspect_machine
-from penstock.kernels import build_cpu
+from penstock.kernels.cpu import build as build_cpu
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
 LIBRARY = CpuLibrary(["avx512_bf16", "avx512", "avx2", "generic"], "", "")
@@ -328,7 +328,7 @@ def test_the_status_says_whether_a_server_can_run(monkeypatch, capsys, fitted):
 
 def test_it_imports_nothing_that_a_bare_install_lacks():
     code = (
-        "import sys; from penstock.clients import doctor; doctor.main([]);"
+        "import sys; from penstock.clients.cli import doctor; doctor.main([]);"
         "print([name for name in ('torch', 'numpy', 'psutil', 'tokenizers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels import build_cpu
-from penstock.kernels.build_cpu import CannotBuild
-from penstock.kernels.cpu import LEVELS, Kernels, find_kernels
+from penstock.kernels.cpu import build as build_cpu
+from penstock.kernels.cpu.bindings import LEVELS, Kernels, find_kernels
+from penstock.kernels.cpu.build import CannotBuild
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def software_tiles(pytestconfig: pytest.Config) -> Path:
     except CannotBuild:
         pytest.skip("needs a C++ compiler")
     folder.mkdir(parents=True, exist_ok=True)
-    return build_cpu.build(folder, software_tiles=True, levels=["level_amx.cpp"])
+    return build_cpu.build(folder, software_tiles=True, levels=["amx.cpp"])
 
 
 @pytest.fixture(params=LEVELS)

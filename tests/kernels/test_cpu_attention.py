@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import (
+from penstock.kernels.cpu.bindings import (
     LANES,
     QUERY_TILE,
     SPLIT,
@@ -90,7 +90,7 @@ def assert_guarded(memory: Bytes) -> None:
 
 
 def make_layout(kv_format: Format, kv_heads: int, head_dim: int) -> KvLayout:
-    """As kernels.h draws it."""
+    """As core/kernel_table.h draws it."""
     padded = -(-head_dim // LANES) * LANES
     head_bytes = {Format.F32: 128 * padded, Format.BF16: 64 * padded, Format.INT8: 32 * padded + 128}[kv_format]
     return KvLayout(kv_format, kv_heads, head_dim, head_bytes, head_bytes * kv_heads)
@@ -103,7 +103,7 @@ def bf16(x: Floats) -> Floats:
 
 
 def hadamard(heads: Array) -> Array:
-    """The transform of the last axis, over the largest power of two that divides it, in the order of hadamard.h."""
+    """The transform of the last axis, over the largest power of two that divides it, in core/hadamard.h's order."""
     half, block = 1, heads.shape[-1] & -heads.shape[-1]
     while half < block:
         pairs = heads.reshape(*heads.shape[:-1], -1, 2, half)
@@ -120,8 +120,8 @@ def restored(heads: Array) -> Array:
 
 
 def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
-    """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout that kernels.h draws; those of formats
-    that round are transformed."""
+    """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout in core/kernel_table.h; those of formats that
+    round are transformed."""
     per = {Format.F32: 1, Format.BF16: 2, Format.INT8: 4}[Format(layout.format)]
     padded = -(-layout.head_dim // LANES) * LANES
     keys, values = [], []

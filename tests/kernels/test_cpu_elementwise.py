@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import Gate
+from penstock.kernels.cpu.bindings import Gate
 
 SIZES = [*range(1, 66), 576, 1024, 3072]
 GUARD = 16

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels import build_cpu, cpu
-from penstock.kernels.build_cpu import CannotBuild, find_compiler
-from penstock.kernels.cpu import LEVELS, find_kernels
+from penstock.kernels.cpu import bindings as cpu, build as build_cpu
+from penstock.kernels.cpu.bindings import LEVELS, find_kernels
+from penstock.kernels.cpu.build import CannotBuild, find_compiler
 
 # What the kernel of the operating system calls the instructions that a level is compiled with.
 NEEDED = {
@@ -143,7 +143,8 @@ def test_a_table_is_complete(table: cpu.Kernels) -> None:
 def mirrors() -> dict[str, type[Structure]]:
     """The structures by which Python knows those of the C++ headers, by name."""
     modules = [
-        importlib.import_module(f"penstock.kernels.{file.stem}") for file in Path(cpu.__file__).parent.glob("cpu*.py")
+        importlib.import_module(f"penstock.kernels.cpu.{file.stem}")
+        for file in Path(cpu.__file__).parent.glob("[a-z]*.py")
     ]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return {value.__name__: value for value in found if issubclass(value, Structure) and value is not Structure}
@@ -164,7 +165,11 @@ def layouts(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
             expressions.append(f"offsetof(penstock::{name}, {field})")
             expressions.append(f"sizeof(penstock::{name}::{field})")
     lines = [f'  std::printf("%s=%lld\\n", "{text}", static_cast<long long>({text}));' for text in expressions]
-    includes = [f'#include "{header.name}"' for header in build_cpu.SOURCES.glob("*.h") if not needs_level(header)]
+    includes = [
+        f'#include "{header.relative_to(build_cpu.SOURCES)}"'
+        for header in build_cpu.SOURCES.rglob("*.h")
+        if not needs_level(header)
+    ]
     folder = tmp_path_factory.mktemp("probe")
     (folder / "probe.cpp").write_text(
         "\n".join(["#include <cstddef>", "#include <cstdio>", *includes, "int main() {", *lines, "}", ""])
@@ -178,7 +183,7 @@ def layouts(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
 def needs_level(header: Path) -> bool:
     """Whether a header is of one instruction set's."""
     text = header.read_text()
-    return "namespace PENSTOCK_LEVEL" in text or header.name == "level.h"
+    return "namespace PENSTOCK_LEVEL" in text or header.name == "table.h"
 
 
 def test_python_mirrors_the_structures(layouts: dict[str, int]) -> None:
@@ -224,8 +229,9 @@ def test_a_level_keeps_its_instructions_to_itself(
     """The linker keeps one copy of a function that several objects have, such as a template's: it might be the one with
     instructions that the machine lacks. So a level defines one function, needs no C++ function, and does nothing when
     the library is loaded. Nothing is inlined here, so that everything shows."""
-    source, made = build_cpu.SOURCES / f"level_{level}.cpp", tmp_path / "level.o"
+    source, made = build_cpu.SOURCES / f"target/{level}.cpp", tmp_path / "level.o"
     flags = [*build_cpu.COMMON, *build_cpu.level_flags(source.name), "-O0", "-fno-stack-protector"]
+    flags.append(f"-I{build_cpu.SOURCES}")
     run([*compiler, *flags, "-c", str(source), "-o", str(made)])
     symbols = [line.split()[-2:] for line in run([symbol_reader, str(made)]).splitlines()]
     own = f"{len(f'level_{level}')}level_{level}"  # its namespace, which no other object can have
@@ -240,6 +246,6 @@ def test_a_level_keeps_its_instructions_to_itself(
 def test_a_compiler_without_the_instructions_makes_an_empty_level(compiler: list[str], tmp_path: Path) -> None:
     """So it is on every other kind of machine."""
     for level in LEVELS[:-1]:
-        source = build_cpu.SOURCES / f"level_{level}.cpp"
-        text = run([*compiler, "-std=c++17", "-E", "-P", str(source)])
+        source = build_cpu.SOURCES / f"target/{level}.cpp"
+        text = run([*compiler, "-std=c++17", f"-I{build_cpu.SOURCES}", "-E", "-P", str(source)])
         assert re.search(rf"kernels_{level}\(\) {{ return nullptr; }}", text), level

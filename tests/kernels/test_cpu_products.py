@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode
+from penstock.kernels.cpu.bindings import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode
 
 GUARD = 64
 POISON = 0xFF

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import LANES, Format, Gate, Kernels, KvLayout, Matrix, SampledToken, SamplingRow
-from penstock.kernels.cpu_program import Expert, Layer, Library, Linear, Model, Program, QkNorm, Rope, Source, Step
+from penstock.kernels.cpu.bindings import LANES, Format, Gate, Kernels, KvLayout, Matrix, SampledToken, SamplingRow
+from penstock.kernels.cpu.program import Expert, Layer, Library, Linear, Model, Program, QkNorm, Rope, Source, Step
 
 Array = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import mmap
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode, find_kernels
+from penstock.kernels.cpu.bindings import LANES, Format, Gate, Inputs, Matrix, Output, OutputMode, find_kernels
 
 GUARD = 64
 POISON = 0xFF

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.cpu import SampledToken, SamplingRow, address
+from penstock.kernels.cpu.bindings import SampledToken, SamplingRow, address
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.torch_common.sampler import sample_lines

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels import build_cpu
-from penstock.kernels.build_cpu import CannotBuild, find_compiler
+from penstock.kernels.cpu import build as build_cpu
+from penstock.kernels.cpu.build import CannotBuild, find_compiler
 
 STRESS = Path(__file__).parent / "threads_stress.cpp"
 NUM_THREADS = 4

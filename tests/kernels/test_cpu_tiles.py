@@ -1,4 +1,4 @@
-"""The tile registers of ``tiles.h``: what they add up, and what they refuse. Those in software give the same bits as
+"""The tile registers of ``core/amx.h``: what they add up, and what they refuse. Those in software give the same bits as
 those of the processor."""
 
 import struct
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.kernels import build_cpu
-from penstock.kernels.build_cpu import CannotBuild, find_compiler
-from penstock.kernels.cpu import find_kernels
+from penstock.kernels.cpu import build as build_cpu
+from penstock.kernels.cpu.bindings import find_kernels
+from penstock.kernels.cpu.build import CannotBuild, find_compiler
 
 PROBE = Path(__file__).parent / "tiles_probe.cpp"
 NO_TILES = 77
@@ -39,7 +39,7 @@ def build(cpu_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def build(*extra: str) -> Probe:
         made = tmp_path_factory.mktemp("probe") / "probe"
-        flags = [*build_cpu.COMMON, *build_cpu.level_flags("level_amx.cpp"), f"-I{build_cpu.SOURCES}", *extra]
+        flags = [*build_cpu.COMMON, *build_cpu.level_flags("amx.cpp"), f"-I{build_cpu.SOURCES}", *extra]
         subprocess.run([*compiler, *flags, str(PROBE), "-o", str(made)], check=True, timeout=120)
         return lambda cases, *what: subprocess.run(
             [str(made), *what], input=b"".join(cases), capture_output=True, timeout=120, check=False

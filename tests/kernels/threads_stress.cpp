@@ -39,7 +39,7 @@ struct slow_atomic : atomic<T> {
 }  // namespace std
 
 #define atomic slow_atomic
-#include "threads.cpp"
+#include "core/threads.cpp"
 #undef atomic
 
 namespace {

@@ -10,7 +10,7 @@
 #endif
 
 #define PENSTOCK_LEVEL probe
-#include "tiles.h"
+#include "core/amx.h"
 
 namespace {
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.kernels.cpu import Format
+from penstock.kernels.cpu.bindings import Format
 from penstock.kernels.reference import fused as reference_cuda
 from penstock.models.backends.cpu.backend import DTYPES
 from penstock.models.backends.cpu.model import block_bytes

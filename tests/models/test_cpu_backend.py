@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu import LibraryMissing, load_library
+from penstock.kernels.cpu.bindings import LibraryMissing, load_library
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.models.errors import ModelError

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from waiting import wait_until
 
-from penstock.kernels.cpu import Format, find_kernels
-from penstock.kernels.cpu_program import Library
+from penstock.kernels.cpu.bindings import Format, find_kernels
+from penstock.kernels.cpu.program import Library
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.model import Formats, max_weight_bytes

@@ -6,7 +6,7 @@ import time
 import pytest
 from waiting import wait_until
 
-from penstock.kernels.cpu_program import Memory
+from penstock.kernels.cpu.program import Memory
 from penstock.models.backends.cpu import memory as cpu_pages
 from penstock.models.backends.cpu.memory import SLICE_BYTES, FirstPages
 

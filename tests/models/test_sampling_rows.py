@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.kernels.cpu import SamplingRow
+from penstock.kernels.cpu.bindings import SamplingRow
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.batch.lines import Line
 from penstock.models.batch.rows import RowTable

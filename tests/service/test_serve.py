@@ -23,7 +23,7 @@ from waiting import wait_until
 
 from penstock.clients import Client
 from penstock.clients.errors import RequestFailed
-from penstock.kernels.cpu import LEVELS, find_kernels
+from penstock.kernels.cpu.bindings import LEVELS, find_kernels
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.service.app import serve
 from penstock.service.app.usage_examples import Administration, Calls, Transport

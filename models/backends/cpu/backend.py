@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from penstock.kernels.cpu import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
-from penstock.kernels.cpu_program import Library, Memory, Program, Step, typed_library
+from penstock.kernels.cpu.bindings import LANES, Format, LibraryMissing, SampledToken, address, find_kernels
+from penstock.kernels.cpu.program import Library, Memory, Program, Step, typed_library
 from penstock.models.backends.base import AtOnce
 from penstock.models.backends.cpu.cpu_cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages, allocate_pages

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.kernels.cpu import LANES
-from penstock.kernels.cpu_program import Library, Memory
+from penstock.kernels.cpu.bindings import LANES
+from penstock.kernels.cpu.program import Library, Memory
 from penstock.models.errors import ModelError
 
 FIRST_TOKENS, FIRST_BYTES = 1 << 15, 4 << 30

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.cpu import LANES, Format, Gate, Kernels, KvLayout
-from penstock.kernels.cpu_program import (
+from penstock.kernels.cpu.bindings import LANES, Format, Gate, Kernels, KvLayout
+from penstock.kernels.cpu.program import (
     Expert,
     Layer,
     Library,
@@ -89,8 +89,8 @@ class CpuModel:
 
 
 def kv_layout(spec: ModelSpec, format: Format) -> KvLayout:
-    """A page of one layer, as ``csrc/kernels.h`` draws it. Those of the same tokens lie side by side for all layers:
-    memory that is written for the first time comes evenly then, and not for all layers at once."""
+    """A page of one layer, as ``csrc/core/kernel_table.h`` draws it. Those of the same tokens lie side by side for all
+    layers: memory that is written for the first time comes evenly then, and not for all layers at once."""
     padded = -(-spec.head_dim // LANES) * LANES
     section = padded * LANES * ELEMENT_BYTES[format]
     head_bytes = 2 * section + (2 * LANES * 4 if format is Format.INT8 else 0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import SamplingRow, address
+from penstock.kernels.cpu.bindings import SamplingRow, address
 from penstock.models.batch.forbidden import forbidden_ids
 from penstock.models.batch.lines import Line
 from penstock.models.batch.rows import Row

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import LANES, Format, Kernels, Matrix
-from penstock.kernels.cpu_program import Library, Linear, Source
+from penstock.kernels.cpu.bindings import LANES, Format, Kernels, Matrix
+from penstock.kernels.cpu.program import Library, Linear, Source
 from penstock.models.checkpoint.checkpoint import CheckpointInfo
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.quantization_error import QuantizationError

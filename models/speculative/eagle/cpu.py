@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kernels.cpu import LANES, SampledToken, SamplingRow, address, find_kernels
-from penstock.kernels.cpu_program import Library, Memory, Program, Step
+from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, address, find_kernels
+from penstock.kernels.cpu.program import Library, Memory, Program, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
 from penstock.models.backends.cpu.cpu_cores import choose_cores

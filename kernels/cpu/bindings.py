@@ -1,0 +1,245 @@
+"""Loads the CPU library, and mirrors its types: ``csrc/core/kernel_table.h`` says what each means. Knows no model."""
+
+import ctypes
+import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint16,
+    c_uint64,
+    c_void_p,
+)
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+LANES = 16
+"""Columns of a panel of weights, tokens of a page of KV."""
+SPLIT = 256
+QUERY_TILE = 16
+
+LIBRARY = Path(__file__).parent / "libpenstock_cpu.so"
+SOURCES = Path(__file__).parent / "csrc"
+"""What a library is built from; not there in a wheel."""
+VARIABLE = "PENSTOCK_CPU_LIBRARY"
+"""Of the environment: names another build of the library."""
+BUILD_IT = "install penstock again with pip's --force-reinstall --no-cache-dir; in a checkout, run make native"
+"""What helps a library that is missing or stale."""
+
+LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
+"""Instruction sets, from the best on."""
+
+
+class LibraryMissing(Exception):
+    """There is no library that can be loaded; the text says why, and the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.remedy = what, remedy
+
+
+class Format(IntEnum):
+    """What a matrix or a page of KV holds."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Gate(IntEnum):
+    """The activation of a gated MLP."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    CLAMPED = 3
+
+
+class OutputMode(IntEnum):
+    """What a product does with its result."""
+
+    STORE = 0
+    ADD = 1
+    GATED = 2
+
+
+class Matrix(Structure):
+    """Packed weights."""
+
+    _fields_ = (
+        ("format", c_int32), ("rows", c_int32), ("columns", c_int32), ("group", c_int32), ("panel_bytes", c_int64),
+        ("panels", c_void_p), ("bias", c_void_p), ("order", c_void_p),
+    )  # fmt: skip
+
+
+class Inputs(Structure):
+    """Prepared rows."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("rows", c_int32))
+
+
+class Output(Structure):
+    """Where a product writes."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("mode", c_int32), ("activation", c_int32), ("alpha", c_float),
+                ("limit", c_float))  # fmt: skip
+
+
+class KvLayout(Structure):
+    """A page."""
+
+    _fields_ = (("format", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("head_bytes", c_int64),
+                ("page_bytes", c_int64))  # fmt: skip
+
+
+class Attention(Structure):
+    """One layer's attention over a batch."""
+
+    _fields_ = (
+        ("kv", KvLayout), ("pages", c_void_p), ("num_heads", c_int32), ("window", c_int32), ("scale", c_float),
+        ("soft_cap", c_float), ("sinks", c_void_p), ("queries", c_void_p), ("query_stride", c_int64),
+        ("output", c_void_p), ("output_stride", c_int64),
+    )  # fmt: skip
+
+
+class AttentionRow(Structure):
+    """A row of the batch."""
+
+    _fields_ = (("pages", c_void_p), ("token", c_int32), ("start", c_int32), ("end", c_int32))
+
+
+class AttentionItem(Structure):
+    """A piece of a row's attention."""
+
+    _fields_ = (
+        ("row", c_int32), ("kv_head_begin", c_int32), ("kv_head_end", c_int32), ("query_begin", c_int32),
+        ("query_end", c_int32), ("split_begin", c_int32), ("split_end", c_int32), ("partial", c_int64),
+    )  # fmt: skip
+
+
+class SamplingRow(Structure):
+    """What chooses a row's token."""
+
+    _fields_ = (
+        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition_penalty", c_double),
+        ("presence_penalty", c_double), ("frequency_penalty", c_double), ("seed", c_uint64), ("position", c_int64),
+        ("top_k", c_int64), ("num_logprobs", c_int64), ("seen_ids", c_void_p), ("seen_counts", c_void_p),
+        ("num_seen", c_int64), ("bias_ids", c_void_p), ("biases", c_void_p), ("num_biases", c_int64),
+        ("allowed", c_void_p), ("num_allowed", c_int64), ("mask", c_void_p), ("forbidden", c_void_p),
+        ("num_forbidden", c_int64), ("noise_ids", c_void_p),
+    )  # fmt: skip
+
+
+class SampledToken(Structure):
+    """A row's next token."""
+
+    _fields_ = (("token_id", c_int64), ("logprob", c_float), ("num_top", c_int32), ("noise", c_double))
+
+
+_P, _I, _L = c_void_p, c_int32, c_int64
+
+
+class Kernels(Structure):
+    """The table of one instruction set. Addresses are integers, as ``tensor.ctypes.data`` and ``data_ptr()`` give them;
+    structures go by reference. Nothing is checked."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        ("panel_bytes", CFUNCTYPE(_L, _I, _I, _I)),
+        ("input_bytes", CFUNCTYPE(_L, _I, _I, _I)),
+        ("pack_panel", CFUNCTYPE(None, _I, _I, _I, POINTER(POINTER(c_float)), _P, POINTER(c_double))),
+        ("pack_panel_bf16", CFUNCTYPE(None, _I, POINTER(POINTER(c_uint16)), _P)),
+        (
+            "pack_panel_codes",
+            CFUNCTYPE(None, _I, _I, _I, POINTER(_P), POINTER(POINTER(c_float)), POINTER(POINTER(c_float)), _P),
+        ),
+        ("unpack_row", CFUNCTYPE(None, POINTER(Matrix), _I, _P)),
+        ("prepare", CFUNCTYPE(None, _I, _I, _I, _P, _P)),
+        ("product", CFUNCTYPE(None, POINTER(Matrix), POINTER(Inputs), _I, _I, POINTER(Output))),
+        ("product_rows", CFUNCTYPE(_I, _I)),
+        ("rms_norm", CFUNCTYPE(None, _P, _P, _I, c_float, _P)),
+        ("add", CFUNCTYPE(None, _P, _P, _I)),
+        ("scale", CFUNCTYPE(None, _P, c_float, _I)),
+        ("soft_cap", CFUNCTYPE(None, _P, c_float, _I)),
+        ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
+        ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
+        ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _P, _P)),
+        ("attention_scratch", CFUNCTYPE(_L, POINTER(Attention))),
+        ("partial_floats", CFUNCTYPE(_L, POINTER(Attention))),
+        ("attend", CFUNCTYPE(None, POINTER(Attention), POINTER(AttentionRow), POINTER(AttentionItem), _P, _P)),
+        ("merge", CFUNCTYPE(None, POINTER(Attention), POINTER(AttentionRow), POINTER(AttentionItem), _I, _P)),
+        ("sampling_scratch", CFUNCTYPE(_L, _I)),
+        ("sample", CFUNCTYPE(None, _P, _I, POINTER(SamplingRow), _P, POINTER(SampledToken), _P, _P)),
+        ("logprobs", CFUNCTYPE(None, _P, _I, _I, _I, _P, POINTER(c_float), _P, _P)),
+    )
+
+
+def address(array: NDArray[np.generic]) -> int:
+    """Where a contiguous array begins. Whoever keeps the address keeps the array too."""
+    return int(array.__array_interface__["data"][0])  # array.ctypes takes several times as long
+
+
+def library_path() -> Path:
+    """Where the library is: beside this file, or another build of it, which the environment names."""
+    return Path(os.environ.get(VARIABLE) or LIBRARY)
+
+
+def load_library(path: Path | None = None) -> ctypes.CDLL:
+    """The library; its calls release the GIL. Raises LibraryMissing."""
+    return _load(path or library_path())
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        if path != LIBRARY:
+            raise LibraryMissing(f"{path}, which {VARIABLE} names, is not there", f"leave {VARIABLE} out")
+        raise LibraryMissing(
+            f"{path} is not there, because no C++ compiler worked when penstock was installed",
+            f"install one (Debian, Ubuntu: apt-get install g++), then {BUILD_IT}",
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        library.penstock_kernels.argtypes = [c_char_p]
+        library.penstock_kernels.restype = POINTER(Kernels)
+    except (OSError, AttributeError) as error:
+        raise LibraryMissing(f"{path} cannot be loaded ({error})", BUILD_IT) from error
+    _check_sources(library, path)
+    return library
+
+
+def _check_sources(library: ctypes.CDLL, path: Path) -> None:
+    """Where the sources are, a library of others is refused: its types may not be those that are mirrored here."""
+    if not SOURCES.is_dir():
+        return
+    from penstock.kernels.cpu.build import digest
+
+    tell = getattr(library, "penstock_sources", None)
+    if tell is not None:
+        tell.restype = c_char_p
+    if tell is None or tell() != digest().encode():
+        remedy = "run make native" if path == LIBRARY else f"build it again, or leave {VARIABLE} out"
+        raise LibraryMissing(f"{path} was built from other sources than those that are here now", remedy)
+
+
+def find_kernels(level: str | None = None, path: Path | None = None) -> Kernels | None:
+    """The table of an instruction set, or of the best one; None where this machine cannot run it."""
+    found = load_library(path).penstock_kernels(level.encode() if level else None)
+    return found.contents if found else None
+
+
+__all__ = [
+    "BUILD_IT", "LANES", "LEVELS", "LIBRARY", "QUERY_TILE", "SPLIT", "Attention", "AttentionItem", "AttentionRow",
+    "Format", "Gate", "Inputs", "Kernels", "KvLayout", "LibraryMissing", "Matrix", "Output", "OutputMode",
+    "SampledToken", "SamplingRow", "find_kernels", "library_path", "load_library",
+]  # fmt: skip

@@ -1,0 +1,186 @@
+"""Builds the CPU library from ``csrc`` with whatever C++ compiler there is. Run by ``pip install``; by hand:
+
+    python kernels/cpu/build.py                               the library, in this folder
+    python kernels/cpu/build.py --out DIR --sanitize          one that stops at the first undefined behaviour
+    python kernels/cpu/build.py --out DIR --software-tiles    one whose level "amx" needs no AMX, and is slow
+
+Imports nothing of ours, since it runs before anything is installed.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = "libpenstock_cpu.so"
+
+COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
+          "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
+          "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # gcc 12 finds some in its own AVX512 headers
+          "-Wno-unknown-warning-option",  # clang does not know all of these
+          "-pthread")  # fmt: skip
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
+LEVEL_FLAGS = {
+    "avx2.cpp": AVX2,
+    "avx512.cpp": AVX512,
+    "avx512_bf16.cpp": AVX512_BF16,
+    "amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+"""Of the sources with instructions of their own; other machines than x86-64 build them empty."""
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES",)
+# The standard library's templates are visible whatever -fvisibility says; a name that is missing fails here, not at run
+# time. A sanitizer's names come from a library that is loaded first.
+LINK = ("-shared", "-pthread", f"-Wl,--version-script={SOURCES / 'core/exports.map'}")
+COMPLETE = "-Wl,-z,defs"
+
+INSTALL_ONE = (
+    "install one (Debian, Ubuntu: apt-get install g++), then penstock again with pip's --force-reinstall "
+    "--no-cache-dir; in a checkout, run make native"
+)
+SEE_ALL = "install with pip -v to see all that it says; in a checkout, run make native"
+
+
+class CannotBuild(Exception):
+    """There is no C++ compiler, or no source, or the compiler failed, which said ``output``."""
+
+    def __init__(self, what: str, remedy: str, output: str = "") -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what, self.remedy, self.output = what, remedy, output
+
+
+def find_compiler() -> list[str]:
+    """The command of the compiler: $CXX, or the first of c++, g++ and clang++. Raises CannotBuild."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise CannotBuild(f"there is no C++ compiler{f' called {named[0]}, as CXX says' if named else ''}", INSTALL_ONE)
+
+
+def build(
+    folder: Path, *, sanitize: bool = False, software_tiles: bool = False, levels: Collection[str] = LEVEL_FLAGS
+) -> Path:
+    """Compiles every source and links them; returns the library's path. A level whose source is not among ``levels`` is
+    left out, but for the generic one. Raises CannotBuild."""
+    compiler = find_compiler()
+    sources = sorted(SOURCES.rglob("*.cpp"))
+    if not sources:
+        raise CannotBuild("the sources are not here", "they are in a checkout, and in the source distribution")
+    target = folder / LIBRARY
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        extra = SANITIZERS if sanitize else ()
+        common = [
+            *compiler,
+            *COMMON,
+            f"-I{SOURCES}",
+            f'-DPENSTOCK_SOURCES="{digest()}"',
+            *(SOFTWARE_TILES if software_tiles else ()),
+        ]
+        commands = []
+        for source, made in zip(sources, objects, strict=True):
+            flags = level_flags(source.name) if source.name in levels else ()
+            commands.append([*common, *flags, *extra, "-c", str(source), "-o", str(made)])
+        # The levels take most of the time: they go first.
+        commands.sort(key=lambda command: f"{os.sep}target{os.sep}" not in command[-3])
+        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(scratch) / LIBRARY
+        _run([*compiler, *LINK, *(extra or (COMPLETE,)), *map(str, objects), "-o", str(linked)])
+        # In one move: a worker that starts meanwhile loads the old library or the new one.
+        arrived = target.with_suffix(f".{os.getpid()}")
+        shutil.copy(linked, arrived)
+        arrived.replace(target)
+    return target
+
+
+def build_if_possible(folder: Path) -> Path | None:
+    """The library in a folder, built anew only if a source is newer. Without a working compiler there is none, and a
+    warning on stderr says what that means: whoever installs the client alone needs no library."""
+    target = folder / LIBRARY
+    if is_current(target):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return build(folder)
+    except CannotBuild as error:
+        target.unlink(missing_ok=True)  # what is left there is not what the sources say
+        print(
+            f"{error.output}penstock: WARNING: no CPU library was built ({error.what}), so penstock serve will compute "
+            f"in plain torch, many times slower: {error.remedy}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+
+
+def source_files() -> list[Path]:
+    """What a library is made of, and this script, which has the compiler's flags."""
+    return [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]
+
+
+def digest() -> str:
+    """Of all that a library is made of: a library says from which it was built."""
+    whole = hashlib.sha256()
+    for source in source_files():
+        whole.update(f"{source.name} {source.stat().st_size}\n".encode())
+        whole.update(source.read_bytes())
+    return whole.hexdigest()
+
+
+def is_current(library: Path) -> bool:
+    """Whether a library is there and no source is newer."""
+    if not library.exists():
+        return False
+    made = library.stat().st_mtime_ns
+    return all(source.stat().st_mtime_ns <= made for source in source_files())
+
+
+def level_flags(name: str) -> tuple[str, ...]:
+    """The instructions that the compiler may use in a source."""
+    return LEVEL_FLAGS.get(name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CannotBuild(f"{command[0]} cannot be run ({error.strerror})", INSTALL_ONE) from error
+    if done.returncode:
+        raise CannotBuild(f"{command[0]} failed", SEE_ALL, f"{shlex.join(command)}\n{done.stderr}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr, end="")
+
+
+def main() -> None:
+    """Builds by hand."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder for the library")
+    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
+    parser.add_argument("--software-tiles", action="store_true", help="with AMX's tile registers in memory, for tests")
+    parser.add_argument("--if-possible", action="store_true", help="only if a source is newer; a failure is a warning")
+    arguments = parser.parse_args()
+    if arguments.if_possible:
+        build_if_possible(arguments.out)
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        print(build(arguments.out, sanitize=arguments.sanitize, software_tiles=arguments.software_tiles))
+    except CannotBuild as error:
+        sys.exit(f"{error.output}no library was built: {error}")
+
+
+if __name__ == "__main__":
+    main()

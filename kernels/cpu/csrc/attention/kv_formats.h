@@ -1,0 +1,182 @@
+// What the formats of KV differ in: how a query becomes words to multiply keys with, a sum a score, and a row of
+// weights words to multiply values with.
+//
+// BF16 rounds queries and weights to bfloat16; the weights are added up as rounded, so that they still average.
+// INT8 keeps queries and weights in two bytes each, 15 and 16 bits, which cost two dot products of 4 where BF16 needs
+// two of 2 for as many numbers: the error is that of the stored keys and values, and nothing is rounded on the way.
+#pragma once
+
+#include "attention/lanes.h"
+#include "core/kernel_table.h"
+#include "attention/kv_page.h"
+#include "core/simd.h"
+
+namespace PENSTOCK_LEVEL {
+
+namespace paged {
+
+// One query head of one token.
+struct Query {
+  float factor;             // of its scores: the attention's scale and, for INT8, that of the query
+  int32_t high_sum, low_sum;  // INT8: of its bytes, for the 128 that were added to the keys
+};
+
+// What the weights of one query in one split come to.
+struct Weights {
+  float sum;
+  float factor;  // of the sums of values
+};
+
+constexpr int SPLIT_BYTES = SPLIT * WORD;  // of a row of scores, and of the weights that replace them
+
+INLINE Floats load_floats(const void* p) { return as_floats(load_ints(p)); }
+
+struct F32Kv {
+  static constexpr int PER = 1;   // numbers in a word
+  static constexpr int ROWS = 1;  // of words for each query
+  typedef FloatPart Sum;
+
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_floats(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_floats(sum, values, weights); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    for (int dim = 0; dim < padded; dim += LANES)
+      store_ints(words + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
+    return {scale, 0, 0};
+  }
+
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t*, int64_t) {
+    return load_floats(scores + page * VECTOR) * query.factor;
+  }
+
+  // Scores become weights e^(score - largest), in place.
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
+    Floats sum = {};
+    for (int page = 0; page < num_pages; page++) {
+      Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
+      store_ints(scores + page * VECTOR, as_ints(weights));
+      sum += weights;
+    }
+    return {PENSTOCK_LEVEL::sum(sum), 1};
+  }
+
+  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+};
+
+// e^(x - largest) within 2^-18, for weights of which 8 bits are kept: 2^n times a polynomial, the best there is of its
+// degree that makes 1 of 0. Below 2^-126 the result is 0, and of a NaN a NaN.
+INLINE Floats rough_weight(Floats x, float largest) {
+  constexpr float LOG2_E = 1.44269504f;
+  const Floats low = splat(-126.0f), power = fma(x, splat(LOG2_E), splat(-largest * LOG2_E));
+  const Floats clamped = max(low, power);  // of a NaN, the second operand
+  const Ints n = to_ints_nearest(clamped);
+  const Floats r = clamped - to_floats(n);
+  Floats p = splat(0.00958285f);
+  p = fma(p, r, splat(0.05590643f));
+  p = fma(p, r, splat(0.24024099f));
+  p = fma(p, r, splat(0.69312419f));
+  p = fma(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(power, low, _CMP_NLT_UQ), p, to_floats(n));
+#else
+  return where_less(power, low, Floats{}, p * as_floats((n + 127) << 23));
+#endif
+}
+
+struct Bf16Kv {
+  static constexpr int PER = 2;
+  static constexpr int ROWS = 1;
+  typedef FloatPart Sum;
+
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_pairs(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_pairs(sum, values, weights); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    bf16* out = reinterpret_cast<bf16*>(words);
+    for (int dim = 0; dim < padded; dim += LANES) store_bf16(out + dim, load_up_to(x + dim, head_dim - dim));
+    return {scale, 0, 0};
+  }
+
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t*, int64_t) {
+    return load_floats(scores + page * VECTOR) * query.factor;
+  }
+
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
+    Floats sum = {};
+    for (int page = 0; page < num_pages; page++) {
+      bf16* out = reinterpret_cast<bf16*>(scores) + page * LANES;  // never past the scores that were read
+      store_bf16(out, rough_weight(load_floats(scores + page * VECTOR), largest));
+      sum += load_bf16(out);
+    }
+    return {PENSTOCK_LEVEL::sum(sum), 1};
+  }
+
+  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+};
+
+// Two bytes in two rows: the high ones, then the low ones.
+struct Int8Kv {
+  static constexpr int PER = 4;
+  static constexpr int ROWS = 2;
+  static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
+  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
+  typedef IntPart Sum;
+
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_quads(sum, weights, values); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+    const float range = largest_magnitude(x, head_dim);
+    const float by = range > 0 ? QUERY_LARGEST / range : 0;
+    Ints high_sum = {}, low_sum = {};
+    for (int dim = 0; dim < padded; dim += LANES) {
+      Ints code = to_ints_nearest(load_up_to(x + dim, head_dim - dim) * by);
+      Ints high = (code + QUERY_BASE / 2) >> 7, low = code - high * QUERY_BASE;
+      store_bytes(words + dim, high);
+      store_bytes(words + padded + dim, low);
+      high_sum += high;
+      low_sum += low;
+    }
+    Query query = {scale * (range / QUERY_LARGEST), 0, 0};
+    for (int i = 0; i < LANES; i++) {
+      query.high_sum += high_sum[i];
+      query.low_sum += low_sum[i];
+    }
+    return query;
+  }
+
+  // At most 127 * 127 * 128 * 1024, and the low byte's 64 * 127 * 1024: within 31 bits.
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t* keys, int64_t section) {
+    Ints high = load_ints(scores + page * VECTOR) - 128 * query.high_sum;
+    Ints low = load_ints(scores + SPLIT_BYTES + page * VECTOR) - 128 * query.low_sum;
+    return to_floats(high * QUERY_BASE + low) * query.factor * load(key_scales(keys, section));
+  }
+
+  // A weight is multiplied by its value's scale before it is rounded.
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const* values, int64_t section) {
+    Floats sum = {}, best = {};
+    for (int page = 0; page < num_pages; page++) {
+      Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
+      sum += weights;
+      weights *= load(value_scales(values[page], section));
+      store_ints(scores + page * VECTOR, as_ints(weights));
+      best = max(best, weights);
+    }
+    const float range = PENSTOCK_LEVEL::largest(best), by = range > 0 ? WEIGHT_LARGEST / range : 0;
+    for (int page = 0; page < num_pages; page++) {
+      Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
+      store_bytes(scores + page * LANES, code >> 8);
+      store_bytes(scores + SPLIT_BYTES + page * LANES, code & 255);
+    }
+    return {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};
+  }
+
+  // At most 65535 * 127 * 256: within 31 bits.
+  INLINE Floats value(const uint8_t* sums, int64_t row_bytes, float factor) {
+    return to_floats(load_ints(sums) * WEIGHT_BASE + load_ints(sums + row_bytes)) * factor;
+  }
+};
+
+}  // namespace paged
+
+}  // namespace PENSTOCK_LEVEL

@@ -1,0 +1,127 @@
+// A page of KV, as core/kernel_table.h draws it, and how a token is written to it.
+//
+// In units of 4-byte words all formats look alike: a word holds PER numbers of one token (keys) or of one dimension
+// (values), the keys of a head are words [D / PER][16 tokens], its values are words [16 / PER][D]. Keys of INT8 are
+// stored with 128 added, since dot4 takes one of its operands without sign.
+#pragma once
+
+#include "core/hadamard.h"
+#include "core/kernel_table.h"
+#include "core/simd.h"
+
+namespace PENSTOCK_LEVEL {
+
+namespace paged {
+
+using namespace penstock;
+
+constexpr int MAX_HEAD_DIM = 1024;
+constexpr int WORD = 4;                  // bytes
+constexpr int VECTOR = LANES * WORD;     // bytes
+constexpr float INT8_LARGEST = 127.0f;
+
+// The head size, filled up.
+INLINE int padded_head(const KvLayout& layout) { return (layout.head_dim + LANES - 1) / LANES * LANES; }
+
+// Whether a format, which rounds, has the Hadamard transform of keys and values.
+constexpr bool transforms_heads(Format format) { return format != FORMAT_F32; }
+
+// Numbers in a word.
+INLINE int numbers_in_word(Format format) { return format == FORMAT_F32 ? 1 : format == FORMAT_BF16 ? 2 : 4; }
+
+// Bytes of a head's keys in a page, and of its values: they follow, and the scales of INT8 follow those.
+INLINE int64_t section_bytes(const KvLayout& layout) {
+  return static_cast<int64_t>(padded_head(layout)) * VECTOR / numbers_in_word(layout.format);
+}
+
+// Scales of the 16 tokens' values; those of their keys lie before.
+INLINE const float* value_scales(const uint8_t* values, int64_t section) {
+  return reinterpret_cast<const float*>(values + section) + LANES;
+}
+INLINE const float* key_scales(const uint8_t* keys, int64_t section) {
+  return reinterpret_cast<const float*>(keys + 2 * section);
+}
+
+// Spreads 64 or fewer bytes of one token's keys over the words of consecutive dimensions.
+INLINE void scatter_words(uint8_t* keys, const void* numbers, int words) {
+  for (int i = 0; i < words; i++) memcpy(keys + i * VECTOR, static_cast<const uint8_t*>(numbers) + i * WORD, WORD);
+}
+
+// Replaces the `bits` wide number at the shift in every word.
+INLINE void replace_bits(uint8_t* words, Ints numbers, int bits, int shift) {
+  const int32_t mask = static_cast<int32_t>(((1u << bits) - 1) << shift);
+  store_ints(words, (load_ints(words) & ~mask) | ((numbers << shift) & mask));
+}
+
+static void write_f32(uint8_t* keys, uint8_t* values, int slot, int head_dim, const float* key, const float* value) {
+  const int padded = (head_dim + LANES - 1) / LANES * LANES;
+  for (int dim = 0; dim < head_dim; dim += LANES) {
+    float lanes[LANES];
+    store(lanes, load_up_to(key + dim, head_dim - dim));
+    scatter_words(keys + dim * VECTOR + slot * WORD, lanes, LANES);
+    store_ints(values + (slot * padded + dim) * WORD, as_ints(load_up_to(value + dim, head_dim - dim)));
+  }
+}
+
+static void write_bf16(uint8_t* keys, uint8_t* values, int slot, int head_dim, const float* key, const float* value) {
+  const int padded = (head_dim + LANES - 1) / LANES * LANES;
+  for (int dim = 0; dim < head_dim; dim += LANES) {
+    bf16 lanes[LANES];
+    store_bf16(lanes, load_up_to(key + dim, head_dim - dim));
+    scatter_words(keys + dim / 2 * VECTOR + slot * WORD, lanes, LANES / 2);
+    Ints rounded = as_ints(narrowed(load_up_to(value + dim, head_dim - dim)));
+    replace_bits(values + (slot / 2 * padded + dim) * WORD, rounded, 16, slot % 2 * 16);
+  }
+}
+
+static void write_int8(uint8_t* keys, uint8_t* values, int slot, int head_dim, const float* key, const float* value) {
+  const int padded = (head_dim + LANES - 1) / LANES * LANES;
+  const float key_range = largest_magnitude(key, head_dim), value_range = largest_magnitude(value, head_dim);
+  const float by_key = key_range > 0 ? INT8_LARGEST / key_range : 0;
+  const float by_value = value_range > 0 ? INT8_LARGEST / value_range : 0;
+  for (int dim = 0; dim < head_dim; dim += LANES) {
+    Ints codes = to_ints_nearest(load_up_to(key + dim, head_dim - dim) * by_key) + 128;
+    uint8_t lanes[LANES];
+    for (int i = 0; i < LANES; i++) lanes[i] = static_cast<uint8_t>(codes[i]);
+    scatter_words(keys + dim / 4 * VECTOR + slot * WORD, lanes, LANES / 4);
+    codes = to_ints_nearest(load_up_to(value + dim, head_dim - dim) * by_value);
+    replace_bits(values + (slot / 4 * padded + dim) * WORD, codes, 8, slot % 4 * 8);
+  }
+  const float scales[2] = {key_range / INT8_LARGEST, value_range / INT8_LARGEST};
+  uint8_t* at = values + padded * LANES + slot * WORD;
+  memcpy(at, &scales[0], WORD);
+  memcpy(at + VECTOR, &scales[1], WORD);
+}
+
+}  // namespace paged
+
+// Tokens of one page share words, so one thread writes all of them, slot 0 first. There the values become zero, and the
+// scales; keys of slots that are still empty may be anything, since masked scores are replaced.
+static void write_kv(const penstock::KvLayout& layout, uint8_t* page, int slot, const float* keys,
+                     const float* values) {
+  using namespace paged;
+  const int64_t section = section_bytes(layout);
+  const int head_dim = layout.head_dim;
+  for (int head = 0; head < layout.kv_heads; head++) {
+    uint8_t* key_section = page + head * layout.head_bytes;
+    uint8_t* value_section = key_section + section;
+    if (slot == 0) memset(value_section, 0, static_cast<size_t>(layout.head_bytes - section));
+    const float* key = keys + static_cast<int64_t>(head) * head_dim;
+    const float* value = values + static_cast<int64_t>(head) * head_dim;
+    alignas(VECTOR) float transformed[2][MAX_HEAD_DIM];
+    if (transforms_heads(layout.format)) {
+      hadamard(key, head_dim, transformed[0]);
+      hadamard(value, head_dim, transformed[1]);
+      key = transformed[0];
+      value = transformed[1];
+    }
+    if (layout.format == FORMAT_F32)
+      write_f32(key_section, value_section, slot, head_dim, key, value);
+    else if (layout.format == FORMAT_BF16)
+      write_bf16(key_section, value_section, slot, head_dim, key, value);
+    else
+      write_int8(key_section, value_section, slot, head_dim, key, value);
+  }
+}
+
+}  // namespace PENSTOCK_LEVEL

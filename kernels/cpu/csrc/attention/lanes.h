@@ -1,0 +1,88 @@
+// What the tiles of attention add up in: vectors as wide as the machine's registers, since gcc keeps wider ones in
+// memory.
+#pragma once
+
+#include "core/simd.h"
+
+#if !defined(__AVX512F__) && !defined(__AVX2__) && defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace PENSTOCK_LEVEL {
+
+namespace paged {
+
+#if defined(__AVX512F__)
+constexpr int PART_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int PART_BYTES = 32;
+#else
+constexpr int PART_BYTES = 16;
+#endif
+constexpr int PARTS = 64 / PART_BYTES;  // for 16 lanes
+
+typedef float FloatPart __attribute__((vector_size(PART_BYTES), may_alias));
+typedef int32_t IntPart __attribute__((vector_size(PART_BYTES), may_alias));
+typedef int32_t IntPartAnywhere __attribute__((vector_size(PART_BYTES), may_alias, aligned(1)));
+
+INLINE IntPart load_part(const uint8_t* p) { return *reinterpret_cast<const IntPartAnywhere*>(p); }
+INLINE void store_part(uint8_t* p, IntPart x) { *reinterpret_cast<IntPartAnywhere*>(p) = x; }
+INLINE void store_part(uint8_t* p, FloatPart x) { store_part(p, reinterpret_cast<IntPart>(x)); }
+INLINE void reload_part(const uint8_t* p, IntPart& x) { x = load_part(p); }
+INLINE void reload_part(const uint8_t* p, FloatPart& x) { x = reinterpret_cast<FloatPart>(load_part(p)); }
+
+// A word in every lane.
+INLINE IntPart spread_word(const uint8_t* p) {
+  int32_t word;
+  memcpy(&word, p, sizeof word);
+  return IntPart{} + word;
+}
+
+INLINE FloatPart add_product(FloatPart sum, FloatPart a, FloatPart b) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, sum);
+#else
+  return a * b + sum;
+#endif
+}
+
+INLINE FloatPart add_floats(FloatPart sum, IntPart a, IntPart b) {
+  return add_product(sum, reinterpret_cast<FloatPart>(a), reinterpret_cast<FloatPart>(b));
+}
+
+// As dot2.
+INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+  const int32_t high = static_cast<int32_t>(0xffff0000u);
+  return add_floats(add_floats(sum, a << 16, b << 16), a & high, b & high);
+#endif
+}
+
+// As dot4: unsigned bytes by signed ones. Without its instruction they are widened to 16 bits, for products of bytes
+// added in 16 bits saturate.
+INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
+#if defined(__AVX512F__)
+  return dot4(sum, a, b);
+#elif defined(__AVX2__)
+  const __m256i x = reinterpret_cast<__m256i>(a), y = reinterpret_cast<__m256i>(b);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
+  return sum + reinterpret_cast<IntPart>(_mm256_add_epi32(even, odd));
+#elif defined(__SSE2__)
+  const __m128i x = reinterpret_cast<__m128i>(a), y = reinterpret_cast<__m128i>(b);
+  const __m128i even =
+      _mm_madd_epi16(_mm_and_si128(x, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(y, 8), 8));
+  const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(x, 8), _mm_srai_epi16(y, 8));
+  return sum + reinterpret_cast<IntPart>(_mm_add_epi32(even, odd));
+#else
+  for (int byte = 0; byte < 32; byte += 8) sum += ((a >> byte) & 255) * ((b << (24 - byte)) >> 24);
+  return sum;
+#endif
+}
+
+}  // namespace paged
+
+}  // namespace PENSTOCK_LEVEL

@@ -1,0 +1,111 @@
+// Cuts a step's attention into items, so that every thread has work: long contexts of few rows are spread over threads
+// by their splits.
+#include "model/step.h"
+
+namespace penstock {
+
+namespace {
+
+// Items for each thread that are enough to keep all of them busy to the end; half as many are, if none is long.
+constexpr int ITEMS_PER_THREAD = 8;
+// Splits of the longest item that need not be cut then.
+constexpr int MOST_SPLITS = 16;
+// Room for partial results, at most. What does not fit is not cut: with so much to do, all threads are busy anyway.
+constexpr int64_t MOST_PARTIAL_FLOATS = 1 << 25;
+
+// Query positions [begin, end) of a row, with the splits that they see.
+struct Tile {
+  int32_t row, begin, end, first_split, last_split;
+
+  int splits() const { return last_split - first_split; }
+};
+
+// Cuts rows into tiles; returns how many. They begin where the row does: one with few tokens, some of them drafts, reads
+// its KV once, wherever these stand.
+int64_t find_tiles(const AttentionRow* rows, int num_rows, int window, Tile* tiles) {
+  int64_t num_tiles = 0;
+  for (int r = 0; r < num_rows; r++)
+    for (int begin = rows[r].start; begin < rows[r].end;) {
+      int end = begin + QUERY_TILE < rows[r].end ? begin + QUERY_TILE : rows[r].end;
+      int seen = window > 0 && begin + 1 > window ? begin + 1 - window : 0;
+      tiles[num_tiles++] = {r, begin, end, seen / SPLIT, (end - 1) / SPLIT + 1};
+      begin = end;
+    }
+  return num_tiles;
+}
+
+// What tiles are cut into.
+class Items {
+ public:
+  Items(Arena& arena, int64_t items, int64_t merges, int64_t piece, int64_t split_floats)
+      : items_(arena.take<AttentionItem>(items)), merges_(arena.take<AttentionItem>(merges)),
+        merge_splits_(arena.take<int32_t>(merges)), piece_(piece), split_floats_(split_floats),
+        plan_{items_, 0, merges_, merge_splits_, 0, 0} {}
+
+  const AttentionPlan& plan() const { return plan_; }
+
+  // In one item, if there is room or need for no more.
+  void add(const Tile& tile, int head, int head_end) {
+    AttentionItem item = {tile.row, head, head_end, tile.begin, tile.end, tile.first_split, tile.last_split, -1};
+    int64_t floats = split_floats_ * (tile.end - tile.begin), begin = plan_.num_partial_floats;
+    if (tile.splits() <= piece_ || begin + tile.splits() * floats > MOST_PARTIAL_FLOATS) {
+      items_[plan_.num_items++] = item;
+      return;
+    }
+    for (int split = tile.first_split; split < tile.last_split; split += static_cast<int>(piece_)) {
+      item.split_begin = split;
+      item.split_end = split + piece_ < tile.last_split ? split + static_cast<int>(piece_) : tile.last_split;
+      item.partial = begin + (split - tile.first_split) * floats;
+      items_[plan_.num_items++] = item;
+    }
+    item.split_begin = tile.first_split;
+    item.split_end = tile.last_split;
+    item.partial = begin;
+    merges_[plan_.num_merges] = item;
+    merge_splits_[plan_.num_merges++] = tile.splits();
+    plan_.num_partial_floats += tile.splits() * floats;
+  }
+
+ private:
+  AttentionItem *items_, *merges_;
+  int32_t* merge_splits_;
+  int64_t piece_, split_floats_;
+  AttentionPlan plan_;
+};
+
+}  // namespace
+
+AttentionPlan StepRun::plan_attention(const Layer& layer) {
+  int kv_heads = model_.num_kv_heads;
+  int64_t num_tiles = 0, num_splits = 0, most = 0;
+  for (int r = 0; r < step_.num_rows; r++) num_tiles += (rows_[r].end - rows_[r].start) / QUERY_TILE + 1;
+  Tile* tiles = arena_.take<Tile>(num_tiles);
+  num_tiles = find_tiles(rows_, step_.num_rows, layer.window, tiles);
+  for (int i = 0; i < num_tiles; i++) num_splits += tiles[i].splits();
+
+  // With few tiles, a long one is cut: into pieces of so many splits that there are items enough.
+  int64_t enough = static_cast<int64_t>(ITEMS_PER_THREAD) * threads_.used(), uncut = num_tiles * kv_heads;
+  int64_t fair = num_splits * kv_heads / enough, piece = num_splits;
+  if (uncut < enough / 2)
+    piece = fair + 1;
+  else if (uncut < enough && piece > MOST_SPLITS)
+    piece = MOST_SPLITS;
+  for (int i = 0; i < num_tiles; i++) most += (tiles[i].splits() + piece - 1) / piece * kv_heads;
+  Attention attention = {model_.kv, nullptr, model_.num_heads, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
+  int64_t split_floats = kernels_.partial_floats(attention) * (model_.num_heads / kv_heads);
+  Items items(arena_, most, uncut, piece, split_floats);
+  // From the last tile on: those of a prompt see more the later they are, and what is long should begin early. Tiles of
+  // one row read the same pages, one head's after the other, so that these stay in a cache. Where a row has one tile,
+  // an item has as many heads as is fair: the pages of one are asked for while the one before is computed.
+  for (int64_t last = num_tiles - 1, first; last >= 0; last = first - 1) {
+    for (first = last; first > 0 && tiles[first - 1].row == tiles[last].row;) first--;
+    int splits = tiles[last].splits();
+    int heads = first < last || splits > piece || splits > fair ? 1 : static_cast<int>(fair / splits);
+    for (int head = 0; head < kv_heads; head += heads)
+      for (int64_t i = last; i >= first; i--)
+        items.add(tiles[i], head, head + heads < kv_heads ? head + heads : kv_heads);
+  }
+  return items.plan();
+}
+
+}  // namespace penstock

@@ -1,0 +1,184 @@
+// The two products of attention over the pages of a split: queries by keys, and weights by values. Sums stay in
+// registers for a tile of rows by pages, or of rows by vectors of the head; every sum adds up the same words in the
+// same order, whatever its tile.
+#pragma once
+
+#include "attention/kv_formats.h"
+#include "attention/lanes.h"
+#include "core/kernel_table.h"
+#include "attention/kv_page.h"
+#include "core/simd.h"
+
+namespace PENSTOCK_LEVEL {
+
+namespace paged {
+
+// Rows of words that are computed together; their scores fill 32 KiB.
+constexpr int BLOCK_ROWS = 32;
+constexpr int SPLIT_PAGES = SPLIT / LANES;
+
+// Vectors of sums, of 16 lanes, and rows of a tile: what the registers hold, with some left for the operands.
+#if defined(__AVX512F__)
+constexpr int TILE_SUMS = 16, TILE_ROWS = 8;
+#elif defined(__AVX2__)
+constexpr int TILE_SUMS = 4, TILE_ROWS = 4;
+#else
+constexpr int TILE_SUMS = 2, TILE_ROWS = 2;
+#endif
+
+// Sections are asked for so many before they are used: what memory delivers in twice its latency.
+constexpr int AHEAD = 4;
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Asks for lines of 64 bytes, no nearer than the second cache: few can be on their way to the first at once. Sections
+// are asked for from their beginning to their end, as the processor's own prefetching likes it.
+INLINE void ask_for(const uint8_t* at, int lines) {
+  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * VECTOR, 0, 2);
+}
+
+// Some rows of words against some pages of a split.
+struct Block {
+  int rows;
+  int first_page, num_pages;
+  int padded;       // the head size, filled up
+  int64_t section;  // bytes
+  // In the order in which memory is read: keys of the pages, their values, and keys of what comes next, or null.
+  const uint8_t* sections[2 * SPLIT_PAGES + AHEAD];
+  bool streams;            // sections come from memory, so the next ones are asked for
+  const uint8_t* queries;  // words [rows][padded / PER]
+  uint8_t* scores;         // words [rows][SPLIT]: sums, then scores, then weights
+  uint8_t* values;         // words [rows][padded]
+
+  const uint8_t* const* keys() const { return sections; }
+  const uint8_t* const* page_values() const { return sections + num_pages; }
+  // What to ask for meanwhile, for the rows from `row` on; null: nothing.
+  const uint8_t* ahead_of_keys(int page, int row) const { return streams && row == 0 ? keys()[page + AHEAD] : nullptr; }
+  const uint8_t* ahead_of_values(int page, int row) const {
+    return streams && row == 0 ? page_values()[page + AHEAD] : nullptr;
+  }
+};
+
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// As many as the tile has room for, a power of two up to 8.
+constexpr int vectors_of(int rows) {
+  int vectors = 1;
+  while (vectors < 8 && rows * vectors * 2 <= TILE_SUMS) vectors *= 2;
+  return vectors;
+}
+
+// 8, 4, 3, 2, 1: seven rows are four and three.
+constexpr int fewer_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
+
+// -------------------------------------------------------------------------------------------------- queries by keys
+
+template <class Kv, int ROWS, int PAGES>
+static void score_tile(const Block& block, int row, int page) {
+  constexpr int COLUMNS = PAGES * PARTS;  // registers in which the pages' tokens lie
+  const int words = block.padded / Kv::PER;
+  const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * WORD;
+  const uint8_t* const* keys = block.keys() + page;
+  typename Kv::Sum sums[ROWS][COLUMNS] = {};
+  for (int p = 0, word = 0; p < PAGES; p++) {
+    const uint8_t* ahead = block.ahead_of_keys(page + p, row);
+    for (int line = 0; line < words; line += PAGES, word++) {
+      IntPart part[COLUMNS];
+      UNROLL for (int c = 0; c < COLUMNS; c++)
+        part[c] = load_part(keys[c / PARTS] + word * VECTOR + c % PARTS * PART_BYTES);
+      if (ahead) ask_for(ahead + line * VECTOR, PAGES);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        const IntPart query = spread_word(queries + (r * words + word) * WORD);
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_keys(sums[r][c], part[c], query);
+      }
+    }
+  }
+  uint8_t* out = block.scores + row * SPLIT_BYTES + page * VECTOR;
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COLUMNS; c++) store_part(out + r * SPLIT_BYTES + c * PART_BYTES, sums[r][c]);
+}
+
+template <class Kv, int ROWS, int PAGES>
+static void score_pages(const Block& block, int row, int page) {
+  for (; page + PAGES <= block.num_pages; page += PAGES) score_tile<Kv, ROWS, PAGES>(block, row, page);
+  if constexpr (PAGES > 1) score_pages<Kv, ROWS, PAGES / 2>(block, row, page);
+}
+
+// Sums of the rows from `row` on against all the pages.
+template <class Kv, int ROWS = TILE_ROWS>
+static void score_rows(const Block& block, int row) {
+  constexpr int PAGES = smaller(vectors_of(ROWS), AHEAD);
+  for (; row + ROWS <= block.rows; row += ROWS) score_pages<Kv, ROWS, PAGES>(block, row, 0);
+  if constexpr (ROWS > 1) score_rows<Kv, fewer_rows(ROWS)>(block, row);
+}
+
+// ------------------------------------------------------------------------------------------------- weights by values
+
+// Adds pages [begin, end) to the sums of some vectors of the head.
+template <class Kv, int ROWS, int VECTORS>
+static void value_tile(const Block& block, int row, int vector, int begin, int end) {
+  constexpr int WORDS = LANES / Kv::PER, COLUMNS = VECTORS * PARTS;
+  const int64_t stride = block.padded * WORD;
+  uint8_t* out = block.values + row * stride + vector * VECTOR;
+  typename Kv::Sum sums[ROWS][COLUMNS] = {};
+  if (begin > 0) {
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int c = 0; c < COLUMNS; c++) reload_part(out + r * stride + c * PART_BYTES, sums[r][c]);
+  }
+  for (int page = begin; page < end; page++) {
+    const uint8_t* values = block.page_values()[page] + vector * VECTOR;
+    const uint8_t* ahead = block.ahead_of_values(page, row);
+    const uint8_t* weights = block.scores + row * SPLIT_BYTES + page * WORDS * WORD;
+    for (int word = 0; word < WORDS; word++, values += stride) {
+      IntPart part[COLUMNS];
+      UNROLL for (int c = 0; c < COLUMNS; c++) part[c] = load_part(values + c * PART_BYTES);
+      if (ahead) ask_for(ahead + (vector * WORDS + word * VECTORS) * VECTOR, VECTORS);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        const IntPart weight = spread_word(weights + r * SPLIT_BYTES + word * WORD);
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_values(sums[r][c], part[c], weight);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int c = 0; c < COLUMNS; c++) store_part(out + r * stride + c * PART_BYTES, sums[r][c]);
+}
+
+template <class Kv, int ROWS, int VECTORS>
+static void value_vectors(const Block& block, int row, int vector, int begin, int end) {
+  for (; vector + VECTORS <= block.padded / LANES; vector += VECTORS)
+    value_tile<Kv, ROWS, VECTORS>(block, row, vector, begin, end);
+  if constexpr (VECTORS > 1) value_vectors<Kv, ROWS, VECTORS / 2>(block, row, vector, begin, end);
+}
+
+// Sums of the rows from `row` on over all the pages. While they stream, a few pages at a time get through all of the
+// head, so that memory is read in the order in which it was asked for.
+template <class Kv, int ROWS = TILE_ROWS>
+static void value_rows(const Block& block, int row) {
+  constexpr int VECTORS = vectors_of(ROWS);
+  for (; row + ROWS <= block.rows; row += ROWS) {
+    const int step = block.streams && row == 0 ? AHEAD : block.num_pages;
+    for (int page = 0; page < block.num_pages; page += step)
+      value_vectors<Kv, ROWS, VECTORS>(block, row, 0, page, smaller(page + step, block.num_pages));
+  }
+  if constexpr (ROWS > 1) value_rows<Kv, fewer_rows(ROWS)>(block, row);
+}
+
+#undef UNROLL
+
+// --------------------------------------------------------------------------------------------------------- a block
+
+// Sums of all the rows: `scores`, then `values` from the weights that these became.
+template <class Kv>
+inline void multiply_keys(const Block& block) {
+  score_rows<Kv>(block, 0);
+}
+
+template <class Kv>
+inline void multiply_values(const Block& block) {
+  value_rows<Kv>(block, 0);
+}
+
+}  // namespace paged
+
+}  // namespace PENSTOCK_LEVEL

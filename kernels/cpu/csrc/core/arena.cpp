@@ -1,0 +1,91 @@
+#include "core/arena.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "core/kernel_table.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int64_t HUGE = 2 << 20;
+
+int64_t rounded(int64_t bytes) { return (bytes + HUGE - 1) / HUGE * HUGE; }
+
+}  // namespace
+
+uint8_t* map_memory(int64_t bytes) {
+  // The system aligns to its own pages, so that what sticks out of an aligned piece is given back.
+  size_t size = static_cast<size_t>(rounded(bytes)), slack = static_cast<size_t>(HUGE);
+  void* found = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  uintptr_t begin = reinterpret_cast<uintptr_t>(found), aligned = (begin + slack - 1) / slack * slack;
+  if (aligned > begin) munmap(found, aligned - begin);
+  if (begin + slack > aligned) munmap(reinterpret_cast<void*>(aligned + size), begin + slack - aligned);
+  madvise(reinterpret_cast<void*>(aligned), size, MADV_HUGEPAGE);
+  return reinterpret_cast<uint8_t*>(aligned);
+}
+
+void unmap_memory(void* memory, int64_t bytes) {
+  if (memory) munmap(memory, static_cast<size_t>(rounded(bytes)));
+}
+
+void populate_memory(void* memory, int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+  uintptr_t begin = reinterpret_cast<uintptr_t>(memory) / 4096 * 4096;
+  // Where the system is too old for it, pages are taken when they are first written, as without.
+  madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(memory) - begin + static_cast<size_t>(bytes),
+          MADV_POPULATE_WRITE);
+#else
+  (void)memory;
+  (void)bytes;
+#endif
+}
+
+Arena::~Arena() {
+  for (int i = 0; i < num_chunks_; i++) unmap_memory(chunks_[i].memory, chunks_[i].bytes);
+}
+
+void Arena::reset() {
+  used_ = 0;
+  if (num_chunks_ <= 1) return;
+  // The last step needed several: the next one finds as much in one.
+  int64_t total = total_;
+  for (int i = 0; i < num_chunks_; i++) unmap_memory(chunks_[i].memory, chunks_[i].bytes);
+  num_chunks_ = 0;
+  total_ = 0;
+  piece(total);
+  used_ = 0;
+}
+
+uint8_t* Arena::piece(int64_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  if (num_chunks_ == 0 || used_ + bytes > chunks_[num_chunks_ - 1].bytes) {
+    int64_t size = rounded(bytes > total_ ? bytes : total_);
+    uint8_t* memory = num_chunks_ < MAX_CHUNKS ? map_memory(size) : nullptr;
+    if (!memory) {  // the worker ends, and its output says why
+      fprintf(stderr, "penstock: a step needs %lld MiB more of memory, and the system gives none: raise the limit, or "
+              "lower --max-num-seqs or --max-num-batched-tokens\n", static_cast<long long>(size >> 20));
+      abort();
+    }
+    chunks_[num_chunks_++] = {memory, size};
+    total_ += size;
+    used_ = 0;
+  }
+  uint8_t* found = chunks_[num_chunks_ - 1].memory + used_;
+  used_ += bytes;
+  return found;
+}
+
+}  // namespace penstock
+
+PENSTOCK_API void* penstock_map(int64_t bytes) { return penstock::map_memory(bytes); }
+// A huge page at a time, so that nobody who needs the process's memory map waits for longer than one takes.
+PENSTOCK_API void penstock_populate(uint8_t* memory, int64_t bytes) {
+  for (int64_t offset = 0; offset < bytes; offset += penstock::HUGE)
+    penstock::populate_memory(memory + offset, bytes - offset < penstock::HUGE ? bytes - offset : penstock::HUGE);
+}
+PENSTOCK_API void penstock_unmap(void* memory, int64_t bytes) { penstock::unmap_memory(memory, bytes); }

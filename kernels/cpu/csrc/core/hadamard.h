@@ -1,0 +1,69 @@
+// The Hadamard transform of a head, in which what a few dimensions had is spread over many. Stored keys and values are
+// transformed before they are rounded: models attend by a few dimensions that are large in queries and in keys at once,
+// where an error of the key counts most, and a value's few large numbers would coarsen all others of INT8. Queries are
+// transformed too, so scores stay what they are but for a factor; the weighted mean of values is transformed back, which
+// is the same transform once more.
+#pragma once
+
+#include "core/kernel_table.h"
+#include "core/simd.h"
+
+namespace PENSTOCK_LEVEL {
+
+namespace paged {
+
+// Dimensions that are transformed together: the largest power of two that divides the head. The product of two heads that
+// are transformed is as many times theirs, and a head that is transformed twice is as many times itself.
+constexpr int hadamard_block(int head_dim) { return head_dim & -head_dim; }
+
+// The lane whose number differs by H, in each lane.
+template <int H>
+INLINE Floats exchanged(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_permutexvar_ps(_mm512_xor_si512(reinterpret_cast<__m512i>(lane_numbers()), _mm512_set1_epi32(H)), x);
+#elif defined(TWO_REGISTERS)
+  if constexpr (H == 8) return {x.high, x.low};
+  const __m256i lanes = _mm256_xor_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(H));
+  return {_mm256_permutevar8x32_ps(x.low, lanes), _mm256_permutevar8x32_ps(x.high, lanes)};
+#else
+  float lanes[penstock::LANES], others[penstock::LANES];
+  store(lanes, x);
+  for (int i = 0; i < penstock::LANES; i++) others[i] = lanes[i ^ H];
+  return load(others);
+#endif
+}
+
+// The sum of each such pair, then their difference.
+template <int H>
+INLINE Floats sums_and_differences(Floats x) {
+  float signs[penstock::LANES];
+  for (int i = 0; i < penstock::LANES; i++) signs[i] = i & H ? -1.0f : 1.0f;
+  return fma(x, load(signs), exchanged<H>(x));
+}
+
+// The transform of `from`, filled up with zeros to whole vectors.
+static void hadamard(const float* from, int head_dim, float* to) {
+  constexpr int LANES = penstock::LANES;
+  const int block = hadamard_block(head_dim);
+  for (int dim = 0; dim < head_dim; dim += LANES) {
+    Floats x = load_up_to(from + dim, head_dim - dim);
+    if (block > 1) x = sums_and_differences<1>(x);
+    if (block > 2) x = sums_and_differences<2>(x);
+    if (block > 4) x = sums_and_differences<4>(x);
+    if (block > 8) x = sums_and_differences<8>(x);
+    store(to + dim, x);
+  }
+  for (int half = LANES; half < block; half *= 2) {
+    for (int begin = 0; begin < head_dim; begin += 2 * half) {
+      for (int dim = begin; dim < begin + half; dim += LANES) {
+        const Floats a = load(to + dim), b = load(to + dim + half);
+        store(to + dim, a + b);
+        store(to + dim + half, a - b);
+      }
+    }
+  }
+}
+
+}  // namespace paged
+
+}  // namespace PENSTOCK_LEVEL

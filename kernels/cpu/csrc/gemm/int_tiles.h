@@ -1,0 +1,61 @@
+// Cuts a product into tiles: some rows of inputs with one or two panels, whose sums stay in registers.
+#pragma once
+
+#include "core/prefetch.h"
+#include "gemm/int_dot.h"
+#include "gemm/epilogue.h"
+
+namespace PENSTOCK_LEVEL {
+
+using penstock::Inputs;
+
+// What a tile works on. Rows of `sums` are `width` floats apart, panels 16.
+struct DotTile {
+  const Matrix& matrix;
+  const uint8_t* panels;
+  const uint8_t* inputs;
+  int64_t stride;
+  Ahead ahead;
+  float* sums;
+  int width;
+};
+
+// Calls the tile of so many rows, 1 to M.
+template <class Kind, int M, int P>
+INLINE void compute_tile(int rows, const DotTile& tile) {
+  if constexpr (M > 0) {
+    if (rows == M) return Kind::template compute<M, P>(tile);
+    compute_tile<Kind, M - 1, P>(rows, tile);
+  }
+}
+
+// Panels [begin, end) for all rows. Tiles are equal but for one row, so that none is too small to be fast.
+template <class Kind>
+INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const Output& output) {
+  alignas(64) float sums[DOT_ROWS * 2 * LANES];
+  const int tiles = divide_up(inputs.rows, DOT_ROWS);
+  for (int panel = begin; panel < end; panel += 2) {
+    const int count = end - panel < 2 ? 1 : 2, per_tile = count < DOT_PANELS ? count : DOT_PANELS;
+    const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
+    const uint8_t* next = panel + 2 < end ? panels + 2 * matrix.panel_bytes : panels;
+    for (int i = 0; i < tiles; i++) {
+      const int row = static_cast<int>(static_cast<int64_t>(inputs.rows) * i / tiles);
+      const int rows = static_cast<int>(static_cast<int64_t>(inputs.rows) * (i + 1) / tiles) - row;
+      for (int p = 0; p < count; p += per_tile) {
+        const Ahead ahead =
+            share_of(next, matrix.panel_bytes, count, (i * count + p) / per_tile, tiles * count / per_tile);
+        const uint8_t* data = inputs.data + row * inputs.stride;
+        const DotTile tile = {matrix, panels + p * matrix.panel_bytes, data, inputs.stride, ahead, sums + p * LANES,
+                              count * LANES};
+        if (per_tile == 2) {
+          compute_tile<Kind, DOT_ROWS, DOT_PANELS>(rows, tile);
+        } else {
+          compute_tile<Kind, DOT_ROWS, 1>(rows, tile);
+        }
+      }
+      write_tile(matrix, output, row, rows, panel, count, sums);
+    }
+  }
+}
+
+}  // namespace PENSTOCK_LEVEL

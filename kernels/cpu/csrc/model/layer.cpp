@@ -1,0 +1,141 @@
+// One layer of a step.
+#include <cstring>
+
+#include "model/step.h"
+
+namespace penstock {
+
+void StepRun::layer(const Layer& layer, int index) {
+  uint8_t* pages = model_.pages + index * model_.layer_bytes;
+  bool last = index == model_.num_layers - 1;
+  Prepared inputs = layer.hidden_norm
+                        ? prepare_joined(layer)
+                        : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
+  spent_on(STAGE_NORM);
+  product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
+  spent_on(STAGE_QKV);
+  rotate_and_write(layer, pages);
+  spent_on(STAGE_ROPE_KV);
+  // Past the last layer's KV, only rows whose logits or hidden states are wanted matter.
+  if (last && step_.num_wanted() == 0) return;
+  attend(layer, pages);
+  if (last) keep_wanted_rows();
+  spent_on(STAGE_ATTENTION);
+  inputs = prepare(layer.output, mixed_, query_size_, num_rows_, nullptr);
+  bool direct = !layer.attention_post_norm;
+  product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  if (!direct) add_sublayer(layer.attention_post_norm);
+  spent_on(STAGE_OUTPUT);
+  if (layer.router.num_parts)
+    experts(layer);
+  else
+    mlp(layer);
+}
+
+// Embeddings and x side by side, each after its norm.
+Prepared StepRun::prepare_joined(const Layer& layer) {
+  int64_t size = model_.hidden_size;
+  each(num_rows_, [&](int row, int) {
+    float* to = joined_ + row * 2 * size;
+    kernels_.rms_norm(embeddings_ + row * size, layer.attention_norm, size, model_.norm_eps, to);
+    kernels_.rms_norm(x_ + row * size, layer.hidden_norm, size, model_.norm_eps, to + size);
+  });
+  return prepare(layer.qkv, joined_, 2 * size, num_rows_, nullptr);
+}
+
+void StepRun::rotate_and_write(const Layer& layer, uint8_t* pages) {
+  const Model& m = model_;
+  int half = m.rotary_dim / 2;
+  const float* angles = angles_ + static_cast<int64_t>(layer.rope) * step_.num_tokens * m.rotary_dim;
+  // A page is one thread's, since its slots lie between each other.
+  each(num_page_items_, [&](int i, int) {
+    const PageItem& item = page_items_[i];
+    const AttentionRow& row = rows_[item.row];
+    for (int position = item.begin; position < item.end; position++) {
+      int token = row.token + position - row.start;
+      float* query = qkv_ + static_cast<int64_t>(token) * qkv_size_;
+      float* key = query + query_size_;
+      if (m.qk_norm == QK_NORM_ALL) {
+        kernels_.rms_norm(query, layer.query_norm, query_size_, m.norm_eps, query);
+        kernels_.rms_norm(key, layer.key_norm, kv_size_, m.norm_eps, key);
+      }
+      const float* cosines = angles + static_cast<int64_t>(token) * m.rotary_dim;
+      for (int head = 0; head < m.num_heads + m.num_kv_heads; head++) {
+        float* at = query + head * m.head_dim;
+        const float* norm = head < m.num_heads ? layer.query_norm : layer.key_norm;
+        if (m.qk_norm == QK_NORM_HEAD) kernels_.rms_norm(at, norm, m.head_dim, m.norm_eps, at);
+        kernels_.rotate(at, cosines, cosines + half, half);
+      }
+      uint8_t* page = pages + row.pages[position / LANES] * m.kv.page_bytes;
+      kernels_.write_kv(m.kv, page, position % LANES, key, key + kv_size_);
+    }
+  });
+}
+
+void StepRun::attend(const Layer& layer, uint8_t* pages) {
+  const AttentionPlan& plan = plans_[&layer - model_.layers];
+  Attention attention = {model_.kv, pages, model_.num_heads, layer.window, model_.attention_scale,
+                         model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_, query_size_};
+  threads_.run(plan.num_items, [&](int i, int thread) {
+    const AttentionItem& item = plan.items[i];
+    kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);
+  });
+  threads_.run(plan.num_merges, [&](int i, int) {
+    const AttentionItem& item = plan.merges[i];
+    kernels_.merge(attention, rows_[item.row], item, plan.merge_splits[i], partials_);
+  });
+}
+
+// Moves the rows that are wanted to the front, those whose logits are wanted in the order in which the head takes them.
+void StepRun::keep_wanted_rows() {
+  int wanted = step_.num_wanted();
+  bool same = wanted == num_rows_;  // as they are in a batch of decoding rows
+  for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
+  if (same) return;
+  float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
+  float* mixed = arena_.take<float>(static_cast<int64_t>(wanted) * query_size_);
+  for (int i = 0; i < wanted; i++) {
+    int64_t from = step_.wanted(i);
+    memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
+           static_cast<size_t>(model_.hidden_size) * sizeof(float));
+    memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
+           static_cast<size_t>(query_size_) * sizeof(float));
+  }
+  x_ = x;
+  mixed_ = mixed;
+  num_rows_ = wanted;
+}
+
+void StepRun::mlp(const Layer& layer) {
+  int inner = model_.intermediate_size;
+  // A gated product writes whole panels.
+  int stride = (inner + LANES - 1) / LANES * LANES;
+  Prepared inputs = prepare(layer.gate_up, x_, model_.hidden_size, num_rows_, layer.mlp_norm);
+  spent_on(STAGE_NORM);
+  if (layer.gate_up.num_parts == 1) {
+    product(layer.gate_up, inputs, inner_, stride, OUTPUT_GATED);
+  } else {
+    product(layer.gate_up, inputs, gate_up_, 2 * inner, OUTPUT_STORE);
+    each(num_rows_, [&](int row, int) {
+      const float* gate = gate_up_ + static_cast<int64_t>(row) * 2 * inner;
+      kernels_.gated(gate, gate + inner, inner, static_cast<Activation>(model_.activation),
+                     inner_ + static_cast<int64_t>(row) * stride);
+    });
+  }
+  spent_on(STAGE_GATE_UP);
+  inputs = prepare(layer.down, inner_, stride, num_rows_, nullptr);
+  bool direct = !layer.mlp_post_norm;
+  product(layer.down, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  if (!direct) add_sublayer(layer.mlp_post_norm);
+  spent_on(STAGE_DOWN);
+}
+
+void StepRun::add_sublayer(const float* post_norm) {
+  each(num_rows_, [&](int row, int) {
+    float* delta = delta_ + static_cast<int64_t>(row) * model_.hidden_size;
+    if (post_norm) kernels_.rms_norm(delta, post_norm, model_.hidden_size, model_.norm_eps, delta);
+    kernels_.add(x_ + static_cast<int64_t>(row) * model_.hidden_size, delta, model_.hidden_size);
+  });
+}
+
+}  // namespace penstock

@@ -1,0 +1,84 @@
+// Products of a step: inputs rounded row by row, outputs cut into pieces that keep every thread busy.
+#include "model/step.h"
+
+namespace penstock {
+
+namespace {
+
+// Panels of a piece. A longer one reads memory no faster, and with several blocks of rows it must fit into the caches. A
+// short one begins anew too often, unless there would be too few. Gated products need even numbers.
+constexpr int MOST_PANELS = 96, MOST_SHARED_PANELS = 12, SHORT_PANELS = 4, LEAST_PANELS = 2;
+// A piece is what is left, divided by so many times the threads: towards the end pieces become short, so that no thread
+// waits long for another's last one.
+constexpr int ROUNDS = 2;
+
+// Begins of the pieces into which panels are cut, with the end of the last; returns how many pieces there are.
+int cut_panels(int panels, int threads, int most, int32_t* begins) {
+  int pieces = 0, least = panels < ROUNDS * threads * SHORT_PANELS ? LEAST_PANELS : SHORT_PANELS;
+  for (int begin = 0; begin < panels;) {
+    begins[pieces++] = begin;
+    int some = (panels - begin) / (ROUNDS * threads) / LEAST_PANELS * LEAST_PANELS;
+    begin += some < least ? least : some > most ? most : some;
+  }
+  begins[pieces] = panels;
+  return pieces;
+}
+
+}  // namespace
+
+Prepared StepRun::prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm) {
+  Prepared prepared;
+  int distinct = 0;
+  for (int i = 0; i < linear.num_parts; i++) {
+    const Matrix& part = linear.parts[i];
+    const Matrix& before = linear.parts[i > 0 ? i - 1 : 0];
+    if (i > 0 && !part.order && !before.order && part.format == before.format && part.group == before.group) {
+      prepared.parts[i] = prepared.parts[i - 1];
+      continue;
+    }
+    prepared.parts[i] = {inputs_[distinct++], kernels_.input_bytes(part.format, part.columns, part.group), rows};
+  }
+  each(rows, [&](int row, int thread) {
+    const float* source = x + row * stride;
+    float* room = row_room_[thread];
+    if (norm) {
+      kernels_.rms_norm(source, norm, linear.parts[0].columns, model_.norm_eps, room);
+      source = room;
+    }
+    for (int i = 0; i < linear.num_parts; i++) {
+      const Matrix& part = linear.parts[i];
+      const Inputs& to = prepared.parts[i];
+      if (i > 0 && to.data == prepared.parts[i - 1].data) continue;
+      const float* ordered = source;
+      if (part.order) {
+        float* second = room + row_floats_;
+        for (int c = 0; c < part.columns; c++) second[c] = source[part.order[c]];
+        ordered = second;
+      }
+      kernels_.prepare(part.format, part.columns, part.group, ordered, const_cast<uint8_t*>(to.data) + row * to.stride);
+    }
+  });
+  return prepared;
+}
+
+void StepRun::product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode) {
+  for (int i = 0; i < linear.num_parts; i++) {
+    const Matrix& part = linear.parts[i];
+    const Inputs& rows = inputs.parts[i];
+    int panels = (part.rows + LANES - 1) / LANES;
+    int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + 2);
+    int most = kernels_.product_rows(part.format), blocks = (rows.rows + most - 1) / most;
+    int pieces = cut_panels(panels, threads_.used(), blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins);
+    // Neighbouring items share panels, so that the second block of rows finds them in the cache.
+    threads_.run(pieces * blocks, [&](int item, int) {
+      int piece = item / blocks, first = item % blocks * most;
+      int count = rows.rows - first < most ? rows.rows - first : most;
+      Inputs some = {rows.data + first * rows.stride, rows.stride, count};
+      Output to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
+      kernels_.product(part, some, begins[piece], begins[piece + 1], to);
+    });
+    out += part.rows;
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,141 @@
+// A mixture of experts: each token goes through the few experts that its router rates highest.
+#include <cmath>
+#include <cstring>
+
+#include "model/step.h"
+
+namespace penstock {
+
+namespace {
+
+// Panels in a piece; even, as gated products need it.
+constexpr int PANELS_AT_ONCE = 6;
+
+// Work on some panels of one expert.
+struct ExpertItem {
+  int32_t expert, begin, end;
+};
+
+}  // namespace
+
+// Of each token the experts with the largest logits, equal ones by lowest number, and their weights: the softmax over
+// all, or over the chosen ones where they are normalised.
+void StepRun::choose_experts(const float* logits, int32_t* chosen, float* weights) {
+  int num = model_.num_experts, wanted = model_.experts_per_token;
+  each(num_rows_, [&](int token, int) {
+    const float* row = logits + static_cast<int64_t>(token) * num;
+    int32_t* ids = chosen + static_cast<int64_t>(token) * wanted;
+    float* shares = weights + static_cast<int64_t>(token) * wanted;
+    for (int k = 0; k < wanted; k++) {
+      int best = -1;
+      for (int e = 0; e < num; e++) {
+        bool taken = false;
+        for (int j = 0; j < k; j++) taken = taken || ids[j] == e;
+        if (!taken && (best < 0 || row[e] > row[best])) best = e;
+      }
+      ids[k] = best;
+    }
+    float total = 0;
+    for (int e = 0; e < num && !model_.normalise_experts; e++) total += std::exp(row[e] - row[ids[0]]);
+    for (int k = 0; k < wanted; k++) shares[k] = std::exp(row[ids[k]] - row[ids[0]]);
+    for (int k = 0; k < wanted && model_.normalise_experts; k++) total += shares[k];
+    for (int k = 0; k < wanted; k++) shares[k] /= total;
+  });
+}
+
+// Sorts the pairs by expert.
+Routing StepRun::route(const Layer& layer) {
+  const Model& m = model_;
+  int num_pairs = num_rows_ * m.experts_per_token;
+  float* logits = arena_.take<float>(static_cast<int64_t>(num_rows_) * m.num_experts);
+  int32_t* chosen = arena_.take<int32_t>(num_pairs);
+  float* weights = arena_.take<float>(num_pairs);
+  Prepared inputs = prepare(layer.router, x_, m.hidden_size, num_rows_, layer.mlp_norm);
+  product(layer.router, inputs, logits, m.num_experts, OUTPUT_STORE);
+  choose_experts(logits, chosen, weights);
+
+  int32_t* starts = arena_.take<int32_t>(m.num_experts + 1);
+  int32_t* places = arena_.take<int32_t>(num_pairs);
+  memset(starts, 0, sizeof(int32_t) * static_cast<size_t>(m.num_experts + 1));
+  for (int pair = 0; pair < num_pairs; pair++) starts[chosen[pair] + 1]++;
+  for (int e = 0; e < m.num_experts; e++) starts[e + 1] += starts[e];
+  int32_t* next = arena_.take<int32_t>(m.num_experts);
+  memcpy(next, starts, sizeof(int32_t) * static_cast<size_t>(m.num_experts));
+  for (int pair = 0; pair < num_pairs; pair++) places[pair] = next[chosen[pair]]++;
+  return {num_pairs, starts, places, weights};
+}
+
+// Copies each pair's token to its place.
+uint8_t* StepRun::gather(const Routing& routing, const Inputs& inputs) {
+  uint8_t* gathered = arena_.take<uint8_t>(routing.num_pairs * inputs.stride);
+  each(routing.num_pairs, [&](int pair, int) {
+    memcpy(gathered + routing.places[pair] * inputs.stride,
+           inputs.data + pair / model_.experts_per_token * inputs.stride, static_cast<size_t>(inputs.stride));
+  });
+  return gathered;
+}
+
+// One product of all experts, each with its rows of the prepared inputs.
+void StepRun::multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear,
+                               const uint8_t* inputs, float* out, int64_t stride, OutputMode mode) {
+  const Matrix& first = (layer.experts[0].*linear).parts[0];
+  int64_t bytes = kernels_.input_bytes(first.format, first.columns, first.group);
+  int panels = (first.rows + LANES - 1) / LANES;
+  int pieces = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
+  ExpertItem* items = arena_.take<ExpertItem>(static_cast<int64_t>(model_.num_experts) * pieces);
+  int num_items = 0;
+  for (int e = 0; e < model_.num_experts; e++)
+    for (int piece = 0; piece < pieces && routing.starts[e] < routing.starts[e + 1]; piece++) {
+      int begin = piece * PANELS_AT_ONCE;
+      items[num_items++] = {e, begin, begin + PANELS_AT_ONCE < panels ? begin + PANELS_AT_ONCE : panels};
+    }
+  threads_.run(num_items, [&](int i, int) {
+    const ExpertItem& item = items[i];
+    int begin = routing.starts[item.expert];
+    Inputs rows = {inputs + begin * bytes, bytes, routing.starts[item.expert + 1] - begin};
+    Output to = {out + begin * stride, stride, mode, static_cast<Activation>(model_.expert_activation),
+                 model_.gate_alpha, model_.gate_limit};
+    kernels_.product((layer.experts[item.expert].*linear).parts[0], rows, item.begin, item.end, to);
+  });
+}
+
+// delta = the sum of each token's outputs by weight, in the order of its choices.
+void StepRun::combine(const Routing& routing, float* outputs) {
+  int hidden = model_.hidden_size, wanted = model_.experts_per_token;
+  each(num_rows_, [&](int token, int) {
+    float* sum = delta_ + static_cast<int64_t>(token) * hidden;
+    memset(sum, 0, sizeof(float) * static_cast<size_t>(hidden));
+    for (int pair = token * wanted; pair < (token + 1) * wanted; pair++) {
+      float* output = outputs + static_cast<int64_t>(routing.places[pair]) * hidden;
+      kernels_.scale(output, routing.weights[pair], hidden);
+      kernels_.add(sum, output, hidden);
+    }
+  });
+}
+
+void StepRun::experts(const Layer& layer) {
+  const Model& m = model_;
+  Arena::Mark before = arena_.mark();
+  Routing routing = route(layer);
+  // Experts are alike in what their inputs are prepared for.
+  Prepared shared = prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.mlp_norm);
+  uint8_t* inputs = gather(routing, shared.parts[0]);
+  int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
+  float* inner = arena_.take<float>(routing.num_pairs * stride);
+  multiply_experts(routing, layer, &Expert::gate_up, inputs, inner, stride, OUTPUT_GATED);
+
+  const Matrix& down = layer.experts[0].down.parts[0];
+  int64_t bytes = kernels_.input_bytes(down.format, down.columns, down.group);
+  uint8_t* inner_inputs = arena_.take<uint8_t>(routing.num_pairs * bytes);
+  each(routing.num_pairs, [&](int row, int) {
+    kernels_.prepare(down.format, down.columns, down.group, inner + row * stride, inner_inputs + row * bytes);
+  });
+  float* outputs = arena_.take<float>(static_cast<int64_t>(routing.num_pairs) * m.hidden_size);
+  multiply_experts(routing, layer, &Expert::down, inner_inputs, outputs, m.hidden_size, OUTPUT_STORE);
+  combine(routing, outputs);
+  arena_.give_back(before);
+  add_sublayer(layer.mlp_post_norm);
+  spent_on(STAGE_EXPERTS);
+}
+
+}  // namespace penstock

@@ -1,0 +1,127 @@
+// One step on its way through the model: what its stages share.
+#pragma once
+
+#include <time.h>
+
+#include "model/program.h"
+
+namespace penstock {
+
+// The inputs of a Linear's parts, rounded to what each multiplies.
+struct Prepared {
+  Inputs parts[3];
+};
+
+// What a row writes of one page: positions [begin, end).
+struct PageItem {
+  int32_t row, begin, end;
+};
+
+// Which experts the tokens go through: a pair is a token and one of its choices, those of a token being neighbours.
+struct Routing {
+  int num_pairs;
+  const int32_t* starts;  // (experts + 1,): the rows of expert e are [starts[e], starts[e + 1])
+  const int32_t* places;  // of each pair: its row among those of all experts
+  const float* weights;   // of each pair
+};
+
+// How attention under one window is cut.
+struct AttentionPlan {
+  const AttentionItem* items;
+  int32_t num_items;
+  // Those whose splits are spread over several items, to be merged: of each, any item, and how many splits there are.
+  const AttentionItem* merges;
+  const int32_t* merge_splits;
+  int32_t num_merges;
+  int64_t num_partial_floats;
+};
+
+class StepRun {
+ public:
+  StepRun(Program& program, const Step& step);
+
+  // Everything before a token is chosen.
+  void begin();
+  void finish();
+
+ private:
+  // model/step.cpp
+  void lay_out();
+  void find_pages();
+  void find_angles();
+  void embed(float* out);
+  void take_hidden();
+  void record(int layer);
+  void copy_rows(const float* x, int rows, float* out, int64_t stride);
+  void lay_out_head();
+  void multiply_head(int begin);
+  void score(int begin);
+  void pool();
+
+  // model/layer.cpp
+  void layer(const Layer& layer, int index);
+  Prepared prepare_joined(const Layer& layer);
+  void rotate_and_write(const Layer& layer, uint8_t* pages);
+  void attend(const Layer& layer, uint8_t* pages);
+  void keep_wanted_rows();
+  void mlp(const Layer& layer);
+  void add_sublayer(const float* post_norm);
+
+  // model/moe.cpp
+  void experts(const Layer& layer);
+  Routing route(const Layer& layer);
+  void choose_experts(const float* logits, int32_t* chosen, float* weights);
+  uint8_t* gather(const Routing& routing, const Inputs& inputs);
+  void multiply_experts(const Routing& routing, const Layer& layer, Linear Expert::*linear, const uint8_t* inputs,
+                        float* out, int64_t stride, OutputMode mode);
+  void combine(const Routing& routing, float* outputs);
+
+  // model/linear.cpp
+  // Rounds `rows` rows of x for a product, after a norm unless `norm` is null.
+  Prepared prepare(const Linear& linear, const float* x, int64_t stride, int rows, const float* norm);
+  void product(const Linear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
+
+  // attention/schedule.cpp
+  AttentionPlan plan_attention(const Layer& layer);
+
+  // Calls body(i, thread) for every i in [0, n), some at a time.
+  template <typename Body>
+  void each(int n, Body&& body) {
+    int some = n / (4 * threads_.used());
+    some = some < 1 ? 1 : some > 16 ? 16 : some;
+    threads_.run((n + some - 1) / some, [&](int item, int thread) {
+      int end = (item + 1) * some < n ? (item + 1) * some : n;
+      for (int i = item * some; i < end; i++) body(i, thread);
+    });
+  }
+
+  // The time since the last call goes to a stage.
+  void spent_on(Stage stage);
+
+  Program& program_;
+  const Model& model_;
+  const Kernels& kernels_;
+  const Step& step_;
+  Threads& threads_;
+  Arena& arena_;
+  timespec clock_;
+
+  int num_rows_;  // of x: all tokens, and in the last layer only those that are wanted
+  int query_size_, kv_size_, qkv_size_;
+  float *embeddings_, *joined_;  // of a head that drafts
+  float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
+  float** row_room_;  // of each thread: room for one row of anything
+  int64_t row_floats_;
+  uint8_t* inputs_[3];
+  AttentionRow* rows_;
+  PageItem* page_items_;
+  int num_page_items_;
+  float* angles_;  // (ropes, T, rotary_dim): cosines, then sines
+  AttentionPlan* plans_;  // of each layer's window
+  uint8_t** kernel_room_;  // of each thread: what attention works in, then what sampling does
+  float* partials_;
+  float* logits_;  // of the wanted rows that the head takes at once
+  int64_t logits_stride_;
+};
+
+}  // namespace penstock

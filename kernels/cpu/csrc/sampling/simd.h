@@ -1,0 +1,304 @@
+// What the sampler adds to the lanes of core/simd.h: 64 bits wide ones, lanes picked by a mask, a row of logits and a list of
+// entries taken from it.
+#pragma once
+
+#include "core/simd.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace PENSTOCK_LEVEL {
+
+typedef double Doubles __attribute__((vector_size(64), may_alias));
+typedef uint64_t Longs __attribute__((vector_size(64), may_alias));
+typedef float EightFloats __attribute__((vector_size(32), may_alias, aligned(4)));
+
+static constexpr float INFINITE = __builtin_inff();
+static constexpr float LOWEST = -3.402823466e+38f;  // of finite numbers
+
+INLINE Doubles splat_double(double x) { return Doubles{} + x; }
+INLINE Doubles load_eight(const float* p) {
+  return __builtin_convertvector(*reinterpret_cast<const EightFloats*>(p), Doubles);
+}
+
+INLINE double sum(Doubles x) {  // lanes i and i + 4 first, then 2, 1
+  double lanes[8];
+  memcpy(lanes, &x, sizeof(lanes));
+  for (int half = 4; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// e^x for -708 <= x <= 0 within 2 ulp: x = n ln 2 + r, e^r by its Taylor series to r^13.
+INLINE Doubles exp(Doubles x) {
+  const Doubles magic = splat_double(6755399441055744.0);  // 1.5 * 2^52
+  Doubles shifted = x * 1.4426950408889634 + magic;  // the rounded integer is in the low bits
+  Doubles n = shifted - magic;
+  Doubles r = x - n * 6.93147180369123816490e-01;  // the first 32 bits of ln 2: the product is exact
+  r = r - n * 1.90821492927058770002e-10;
+  Doubles p = splat_double(1.0 / 6227020800);
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  Longs power = (reinterpret_cast<Longs>(shifted) - reinterpret_cast<Longs>(magic) + 1023) << 52;
+  return p * reinterpret_cast<Doubles>(power);
+}
+
+struct SixteenDoubles {
+  Doubles low, high;
+};
+
+// e^x for x <= 0 in float64; at most 1e-304 where it is smaller than that.
+INLINE SixteenDoubles exp_wide(Floats x) {
+  float lanes[16];
+  store(lanes, max(x, splat(-700.0f)));
+  return {exp(load_eight(lanes)), exp(load_eight(lanes + 8))};
+}
+
+// ------------------------------------------------------------------------------------------------------- picked lanes
+
+// Bit i is set where lane i of a is at least that of b, or equals it. In pieces, as `where_less` does it.
+#if defined(__AVX512F__)
+INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+#elif defined(TWO_REGISTERS)
+INLINE uint32_t lanes_where(__m256 low, __m256 high) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(low)) | static_cast<uint32_t>(_mm256_movemask_ps(high)) << 8;
+}
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  return lanes_where(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ));
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  return lanes_where(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
+}
+#elif defined(__SSE2__)
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; i++) bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpge_ps(x[i], y[i]))) << (4 * i);
+  return bits;
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; i++) bits |= static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpeq_ps(x[i], y[i]))) << (4 * i);
+  return bits;
+}
+#else
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= static_cast<uint32_t>(a[i] >= b[i]) << i;
+  return bits;
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= static_cast<uint32_t>(a[i] == b[i]) << i;
+  return bits;
+}
+#endif
+
+// Stores the lanes whose bits are set, one after another; up to 16 lanes are written, of which the others mean nothing.
+INLINE void store_picked(float* p, Floats x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  // Not in one instruction: storing as it compresses is slow on some machines.
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), x));
+#else
+  float all[16];
+  store(all, x);
+  for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+#endif
+}
+
+INLINE void store_picked(int32_t* p, Ints x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  __m512i packed = _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), reinterpret_cast<__m512i>(x));
+  _mm512_storeu_si512(p, packed);
+#else
+  int32_t all[16];
+  store_ints(all, x);
+  for (; lanes; lanes &= lanes - 1) *p++ = all[__builtin_ctz(lanes)];
+#endif
+}
+
+// x in the lanes whose bits are set, minus infinity in the others. In pieces, as `where_less` does it.
+INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
+#if defined(__AVX512F__)
+  return _mm512_mask_mov_ps(splat(-INFINITE), static_cast<__mmask16>(lanes), x);
+#elif defined(TWO_REGISTERS)
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(static_cast<int>(lanes));
+  const __m256i low = _mm256_and_si256(all, bits), high = _mm256_and_si256(_mm256_srli_epi32(all, 8), bits);
+  return where(ints_of(_mm256_cmpeq_epi32(low, bits), _mm256_cmpeq_epi32(high, bits)), x, splat(-INFINITE));
+#else
+  typedef int32_t Piece __attribute__((vector_size(16), may_alias));
+  const Piece bits = {1, 2, 4, 8}, nothing = Piece{} + static_cast<int32_t>(0xff800000u);
+  const Piece* all = reinterpret_cast<const Piece*>(&x);
+  Floats kept;
+  for (int i = 0; i < 4; i++) {
+    const Piece kept_here = ((Piece{} + static_cast<int32_t>(lanes >> 4 * i)) & bits) == bits;
+    reinterpret_cast<Piece*>(&kept)[i] = kept_here ? all[i] : nothing;
+  }
+  return kept;
+#endif
+}
+
+INLINE Ints ids_from(int id) {
+  return lane_numbers() + id;
+}
+
+// Entries [at, at + 16) of n; those past the end are minus infinity.
+INLINE Floats load_entries(const float* p, int at, int n) {
+  if (at + 16 <= n) return load(p + at);
+#if defined(__AVX512F__)
+  return _mm512_mask_loadu_ps(splat(-INFINITE), static_cast<__mmask16>((1u << (n - at)) - 1), p + at);
+#else
+  float lanes[16];
+  store(lanes, splat(-INFINITE));
+  memcpy(lanes, p + at, static_cast<size_t>(n - at) * sizeof(float));
+  return load(lanes);
+#endif
+}
+
+INLINE void store_entries(float* p, int at, int n, Floats x) {
+  if (at + 16 <= n) return store(p + at, x);
+  store_some(p + at, x, n - at);
+}
+
+// ------------------------------------------------------------------------------------------------------ rows and lists
+
+// Entries that share a vector of maxima: lane i of it is the largest of the entries whose id is i modulo 16. A group
+// that holds nothing of interest is skipped by its maxima.
+static constexpr int GROUP = 256;
+
+INLINE int num_groups(int n) { return (n + GROUP - 1) / GROUP; }
+
+// A row of n logits as it is sampled from: distances below the best, over the temperature.
+struct Scores {
+  const float* logits;
+  int n;
+  const float* maxima;  // of logits, 16 of each group
+  float best;           // of logits
+  float temperature;
+};
+
+// In this order and precision because ties decide what a filter keeps, and rounding makes ties.
+INLINE Floats scaled(const Scores& scores, Floats x) { return (x - scores.best) / scores.temperature; }
+
+// Entries that filters have left, in the order of their ids; minus infinity fills up the last 16.
+struct Entries {
+  float* x;      // scores; room for n rounded up to 16, and 16 more
+  int32_t* ids;  // as much room
+  int n;
+};
+
+INLINE void fill_up(Entries& entries) {
+  store(entries.x + entries.n, splat(-INFINITE));
+  store_ints(entries.ids + entries.n, Ints{});
+}
+
+// What a first pass over a row finds.
+struct Survey {
+  float best;
+  bool has_nan;
+};
+
+// Whether a model computed something from which no token follows.
+INLINE bool is_broken(const Survey& found) { return found.has_nan || !(found.best >= LOWEST && found.best <= -LOWEST); }
+
+// A survey on its way through a row.
+struct Surveying {
+  float* maxima;
+  Floats best = splat(-INFINITE), largest_here = splat(-INFINITE);
+  uint32_t ordered = 0xffff;  // lanes without a NaN
+
+  __attribute__((always_inline)) void add(Floats x) {
+    ordered &= lanes_equal(x, x);
+    largest_here = max(largest_here, x);
+  }
+  __attribute__((always_inline)) void end_group() {
+    store(maxima, largest_here);
+    maxima += 16;
+    best = max(best, largest_here);
+    largest_here = splat(-INFINITE);
+  }
+  __attribute__((always_inline)) Survey found() const { return {largest(best), ordered != 0xffff}; }
+};
+
+static Survey survey(const float* logits, int n, float* maxima) {
+  Surveying surveying = {maxima};
+  for (int begin = 0; begin < n; begin += GROUP) {
+    int end = begin + GROUP < n ? begin + GROUP : n;
+    for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
+    surveying.end_group();
+  }
+  return surveying.found();
+}
+
+// The survey of what a mask leaves. Other entries become minus infinity, but not in groups of which it leaves nothing:
+// their maxima say so, and nobody reads them.
+static Survey survey_masked(float* logits, int n, const uint32_t* mask, float* maxima) {
+  Surveying surveying = {maxima};
+  for (int begin = 0; begin < n; begin += GROUP) {
+    const int end = begin + GROUP < n ? begin + GROUP : n;
+    uint32_t any = 0, all = ~0u;
+    for (int at = begin; at < end; at += 32) {
+      any |= mask[at / 32];
+      all &= mask[at / 32];
+    }
+    if (all == ~0u) {
+      for (int at = begin; at < end; at += 16) surveying.add(load_entries(logits, at, n));
+    } else if (any) {
+      for (int at = begin; at < end; at += 16) {
+        const Floats kept = keep_lanes(load_entries(logits, at, n), mask[at / 32] >> at % 32 & 0xffff);
+        store_entries(logits, at, n, kept);
+        surveying.add(kept);
+      }
+    }
+    surveying.end_group();
+  }
+  return surveying.found();
+}
+
+// The lowest id of the best.
+static int first_best(const Scores& scores) {
+  Floats best = splat(scores.best);
+  for (int group = 0; group < num_groups(scores.n); group++) {
+    if (!lanes_equal(load(scores.maxima + 16 * group), best)) continue;
+    for (int at = group * GROUP; at < scores.n; at += 16) {
+      uint32_t lanes = lanes_equal(load_entries(scores.logits, at, scores.n), best);
+      if (lanes) return at + __builtin_ctz(lanes);
+    }
+  }
+  return 0;
+}
+
+// Lists the entries whose score is finite and at least `floor`.
+static void collect(const Scores& scores, float floor, Entries& entries) {
+  Floats least = splat(floor > LOWEST ? floor : LOWEST);
+  int kept = 0;
+  for (int begin = 0; begin < scores.n; begin += GROUP) {
+    if (!lanes_at_least(scaled(scores, load(scores.maxima + begin / 16)), least)) continue;
+    int end = begin + GROUP < scores.n ? begin + GROUP : scores.n;
+    for (int at = begin; at < end; at += 16) {
+      Floats x = scaled(scores, load_entries(scores.logits, at, scores.n));
+      uint32_t lanes = lanes_at_least(x, least);
+      store_picked(entries.x + kept, x, lanes);
+      store_picked(entries.ids + kept, ids_from(at), lanes);
+      kept += __builtin_popcount(lanes);
+    }
+  }
+  entries.n = kept;
+  fill_up(entries);
+}
+
+}  // namespace PENSTOCK_LEVEL

@@ -1,0 +1,227 @@
+"""Mirrors what ``csrc/model/program.h`` declares, a model as data and one step of it, and calls the library with it."""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.cpu.bindings import BUILD_IT, Kernels, KvLayout, LibraryMissing, Matrix, load_library
+
+STAGES = (
+    "embed", "norm", "qkv", "rope and KV", "attention", "output", "experts", "gate and up", "down", "head", "sample",
+)  # fmt: skip
+
+
+class Source(IntEnum):
+    """What the elements of a tensor on disk are."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    F64 = 3
+
+
+class QkNorm(IntEnum):
+    """The norm of queries and keys."""
+
+    NONE = 0
+    HEAD = 1
+    ALL = 2
+
+
+class Linear(Structure):
+    """One product, or several side by side."""
+
+    _fields_ = (("num_parts", c_int32), ("parts", Matrix * 3))
+
+
+class Rope(Structure):
+    """Angles of a rotary embedding."""
+
+    _fields_ = (("frequencies", c_void_p), ("scale", c_float))
+
+
+class Expert(Structure):
+    """One expert."""
+
+    _fields_ = (("gate_up", Linear), ("down", Linear))
+
+
+class Layer(Structure):
+    """One layer."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p), ("hidden_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("sinks", c_void_p), ("window", c_int32), ("rope", c_int32), ("qkv", Linear), ("output", Linear),
+        ("gate_up", Linear), ("down", Linear), ("router", Linear), ("experts", c_void_p),
+    )  # fmt: skip
+
+
+class Model(Structure):
+    """A model."""
+
+    _fields_ = (
+        ("kernels", POINTER(Kernels)), ("vocab_size", c_int32), ("num_logits", c_int32), ("hidden_size", c_int32),
+        ("intermediate_size", c_int32), ("num_layers", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32),
+        ("head_dim", c_int32), ("rotary_dim", c_int32), ("num_ropes", c_int32), ("num_experts", c_int32),
+        ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32),
+        ("expert_activation", c_int32), ("qk_norm", c_int32),
+        ("activation", c_int32), ("block_size", c_int32), ("norm_eps", c_float), ("embedding_scale", c_float),
+        ("attention_scale", c_float), ("attention_soft_cap", c_float), ("logit_soft_cap", c_float),
+        ("gate_alpha", c_float), ("gate_limit", c_float),
+        ("embedding_format", c_int32), ("embedding", c_void_p), ("packed_embedding", Matrix),
+        ("fc", Linear), ("head", Linear), ("norm", c_void_p),
+        ("layers", c_void_p), ("ropes", c_void_p), ("kv", KvLayout), ("pages", c_void_p), ("layer_bytes", c_int64),
+    )  # fmt: skip
+
+
+class Step(Structure):
+    """One step: rows, tokens, and what is wanted of them."""
+
+    _fields_ = (
+        ("num_tokens", c_int32), ("num_rows", c_int32), ("num_sampled", c_int32), ("num_scored", c_int32),
+        ("token_ids", c_void_p), ("starts", c_void_p), ("ends", c_void_p), ("token_starts", c_void_p),
+        ("tables", c_void_p), ("table_stride", c_int64), ("sampled", c_void_p), ("sampling", c_void_p),
+        ("tokens", c_void_p), ("room", c_int64), ("top_ids", c_void_p), ("tops", c_void_p), ("scored", c_void_p),
+        ("targets", c_void_p), ("num_tops", c_void_p), ("scored_room", c_int64), ("chosen", c_void_p),
+        ("scored_top_ids", c_void_p), ("scored_tops", c_void_p), ("num_vectors", c_int32), ("num_pooled", c_int32),
+        ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p), ("num_features", c_int32),
+        ("feature_layers", c_void_p), ("features", c_void_p), ("features_in", c_void_p), ("hidden", c_void_p),
+        ("hidden_out", c_void_p),
+    )  # fmt: skip
+
+
+class Memory:
+    """Zeroed memory of the library's, in huge pages where there are some; pages are taken when first written. It is
+    given back with this object, which must outlive every use of the address."""
+
+    def __init__(self, library: ctypes.CDLL, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.address: int = library.penstock_map(num_bytes) or 0
+        if not self.address:
+            raise MemoryError(f"{num_bytes} bytes")
+        self._c = library
+        _with(self, library.penstock_unmap, self.address, num_bytes)
+
+    def populate(self, begin: int, num_bytes: int) -> None:
+        """Takes so many bytes, from ``begin`` on, from the system now, while others may read and write there. One call,
+        which holds no lock of the interpreter's."""
+        self._c.penstock_populate(self.address + begin, num_bytes)
+
+
+class Library:
+    """The library's functions for models, with their types. Calls release the GIL."""
+
+    def __init__(self, num_threads: int, cores: Sequence[int] | None, path: Path | None = None) -> None:
+        """Raises LibraryMissing."""
+        self._c = typed_library(path)
+        self._cores = (c_int32 * len(cores))(*cores) if cores else None
+        self.num_threads = num_threads
+        self._threads: int = self._c.penstock_threads(num_threads, self._cores)
+        self._end = _with(self, self._c.penstock_threads_end, self._threads)
+
+    def memory(self, num_bytes: int) -> Memory:
+        """Raises MemoryError."""
+        return Memory(self._c, num_bytes)
+
+    def pack(
+        self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: Source, stride: int
+    ) -> tuple[float, float]:
+        """Packs the rows at the addresses, 0 for a missing one, with ``stride`` bytes from column to column. Returns
+        the sums of the squared errors and of the squared weights, both 0 where nothing is quantised."""
+        errors = np.zeros((self.num_threads, 2))
+        self._c.penstock_pack(
+            self._threads, byref(kernels), byref(matrix), rows.ctypes.data, source, stride, errors.ctypes.data
+        )
+        return float(errors[:, 0].sum()), float(errors[:, 1].sum())
+
+    def pack_codes(
+        self,
+        kernels: Kernels,
+        matrix: Matrix,
+        codes: NDArray[np.uint64],
+        scales: NDArray[np.uint64],
+        zeros: NDArray[np.uint64],
+    ) -> None:
+        """Packs a quantised checkpoint's codes at the addresses, 0 for a missing row."""
+        self._c.penstock_pack_codes(
+            self._threads, byref(kernels), byref(matrix), codes.ctypes.data, scales.ctypes.data, zeros.ctypes.data
+        )
+
+    def loaded(self) -> None:
+        """No more is packed: ends the threads of loading."""
+        self._end()
+
+    def program(self, model: Model) -> "Program":
+        """What runs the model's steps."""
+        return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
+
+
+class Program:
+    """Runs steps of one model, one at a time. Its threads end with this object."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self._c = library
+        self._handle = handle
+        _with(self, library.penstock_program_end, handle)
+
+    def run(self, step: Step, num_threads: int) -> None:
+        """The step, on so many of the threads."""
+        self._c.penstock_step(self._handle, byref(step), num_threads)
+
+    def begin(self, step: Step, num_threads: int) -> None:
+        """All of it but the choice of tokens. The step and what it points to must be kept until that is made, or
+        another step begins; what tokens are chosen by may be changed until then."""
+        self._c.penstock_step_begin(self._handle, byref(step), num_threads)
+
+    def finish(self) -> None:
+        """Chooses the tokens of the step that began."""
+        self._c.penstock_step_finish(self._handle)
+
+    def seconds(self) -> dict[str, float]:
+        """Spent in each stage so far."""
+        seconds = np.zeros(len(STAGES))
+        count = self._c.penstock_stages(self._handle, seconds.ctypes.data)
+        assert count == len(STAGES), "csrc/model/program.h has other stages"
+        return dict(zip(STAGES, seconds.tolist(), strict=True))
+
+
+def _with(owner: object, end: Callable[..., None], *arguments: int) -> Callable[[], None]:
+    """Has ``end`` called once: when the owner is gone, or by what is returned. A process that ends calls nothing."""
+    finalizer = weakref.finalize(owner, end, *arguments)
+    finalizer.atexit = False
+    return finalizer
+
+
+def typed_library(path: Path | None = None) -> ctypes.CDLL:
+    """The library with the types of these functions. Raises LibraryMissing."""
+    library = load_library(path)
+    address, integer, long = c_void_p, c_int32, c_int64
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "penstock_map": (address, [long]),
+        "penstock_unmap": (None, [address, long]),
+        "penstock_populate": (None, [address, long]),
+        "penstock_threads": (address, [integer, address]),
+        "penstock_threads_end": (None, [address]),
+        "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),
+        "penstock_pack_codes": (None, [address, POINTER(Kernels), POINTER(Matrix), address, address, address]),
+        "penstock_program": (address, [POINTER(Model), integer, address]),
+        "penstock_program_end": (None, [address]),
+        "penstock_step": (None, [address, POINTER(Step), integer]),
+        "penstock_step_begin": (None, [address, POINTER(Step), integer]),
+        "penstock_step_finish": (None, [address]),
+        "penstock_stages": (integer, [address, address]),
+    }
+    for name, (result, arguments) in signatures.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise LibraryMissing("the CPU library is older than this code", BUILD_IT) from error
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,5 +1,0 @@
-#define PENSTOCK_LEVEL level_generic
-#define PENSTOCK_LEVEL_NAME "generic"
-#include "level.h"
-
-const penstock::Kernels* penstock::kernels_generic() { return &PENSTOCK_LEVEL::TABLE; }
