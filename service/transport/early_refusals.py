@@ -87,6 +87,12 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             accepting.append(task)
         return accepting.popleft()
 
+    async def shutdown(self, grace: float | None) -> None:
+        """Stops the server, and waits until it takes no more calls."""
+        await super().shutdown(grace)
+        if accepting := [task for tasks in self._accepting.values() for task in tasks]:
+            await asyncio.wait(accepting, timeout=REFUSE_TIMEOUT_S)
+
     async def _request_call(self) -> Any:
         """Refuses calls of unknown methods. Never returns; raises what gRPC raises when the server stops."""
         while True:

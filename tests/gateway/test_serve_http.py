@@ -32,7 +32,7 @@ from penstock.service.config.serve_config import parse_config
 # The real bootstrap, and instead of the gateway one that answers each connection with its own process id and arguments.
 STAND_IN = """
 import os, signal, socket, sys, threading, time
-from penstock.service import gateway_child
+from penstock.service.app import gateway_child
 
 def gateway(arguments):
     name, *flags = arguments

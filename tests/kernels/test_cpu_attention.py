@@ -120,8 +120,8 @@ def restored(heads: Array) -> Array:
 
 
 def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
-    """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout in core/kernel_table.h; those of formats that
-    round are transformed."""
+    """Keys and values of a page, (16, kv_heads, head_dim) each, by the layout in core/kernel_table.h; those of formats
+    that round are transformed."""
     per = {Format.F32: 1, Format.BF16: 2, Format.INT8: 4}[Format(layout.format)]
     padded = -(-layout.head_dim // LANES) * LANES
     keys, values = [], []

@@ -59,7 +59,7 @@ UNUSUAL_ONLY_IN_WEIGHTS = (
 
 
 WITHOUT_MODEL = """
-from penstock.models import worker
+from penstock.models.worker import main as worker
 from penstock.models.errors import ModelError
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepResult

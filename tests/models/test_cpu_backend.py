@@ -181,7 +181,7 @@ async def test_a_restart_gives_the_same_facts(odd, worker_config, capfd):
 
 WORKER = """
 import os, pathlib, sys
-from penstock.models import worker
+from penstock.models.worker import main as worker
 
 def exit_with_list(code, exit=os._exit):
     pathlib.Path({file!r}).write_text(" ".join(sys.modules))

@@ -147,7 +147,7 @@ def test_the_log_is_set_up_once():
 
 FAILING_WORKER = """
 import socket
-from penstock.models import worker
+from penstock.models.worker import main as worker
 from penstock.models.executor.wire import Channel, Kind
 from penstock.scheduler.plan import WorkerConfig
 

@@ -402,7 +402,8 @@ def test_a_second_interrupt_ends_it_at_once(small_model):
 
 SLOW_TOKENIZER = """
 import sys, time
-from penstock.service import command, tokenizer
+from penstock.service.app import command
+from penstock.service.text import tokenizer
 
 def encode(self, text, *arguments):
     print("a thread is busy", file=sys.stderr, flush=True)
@@ -432,7 +433,7 @@ def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
 IMPATIENT = """
 import sys
 from penstock.scheduler.loop.engine import Engine
-from penstock.service import command
+from penstock.service.app import command
 
 Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
 sys.exit(command.main(sys.argv[1:]))
