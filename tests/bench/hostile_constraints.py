@@ -1,8 +1,8 @@
 """Streams that decode while constraints come, hostile ones among them: their time between tokens.
 
-The constraints are those of tests/service/test_constraints.py, at random times. Three phases take turns: the streams
-alone, beside the constraints, and beside free requests of the same prompts and lengths at the same times, since whoever
-joins a batch makes its steps longer. Each round has a service of its own, which has compiled nothing yet.
+The constraints are those of tests/service/end_to_end/test_constraints.py, at random times. Three phases take turns: the
+streams alone, beside the constraints, and beside free requests of the same prompts and lengths at the same times, since
+whoever joins a batch makes its steps longer. Each round has a service of its own, which has compiled nothing yet.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def constrained_requests(rate: float) -> list[Request]:
     """One for each constraint, in a random order."""
-    cases: list[Any] = runpy.run_path(str(Path(__file__).parents[1] / "service" / "test_constraints.py"))["CASES"]
+    cases: list[Any] = runpy.run_path(str(Path(__file__).parents[1] / "service/end_to_end/test_constraints.py"))[
+        "CASES"
+    ]
     random.Random(0).shuffle(cases)
     times = arrival_times(OpenLoop(rate), seed=0)
     return [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from engines import Eager, EngineUnderTest, InProcessExecutor
 
 from penstock.kernels.cpu.bindings import Format
 from penstock.kernels.reference import fused as reference_cuda
@@ -22,8 +23,6 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerConfig
-
-from .engines import Eager, EngineUnderTest, InProcessExecutor
 
 transformers.utils.logging.disable_progress_bar()
 

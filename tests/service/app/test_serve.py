@@ -1,0 +1,489 @@
+"""``penstock serve`` as a process: what it prints works when pasted, what is wrong is one line, and it ends as told."""
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from google.protobuf import json_format
+from waiting import wait_until
+
+from penstock.clients import Client
+from penstock.clients.errors import RequestFailed
+from penstock.kernels.cpu.bindings import LEVELS, find_kernels
+from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.service.app import serve
+from penstock.service.app.usage_examples import Administration, Calls, Transport
+from penstock.service.config.addresses import Address
+from penstock.v1 import generation_pb2 as pb
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+BUF = Path(__file__).parents[3] / "node_modules/.bin/buf"
+SHARD_A, SHARD_B = "a.safetensors", "b.safetensors"
+GREETING_ENDS = "Ctrl-C ends it."
+
+
+@contextmanager
+def serving(*arguments, command=(PENSTOCK, "serve"), **options):
+    """A process that serves, and what it printed; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    try:
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if GREETING_ENDS in line:
+                break
+        else:
+            pytest.fail(f"it never served: {process.communicate()[1]}")
+        yield process, "".join(lines)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def target_of(greeting):
+    match = re.match(r"penstock \S+ serves \S+ on (\S+)", greeting)
+    assert match is not None, greeting
+    return match[1]
+
+
+@pytest.fixture(scope="module")
+def greeting(small_model):
+    """What a service on any port printed; it ends with status 0 on SIGTERM."""
+    with serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting):
+        yield greeting
+        process.terminate()
+        errors = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+
+
+def line_of(greeting, program):
+    (line,) = (line.strip() for line in greeting.splitlines() if line.strip().startswith(program))
+    return line
+
+
+def paste(line):
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_says_what_runs(cpu_library):
+    flags = ("--threads=1", "--quantization=int8", "--kv-cache-dtype=int8", "--kv-cache-memory-bytes=64M")
+    best = next(level for level in LEVELS if find_kernels(level))
+    with serving("--port", "0", *flags, "--backend=cpu") as (_, greeting):
+        assert re.search(
+            r"^Qwen3ForCausalLM, bfloat16, weights in int8 of [56] MiB, context 16,384$", greeting, re.MULTILINE
+        )
+        assert f"\nbackend cpu on cpu ({best}, 1 thread), steps of at most 256 sequences and 256 tokens\n" in greeting
+        assert re.search(r"^KV cache of [\d,]+ tokens in int8, 6[34] MiB$", greeting, re.MULTILINE)
+
+
+def test_the_printed_python_call_works(greeting):
+    paste(line_of(greeting, shlex.quote(sys.executable)))
+
+
+def test_the_printed_terminal_chat_works(greeting):
+    (line,) = (line.strip() for line in greeting.splitlines() if "penstock chat" in line)
+    paste(f"{line} --once hello")
+
+
+def as_buf(line):
+    """The same call, as buf has it: grpcurl takes the address and the method apart, and is told of plain text."""
+    program, *arguments = shlex.split(line)
+    if program == "grpcurl":
+        *options, address, method = arguments
+        options.remove("-plaintext")
+        return [*options, f"http://{address}/{method}"]
+    assert arguments[:3] == ["curl", "--protocol", "grpc"]
+    return arguments[3:]
+
+
+@pytest.mark.parametrize("program", ["buf", "grpcurl"])
+def test_the_printed_calls_by_reflection_work(greeting, program):
+    line = line_of(greeting, program)
+    arguments = as_buf(line)
+    if shutil.which(program):
+        answer = paste(line)
+    elif BUF.exists():
+        answer = paste(shlex.join([str(BUF), "curl", "--protocol", "grpc", *arguments]))
+    else:
+        answer = call_as_buf_would(arguments)
+    assert '"finished"' in answer
+    assert '"promptTokens"' in answer
+
+
+def call_as_buf_would(arguments):
+    (flag, data, url) = arguments
+    assert flag == "-d"
+    _, _, address, service, method = url.split("/")
+    assert f"{service}/{method}" == "penstock.v1.GenerationService/GenerateOne"
+    with grpc.insecure_channel(address) as channel:
+        answers = GenerationServiceStub(channel).GenerateOne(json_format.Parse(data, pb.GenerateOneRequest()))
+        return "".join(json_format.MessageToJson(answer) for answer in answers)
+
+
+def test_a_call_fits_where_the_service_listens():
+    def calls(listen, **options):
+        return Calls(Address.parse(listen), **{"takes_chat": False, "wants_key": False, **options})
+
+    everywhere = calls("0.0.0.0:80")
+    assert 'Client("127.0.0.1:80")' in everywhere.python
+    assert everywhere.buf.endswith(" http://127.0.0.1:80/penstock.v1.GenerationService/GenerateOne")
+    assert everywhere.grpcurl.endswith(" 127.0.0.1:80 penstock.v1.GenerationService/GenerateOne")
+    assert "'http://[::1]:80/" in calls("[::]:80").buf
+    private = calls("unix:/run/a b/socket", wants_key=True)
+    assert "--unix-socket '/run/a b/socket' -H 'authorization: Bearer YOUR_KEY'" in private.buf
+    assert " http://localhost/penstock.v1." in private.buf
+    assert "-unix '/run/a b/socket' penstock.v1.GenerationService/GenerateOne" in private.grpcurl
+    assert 'api_key="YOUR_KEY"' in private.python
+    assert "penstock chat" not in str(private)
+    assert "penstock chat" in str(calls("unix:/run/socket", takes_chat=True))
+
+
+def test_a_call_has_what_tls_asks_for():
+    def calls(transport):
+        return Calls(Address.parse("10.0.0.5:80"), takes_chat=True, wants_key=False, transport=transport)
+
+    one_way, mutual = calls(Transport.TLS), calls(Transport.MUTUAL_TLS)
+    assert 'import Client, Tls; client = Client("10.0.0.5:80", tls=Tls(ca="CA.pem"))' in one_way.python
+    assert "curl --protocol grpc --cacert CA.pem -d " in one_way.buf
+    assert " https://10.0.0.5:80/" in one_way.buf
+    assert one_way.grpcurl.startswith("grpcurl -cacert CA.pem -d ")
+    assert one_way.chat.endswith("penstock chat --tls-ca CA.pem --target 10.0.0.5:80")
+    assert 'tls=Tls(ca="CA.pem", certificate="CLIENT.pem", key="CLIENT.key")' in mutual.python
+    assert " --cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d " in mutual.buf
+    assert mutual.grpcurl.startswith("grpcurl -cacert CA.pem -cert CLIENT.pem -key CLIENT.key -d ")
+    admin = str(Administration(Address.parse("10.0.0.5:81"), wants_key=True, transport=Transport.TLS))
+    assert "penstock top --tls-ca CA.pem --admin 10.0.0.5:81" in admin
+
+
+def test_with_tls_and_keys_the_printed_call_works_and_sighup_reads_files_again(small_model, tmp_path, new_authority):
+    authority = new_authority("ours")
+    chain, private_key = authority.issue()
+    for name, content in (("CA.pem", authority.pem), ("server.pem", chain), ("server.key", private_key)):
+        (tmp_path / name).write_bytes(content)
+
+    def write_key(key):
+        (tmp_path / "keys").write_text(f"sha256:{hashlib.sha256(key.encode()).hexdigest()} acme\n")
+
+    write_key("first")
+    files = (
+        f"--tls-cert={tmp_path}/server.pem",
+        f"--tls-key={tmp_path}/server.key",
+        f"--api-keys-file={tmp_path}/keys",
+    )
+    flags = ("--port=0", "--admin-listen=off", "--kv-cache-memory-bytes=64M", *files)
+    with serving(small_model, *flags, stdin=subprocess.DEVNULL) as (process, greeting):
+        line = line_of(greeting, shlex.quote(sys.executable))
+        assert "tls=Tls(" in line
+        paste(f"cd {tmp_path}; {line.replace('YOUR_KEY', 'first')}")
+        write_key("second")
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        assert any("changed, and in use from now on" in logged for logged in process.stderr)
+        paste(f"cd {tmp_path}; {line.replace('YOUR_KEY', 'second')}")
+        process.terminate()
+        assert process.wait(120) == 0
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(greeting, capsys):
+    port = target_of(greeting).rpartition(":")[2]
+    assert serve.serve(["--port", port]) == 1
+    said = capsys.readouterr().err
+    assert said == f"penstock serve: --port 127.0.0.1:{port}: the port is in use; stop what uses it or choose another\n"
+
+
+def test_the_printed_administration_answers(greeting):
+    assert "PENSTOCK_API_KEY" not in greeting
+    (top,) = (line.strip() for line in greeting.splitlines() if "penstock top" in line)
+    assert json.loads(paste(f"{top} --once --json"))["state"] == "serving"
+
+
+# What is wrong with a model -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """The demo's tokenizer with a tiny model of two shards, written by hand."""
+    directory = tmp_path_factory.mktemp("small")
+    demo = resolve_model(DEMO)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory)
+    config = json.loads((demo / "config.json").read_text())
+    tokenizer_size = json.loads((demo / "tokenizer.json").read_text())["added_tokens"][-1]["id"] + 1
+    config |= {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": tokenizer_size}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
+    config.pop("layer_types", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": [tokenizer_size, 16],
+        f"{layer}.input_layernorm.weight": [16],
+        f"{layer}.self_attn.q_proj.weight": [16, 16],
+        f"{layer}.self_attn.k_proj.weight": [8, 16],
+        f"{layer}.self_attn.v_proj.weight": [8, 16],
+        f"{layer}.self_attn.o_proj.weight": [16, 16],
+        f"{layer}.self_attn.q_norm.weight": [8],
+        f"{layer}.self_attn.k_norm.weight": [8],
+        f"{layer}.post_attention_layernorm.weight": [16],
+        f"{layer}.mlp.gate_proj.weight": [16, 16],
+        f"{layer}.mlp.up_proj.weight": [16, 16],
+        f"{layer}.mlp.down_proj.weight": [16, 16],
+        "model.norm.weight": [16],
+    }
+    names = list(shapes)
+    shards = {SHARD_A: names[:6], SHARD_B: names[6:]}
+    for shard, held in shards.items():
+        write_shard(directory / shard, {name: shapes[name] for name in held})
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def write_shard(path, shapes, dtype="F32", size=4):
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + size * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(end))
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BAD_MODELS: dict[str, tuple[Any, tuple[str, ...], str]] = {
+    "no directory": (shutil.rmtree, (), "no such directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), (), "config.json"),
+    "broken config": (lambda d: (d / "config.json").write_text("{"), (), "config.json"),
+    "unknown architecture": (
+        lambda d: edit(d / "config.json", architectures=["Mamba"], model_type="mamba"),
+        (),
+        "Mamba",
+    ),
+    "missing shard": (lambda d: (d / SHARD_B).unlink(), (), SHARD_B),
+    "truncated shard": (lambda d: truncate(d / SHARD_B), (), SHARD_B),
+    "wrong dtype": (lambda d: write_shard(d / SHARD_B, {"model.norm.weight": [16]}, "I64", 8), (), SHARD_B),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), (), "tokenizer.json"),
+    "no template": (lambda d: None, ("--chat-template", "/nowhere.jinja"), "/nowhere.jinja"),
+    "no keys": (lambda d: None, ("--api-keys-file", "/nowhere"), "/nowhere"),
+    "bad address": (lambda d: None, ("--host", "nowhere.invalid"), "--host nowhere.invalid:0"),
+    "bad administration": (lambda d: None, ("--admin-listen", "50052"), "--admin-listen 50052: must be HOST:PORT"),
+    "open administration": (
+        lambda d: None,
+        ("--admin-listen", "0.0.0.0:0"),
+        "--admin-listen 0.0.0.0:0: anyone who reaches it could administer the service; give --api-keys-file",
+    ),
+    "a local model of a revision": (lambda d: None, ("--revision", "v1"), "--revision v1: "),
+    "a name for a terminal": (
+        lambda d: (d / "config.json").write_text(json.dumps({"architectures": ["\x1b]0;x\x07" + "y" * 10_000]})),
+        (),
+        "architectures",
+    ),
+    "a template without end": (
+        lambda d: (d / "chat_template.jinja").write_text("{{ 'x' * 10**10 }}"),
+        ("--kv-cache-memory-bytes=64M",),
+        "chat_template.jinja: the chat template takes more than",
+    ),
+    "no tenants": (lambda d: None, ("--tenants-file", "/nowhere"), "--tenants-file /nowhere: cannot be read"),
+    "bad flag": (lambda d: None, ("--max-num-seqs", "no"), "--max-num-seqs"),
+    "unknown flag": (lambda d: None, ("--speed", "high"), "--speed"),
+}
+BAD_STARTS = {
+    "too little memory": (("--kv-cache-memory-bytes", "1K"), "--kv-cache-memory-bytes"),
+    "a device that is not there": (("--device", "cuda:77"), "--device"),
+}
+
+
+def one_line(said):
+    """The only line besides those of the log: on one core, for instance, the backend reports how it uses it."""
+    lines = [line for line in said.splitlines() if not any(word in line for word in ("loading", "SLOW", " INFO "))]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("penstock serve: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("what", BAD_MODELS)
+def test_what_is_wrong_is_one_line_that_names_it(what, small_model, tmp_path, capsys):
+    damage, flags, named = BAD_MODELS[what]
+    model = shutil.copytree(small_model, tmp_path / "model")
+    damage(model)
+    assert serve.serve([str(model), "--port", "0", *flags]) != 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert named in one_line(said.err)
+    assert one_line(said.err).isprintable()
+    assert len(one_line(said.err)) < 3000
+
+
+@pytest.mark.parametrize("what", BAD_STARTS)
+def test_what_the_worker_finds_wrong_is_one_line_too(what, small_model):
+    flags, named = BAD_STARTS[what]
+    done = subprocess.run(
+        [PENSTOCK, "serve", small_model, "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert named in one_line(done.stderr)
+
+
+# How it ends ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def long_request(target):
+    """A request that runs, in a thread; its failure is in the list."""
+    runs, failures = threading.Event(), []
+
+    def run():
+        with Client(target) as client:
+            try:
+                for _ in client.stream("long", max_tokens=15_000, ignore_eos=True):
+                    runs.set()
+            except RequestFailed as failure:
+                failures.append(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert runs.wait(120)
+    yield failures
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def ended(process):
+    """Whether it runs no more; whoever inherited it may still have to reap it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_second_interrupt_ends_it_at_once(small_model):
+    with (
+        serving(small_model, "--port", "0", "--kv-cache-memory-bytes=64M") as (process, greeting),
+        long_request(target_of(greeting)) as failures,
+    ):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None, "running requests have their grace"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+    assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
+
+
+SLOW_TOKENIZER = """
+import sys, time
+from penstock.service.app import command
+from penstock.service.text import tokenizer
+
+def encode(self, text, *arguments):
+    print("a thread is busy", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+tokenizer.Tokenizer.encode = encode
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def test_it_ends_in_time_though_a_text_is_being_tokenized(small_model):
+    """Two seconds after the grace; the rest is for a slow machine."""
+    arguments = (small_model, "--port", "0", "--kv-cache-memory-bytes=64M", "--shutdown-grace=0")
+    with (
+        serving(*arguments, command=(sys.executable, "-P", "-c", SLOW_TOKENIZER)) as (process, greeting),
+        grpc.insecure_channel(target_of(greeting)) as channel,
+    ):
+        start = pb.Start(text="long")
+        call = GenerationServiceStub(channel).Complete.future(pb.CompleteRequest(start=start))
+        while "a thread is busy" not in process.stderr.readline():
+            pass
+        process.terminate()
+        assert process.wait(120) == 0
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+IMPATIENT = """
+import sys
+from penstock.scheduler.loop.engine import Engine
+from penstock.service.app import command
+
+Engine.__init__.__kwdefaults__["restart_delay_s"] = 0.01
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def test_when_the_worker_cannot_be_replaced_requests_are_told_and_the_status_is_not_0(small_model, tmp_path):
+    model = shutil.copytree(small_model, tmp_path / "model")
+    with (
+        serving(model, "--port=0", "--kv-cache-memory-bytes=64M", command=(sys.executable, "-P", "-c", IMPATIENT)) as (
+            process,
+            greeting,
+        ),
+        long_request(target_of(greeting)) as failures,
+    ):
+        shutil.rmtree(model)
+        (worker,) = workers_of(process)
+        worker.send_signal(signal.SIGKILL)
+        errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE]
+    assert errors.count("another worker did not start: ") == 5
+    assert "nothing can be computed any more" in errors
+    assert "Traceback" not in errors
+
+
+def workers_of(process):
+    """Not other children, such as one that is asked for GPUs."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error):
+            found += [child] if "penstock.models.worker.main" in " ".join(child.cmdline()) else []
+    return found
+
+
+def catches(process, number):
+    """Whether a signal is its own to answer by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    (caught,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return int(caught, 16) >> (number - 1) & 1
+
+
+def test_a_signal_while_it_loads_ends_it_and_its_worker():
+    with subprocess.Popen([PENSTOCK, "serve", "--port", "0"], stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: catches(process, signal.SIGTERM))
+            (worker,) = workers_of(process)
+        finally:
+            process.terminate()
+        errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    wait_until(lambda: ended(worker))
+    assert b"Traceback" not in errors
