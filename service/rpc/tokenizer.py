@@ -1,8 +1,8 @@
 """TokenizerService: the served model's tokenizer and template, exactly as generation uses them, in the same threads."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import grpc
@@ -154,10 +154,10 @@ def _slices(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yields slices. Rests after each for as long as the caller worked on it, or the event loop would have to wait for
     Python's lock each time that it had let go of it."""
     for at in range(0, len(token_ids), _IDS_AT_ONCE):
-        began = time.perf_counter()
+        began = perf_counter()
         yield token_ids[at : at + _IDS_AT_ONCE]
         if at + _IDS_AT_ONCE < len(token_ids):
-            time.sleep(time.perf_counter() - began)
+            sleep(perf_counter() - began)
 
 
 def _with_ids(response: _WithIds, token_ids: list[int], field: str) -> _WithIds:

@@ -34,7 +34,7 @@ CUT_METADATA_BYTES = 4 * MAX_METADATA_BYTES
 that is read."""
 
 CALLS_AT_ONCE = 8
-"""How many calls of a method may be accepted in a turn of the event loop."""
+"""How many calls of a method gRPC may hand over at once."""
 
 Cut = Callable[[str], None]
 
@@ -70,21 +70,22 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
         stops."""
         while True:
-            state = await self._accept(method)
+            state = await super()._request_registered_call(method)
             context, num_bytes = _look_at(state)
             if num_bytes <= MAX_METADATA_BYTES:
                 return state
             self._refuse(context, num_bytes)
             del state, context  # or they would last until the next call
 
-    def _accept(self, method: bytes) -> "asyncio.Task[Any]":
-        """Returns what takes a method's next call. gRPC would take one call in two turns of the event loop, so that a
-        burst would wait, and beyond 1,000 waiting calls it refuses some at random."""
+    def _make_request_call_future(self, method: bytes | None) -> Any:
+        """Returns what takes a method's next call. By itself, gRPC asks for a call only when it has begun the one
+        before, several turns of the event loop later. Bursts wait, and beyond 1,000 waiting calls it refuses some."""
+        if method is None:
+            return super()._make_request_call_future(method)
         accepting = self._accepting.setdefault(method, deque())
         while len(accepting) < CALLS_AT_ONCE:
-            task = asyncio.create_task(super()._request_registered_call(method))
-            task.add_done_callback(_retrieve)
-            accepting.append(task)
+            accepting.append(super()._make_request_call_future(method))
+            accepting[-1].add_done_callback(_retrieve)
         return accepting.popleft()
 
     async def shutdown(self, grace: float | None) -> None:

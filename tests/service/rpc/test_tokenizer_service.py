@@ -8,11 +8,13 @@ import grpc
 import pytest
 from waiting import until
 
+from penstock.clients.host.parse_turns import ParseTurns
 from penstock.service.auth.identity import Caller
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.rpc import tokenizer as tokenizer_service
 from penstock.service.text.tokenizer import TokenizerPool
-from penstock.v1 import generation_pb2, tokenizer_pb2 as pb
+from penstock.service.transport.message_size import SHORT_BYTES
+from penstock.v1 import generation_pb2, tokenizer_pb2 as pb, tokenizer_pb2_grpc as pb_grpc
 
 CALLS = {
     "Tokenize": pb.TokenizeRequest(text="hi"),
@@ -162,3 +164,35 @@ async def test_a_tenant_that_sends_much_waits_for_itself_alone(start_service, by
     assert list((await modest).token_ids) == [ord("m")]
     await asyncio.wait(greedy)
     assert order.index("m") < 3 < order.count("g")
+
+
+async def test_long_lists_of_ids_leave_the_lock_to_the_loop(start_service, monkeypatch):
+    """What C does with a list holds Python's lock."""
+    rests: list[float] = []
+    monkeypatch.setattr(tokenizer_service, "sleep", rests.append)
+    service = await start_service()
+    stub = pb_grpc.TokenizerServiceStub(service.channel)
+    await stub.Detokenize(pb.DetokenizeRequest(token_ids=[104] * tokenizer_service._IDS_AT_ONCE))
+    assert rests == []
+    await stub.Detokenize(pb.DetokenizeRequest(token_ids=[104] * (3 * tokenizer_service._IDS_AT_ONCE)))
+    assert len(rests) == 2
+    assert min(rests) > 0
+
+
+async def test_only_large_messages_take_turns(start_service, monkeypatch):
+    portions = []
+    portion = ParseTurns.portion
+
+    def counted(turns):
+        portions.append(turns)
+        return portion(turns)
+
+    monkeypatch.setattr(ParseTurns, "portion", counted)
+    service = await start_service()
+    stub = pb_grpc.TokenizerServiceStub(service.channel)
+    await stub.Tokenize(pb.TokenizeRequest(text="hi"))
+    assert portions == []
+    large = pb.TokenizeRequest(text="x" * SHORT_BYTES)
+    await asyncio.gather(*(stub.Tokenize(large) for _ in range(4)))
+    assert len(portions) == 4
+    assert len(set(portions)) == 1
