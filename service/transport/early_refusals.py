@@ -56,6 +56,32 @@ def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
         )
 
 
+class _Line:
+    """The next calls of a method, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.accepting: set[asyncio.Task[Any]] = set()
+        """Each takes one call."""
+        self.accepted: deque[Any] = deque()
+        """Calls that gRPC has not asked for yet."""
+        self.wanted: asyncio.Future[Any] | None = None
+        """For the next call, if gRPC waits for one."""
+
+    def take(self, task: "asyncio.Task[Any]") -> None:
+        """Hands over what a task brought. An error that no one waits for is the end of the server."""
+        self.accepting.discard(task)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if self.wanted is None or self.wanted.done():
+            if error is None:
+                self.accepted.append(task.result())
+        elif error is None:
+            self.wanted.set_result(task.result())
+        elif task.cancelled():
+            self.wanted.cancel()
+        else:
+            self.wanted.set_exception(error)
+
+
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """The core of a ``grpc.aio`` server. All our methods are registered with it by their paths."""
 
@@ -63,8 +89,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         super().__init__(*arguments)
         self._cut = cut
         self._refusals: set[asyncio.Task[None]] = set()
-        self._accepting: dict[bytes, deque[asyncio.Task[Any]]] = {}
-        """What takes the next calls of a method, in their order."""
+        self._lines: dict[bytes, _Line] = {}
+        """By method."""
 
     async def _request_registered_call(self, method: bytes) -> Any:
         """Returns the next call of a method whose metadata is within the limit. Raises what gRPC raises when the server
@@ -78,20 +104,26 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             del state, context  # or they would last until the next call
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        """Returns what takes a method's next call. By itself, gRPC asks for a call only when it has begun the one
+        """Returns a future for a method's next call. By itself, gRPC asks for a call only when it has begun the one
         before, several turns of the event loop later. Bursts wait, and beyond 1,000 waiting calls it refuses some."""
         if method is None:
             return super()._make_request_call_future(method)
-        accepting = self._accepting.setdefault(method, deque())
-        while len(accepting) < CALLS_AT_ONCE:
-            accepting.append(super()._make_request_call_future(method))
-            accepting[-1].add_done_callback(_retrieve)
-        return accepting.popleft()
+        line = self._lines.setdefault(method, _Line())
+        wanted = asyncio.get_running_loop().create_future()
+        if line.accepted:
+            wanted.set_result(line.accepted.popleft())
+        else:
+            line.wanted = wanted
+        while len(line.accepting) + len(line.accepted) < CALLS_AT_ONCE:
+            task = super()._make_request_call_future(method)
+            line.accepting.add(task)
+            task.add_done_callback(line.take)
+        return wanted
 
     async def shutdown(self, grace: float | None) -> None:
         """Stops the server, and waits until it takes no more calls."""
         await super().shutdown(grace)
-        if accepting := [task for tasks in self._accepting.values() for task in tasks]:
+        if accepting := [task for line in self._lines.values() for task in line.accepting]:
             await asyncio.wait(accepting, timeout=REFUSE_TIMEOUT_S)
 
     async def _request_call(self) -> Any:
@@ -106,12 +138,6 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
         self._refusals.add(refusal)
         refusal.add_done_callback(self._refusals.discard)
-
-
-def _retrieve(task: "asyncio.Task[Any]") -> None:
-    """Takes note of an error: when the server stops, no more than one task of each method is waited for."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _look_at(state: Any) -> tuple[Any, int]:
