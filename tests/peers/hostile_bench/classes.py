@@ -77,7 +77,7 @@ CLASSES = (
         "unread_answers",
         10,
         "60 answers over gRPC that are not read",
-        ("reset", "connection closed"),
+        ("CANCELLED", "reset", "connection closed"),
         attack_s=BEYOND_A_MINUTE_S,
     ),
     HostileClass(
