@@ -1,1 +1,1 @@
-"""The ``penstock`` command and its subcommands for callers. Servers are found by name, at run time."""
+"""The ``penstock`` command and its subcommands for callers. Server commands are imported by name at run time."""

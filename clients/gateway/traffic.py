@@ -13,7 +13,7 @@ from starlette.types import Scope
 CALLER = "caller"
 """Of a request's state: who made it, once that is known."""
 HELD_UNTIL_END = "penstock.held"
-"""Of a request's scope: an ``ExitStack`` that is closed when the request has ended, however it does."""
+"""Key in a request's scope. Its value, an ``ExitStack``, is closed when the request has ended in any way."""
 GONE = 499
 """What nginx logs of a caller that went away; nobody is sent it."""
 _NO_ROUTE = "other"

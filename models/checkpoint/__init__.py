@@ -1,1 +1,1 @@
-"""What a model's files say: architecture, shapes, tensors. No torch."""
+"""Reads what a model's files say: architecture, shapes, tensors. Imports no torch."""

@@ -1,1 +1,1 @@
-"""The service's side of a worker process: how it is started, spoken to and watched. No torch."""
+"""Starts, watches and talks to worker processes, for the service. Imports no torch."""

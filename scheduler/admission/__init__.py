@@ -1,1 +1,1 @@
-"""Whether a request may enter: bounds, deadlines, predicted waiting time."""
+"""Decides whether a request may enter, by its bounds, its deadline and its predicted waiting time."""

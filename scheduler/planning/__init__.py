@@ -1,1 +1,1 @@
-"""What the next step runs: queues, prefill, preemption, tenants' shares."""
+"""Chooses what the next step runs: queues, prefill, preemption, tenants' shares."""

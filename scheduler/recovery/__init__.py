@@ -1,1 +1,1 @@
-"""What happens when a worker fails: restarts, and finding the request that causes crashes."""
+"""Handles failed workers: restarts them, and finds the request that crashes them."""

@@ -1,1 +1,1 @@
-"""Models of how long steps take and requests wait."""
+"""Predicts how long steps take and how long requests wait."""

@@ -1,1 +1,1 @@
-"""The composition of the server, and how it is started: by command, in process, with a gateway."""
+"""Puts the server together, and starts it: by command, in process, with a gateway."""

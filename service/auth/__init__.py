@@ -1,1 +1,1 @@
-"""Who calls and what they may do: keys, tokens, TLS, tenants' limits."""
+"""Identifies callers and what they may do: keys, tokens, TLS, tenants' limits."""

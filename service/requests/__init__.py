@@ -1,1 +1,1 @@
-"""From messages to requests for the scheduler, and their lives until they end."""
+"""Turns messages into requests for the scheduler, and follows each until it ends."""

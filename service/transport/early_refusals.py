@@ -68,7 +68,7 @@ class _Line:
         """For the next call, if gRPC waits for one."""
 
     def take(self, task: "asyncio.Task[Any]") -> None:
-        """Hands over what a task brought. An error that no one waits for is the end of the server."""
+        """Hands over a task's call or error. Drops an error that gRPC does not wait for: the server has stopped."""
         self.accepting.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self.wanted is None or self.wanted.done():

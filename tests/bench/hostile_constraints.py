@@ -2,7 +2,7 @@
 
 The constraints are those of tests/service/end_to_end/test_constraints.py, at random times. Three phases take turns: the
 streams alone, beside the constraints, and beside free requests of the same prompts and lengths at the same times, since
-whoever joins a batch makes its steps longer. Each round has a service of its own, which has compiled nothing yet.
+requests that join a batch make its steps longer. Each round has a service of its own, which has compiled nothing yet.
 """
 
 import argparse

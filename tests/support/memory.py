@@ -33,7 +33,8 @@ def held_bytes_counter() -> Callable[[], int]:
 
 
 async def grown_bytes(count: Callable[[], Awaitable[int]], before: int, most: int) -> int:
-    """What ``count()`` gives above ``before``, as soon as it is at most ``most``. A busy machine frees buffers late."""
+    """Returns ``count()`` minus ``before``, as soon as it is at most ``most`` or after 100 tries. A busy machine frees
+    buffers late."""
     for _ in range(_NUM_TRIES):
         if (grown := await count() - before) <= most:
             break

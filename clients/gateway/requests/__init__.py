@@ -1,1 +1,1 @@
-"""From OpenAI's requests to the service's: bodies, prompts, sampling, tools."""
+"""Turns OpenAI's requests into the service's: bodies, prompts, sampling, tools."""

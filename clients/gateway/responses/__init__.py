@@ -1,1 +1,1 @@
-"""From the service's streams to OpenAI's answers and events."""
+"""Turns the service's streams into OpenAI's answers and events."""

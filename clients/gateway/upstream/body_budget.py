@@ -62,7 +62,7 @@ class BodyBudget:
         self._next_eviction: dict[str, float] = {}
         """By tenant; only of those that have bodies."""
         self._room_of: dict[str | None, asyncio.Future[None]] = {}
-        """What bodies wait for that lack room: in their tenant's part, or (None) in the whole budget."""
+        """Completed when there may be room again: by tenant, and under None for the whole budget."""
 
     @property
     def num_bytes(self) -> int:
