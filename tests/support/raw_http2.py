@@ -46,7 +46,7 @@ class RawClient:
         """The trailers, as they came."""
         self.num_bytes = 0
         """Of answers."""
-        self.is_closed = False
+        self.is_accepted = self.is_closed = False
         # No table of headers: what comes can be read without one.
         self.send(
             PREFACE + frame(SETTINGS, struct.pack(">HIHI", 1, 0, 4, window)) + frame(WINDOW_UPDATE, b"\x7f\0\0\0")
@@ -102,6 +102,12 @@ class RawClient:
             await self._changed.wait()
         return self.ended[stream]
 
+    async def accepted(self) -> None:
+        """Waits for the service's first frame: until then the connection may still be in the kernel's queue."""
+        while not self.is_accepted and not self.is_closed:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def closed(self) -> None:
         while not self.is_closed:
             self._changed.clear()
@@ -112,6 +118,7 @@ class RawClient:
             while True:
                 head = await self._reader.readexactly(9)
                 payload = await self._reader.readexactly(int.from_bytes(head[:3]))
+                self.is_accepted = True
                 self._take(head[3], head[4], int.from_bytes(head[5:]), payload)
                 self._changed.set()
         except (asyncio.IncompleteReadError, OSError):

@@ -95,10 +95,11 @@ def test_when_no_file_can_be_opened_there_are_many(monkeypatch):
     assert connections._num_files() == 1000
 
 
-async def test_connections_are_found_when_no_file_can_be_opened(start_service, monkeypatch):
+async def test_connections_are_found_when_no_file_can_be_opened(start_service):
     service = await start_service()
     found = service.server._running._limits.connections
     async with raw_client(service.target) as client:
+        await client.accepted()
         name = "ipv4:{}:{}".format(*client._writer.get_extra_info("sockname"))
         limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
         files = []
