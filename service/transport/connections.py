@@ -14,7 +14,7 @@ import resource
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest
@@ -126,6 +126,8 @@ class Connections:
         """When connections were last listed."""
         self._num_connected: dict[int, int] = {}
         """At each port, then."""
+        self._seen: dict[Connection, float] = {}
+        """When each connection was first listed."""
         self._leaving: set[Peer] = set()
         self._cutting: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
@@ -238,8 +240,9 @@ class Connections:
             is_late = looked + LIST_S <= loop.time()
             if not self.may_be_full(num_files) and not (is_late and self._has_many(num_files)):
                 continue
-            connected = await self._list(_connected)
+            listed = await self._list(_connected)
             looked = loop.time()
+            connected = self.by_age(listed, looked)
             self._num_files = num_files
             self._num_connected = {port: len(peers) for port, peers in connected.items()}
             leaving = {peer for port, limit in self._limits.items() for peer in self.giving_way(connected[port], limit)}
@@ -257,6 +260,12 @@ class Connections:
     def _has_many(self, num_files: int) -> bool:
         """Returns whether there are enough files or clients for an occasional listing to be worth it."""
         return max(num_files, len(self._uses)) > min(self._limits.values()) * _FULL
+
+    def by_age(self, listed: Mapping[int, Collection[Connection]], now: float) -> dict[int, list[Peer]]:
+        """Returns the clients of each port, those first that were listed first. A descriptor's number says nothing of
+        a connection's age: a new one takes over that of one that was closed."""
+        self._seen = {found: self._seen.get(found, now) for port in listed for found in listed[port]}
+        return {port: [found.peer for found in sorted(listed[port], key=self._seen.__getitem__)] for port in listed}
 
     def giving_way(self, connected: Collection[Peer], limit: int) -> Collection[Peer]:
         """Returns the clients of a port that have to leave; none while there is room. Clients that never authenticated
@@ -285,11 +294,11 @@ class Connections:
         return leaving
 
 
-def _connected(ports: Collection[int]) -> dict[int, list[Peer]]:
-    """Returns the clients of each port, in the order of their file numbers, which is roughly that of their age."""
-    found: dict[int, list[Peer]] = {port: [] for port in ports}
-    for port, peer, _ in _sockets(ports):
-        found[port].append(peer)
+def _connected(ports: Collection[int]) -> dict[int, list[Connection]]:
+    """Returns the connections of each port."""
+    found: dict[int, list[Connection]] = {port: [] for port in ports}
+    for port, peer, connection in _sockets(ports):
+        found[port].append(_named(peer, connection))
     return found
 
 
@@ -301,8 +310,12 @@ def _received(ports: Collection[int]) -> dict[Connection, int]:
         with contextlib.suppress(OSError, struct.error):  # an older system
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             num_sent, num_received = _RECEIVED.unpack_from(info, _RECEIVED_AT)
-            found[Connection(peer, os.fstat(connection.fileno()).st_ino)] = num_received - num_sent // 2
+            found[_named(peer, connection)] = num_received - num_sent // 2
     return found
+
+
+def _named(peer: Peer, connection: socket.socket) -> Connection:
+    return Connection(peer, os.fstat(connection.fileno()).st_ino)
 
 
 def _shut_down(ports: Collection[int], peers: Collection[Peer]) -> int:
